@@ -1,0 +1,57 @@
+# Everything a developer runs. Each target makes .venv first; that is a no-op when it is up to date.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+MPICH  := $(VENV)/mpich
+# The build environment pip makes for shoal itself follows the constraints as well.
+PIP    := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
+          PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-full lint format type bench docs clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+
+setup: $(STAMP)  ## .venv with shoal, its tools, Open MPI and (aside) MPICH
+
+# The wheels of Open MPI and MPICH hold files of the same names, so MPICH, which only tests need,
+# gets a prefix of its own.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --editable '.[dev,mpi]'
+	rm -rf $(MPICH)
+	$(PIP) --prefix $(MPICH) --ignore-installed --no-deps mpich
+	touch $@
+
+demo: setup  ## a tour of the collectives on four ranks
+	$(BIN)/shoal demo
+
+test: setup  ## the tests, with pairs of the large matrices
+	$(BIN)/python -m pytest -m 'not full' $(ARGS)
+
+test-full: setup  ## the tests, with all of the large matrices
+	$(BIN)/python -m pytest --hypothesis-profile=full $(ARGS)
+
+lint: setup  ## style, formatting, layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+format: setup  ## fix what `lint` can fix
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+type: setup  ## mypy, strict
+	$(BIN)/mypy
+
+bench: setup  ## collectives: shm against Gloo and MPI
+	$(BIN)/python benchmarks/collectives.py $(ARGS)
+
+docs: setup  ## links resolve, examples compile
+	$(BIN)/python tools/check_docs.py
+
+clean:  ## remove .venv and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

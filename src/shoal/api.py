@@ -1,0 +1,122 @@
+"""The front door: start communication, find it again, run a function on many ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shoal.comm.backend import DEFAULT_TIMEOUT_S
+from shoal.comm.world import World, current, find_current, set_current
+from shoal.errors import PeerError, ShoalError
+from shoal.launch.exit import report_at_exit
+from shoal.launch.joining import check_name, choose_for_cpu, join
+from shoal.launch.outcome import Outcome
+from shoal.launch.run import run_outcomes
+
+
+def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT_S) -> World:
+    """Joins the world that this process was started for.
+
+    Ranks are found from the variables of ``shoal launch``, torchrun, Open MPI, MPICH, Slurm or
+    plain ``RANK`` and ``WORLD_SIZE``; without any this process is a world of its own.
+
+    Args:
+        backend: "memory", "shm", "gloo", "nccl", "mpi", or "auto" to choose.
+        timeout: Seconds that an alive but late rank is waited for.
+
+    Example:
+        >>> import shoal, torch
+        >>> with shoal.init() as world:
+        ...     print(world.rank, world.all_reduce(torch.ones(1)))
+        0 tensor([1.])
+    """
+    existing = find_current()
+    if existing is not None:
+        raise ShoalError(
+            f"this process is already part of {existing!r}: use shoal.world(), "
+            "or call its shutdown() first"
+        )
+    world = World(join(backend, timeout))
+    set_current(world, process_wide=True)
+    report_at_exit(world)
+    return world
+
+
+def world() -> World:
+    """The current world; `shoal.init` or `shoal.run` made it.
+
+    Example:
+        >>> import shoal
+        >>> shoal.run(lambda: shoal.world().rank, ranks=3, backend="memory")
+        [0, 1, 2]
+    """
+    return current()
+
+
+def run(
+    fn: Callable[..., Any],
+    ranks: int = 2,
+    backend: str = "auto",
+    args: Sequence[Any] = (),
+    timeout: float = DEFAULT_TIMEOUT_S,
+) -> list[Any]:
+    """Calls ``fn(*args)`` on every rank and returns the results by rank.
+
+    Ranks are threads that take turns for "memory" and processes for the others. Each rank has
+    its own copy of ``fn`` and ``args``. If a rank fails, its exception is raised here, with the
+    rank named and its traceback attached, once all others have been told and have ended.
+
+    Args:
+        fn: A function, lambda or closure, from a script, a notebook or a test.
+        ranks: How many ranks.
+        backend: "memory", "shm", "gloo", "nccl", "mpi", or "auto" to choose.
+        args: Arguments for every rank.
+        timeout: Seconds that an alive but late rank is waited for.
+
+    Example:
+        >>> import shoal
+        >>> def greet(name):
+        ...     return f"{name} from rank {shoal.world().rank}"
+        >>> shoal.run(greet, ranks=2, backend="memory", args=("hello",))
+        ['hello from rank 0', 'hello from rank 1']
+    """
+    check_name(backend)
+    if ranks < 1:
+        raise ValueError(f"ranks must be at least 1; got {ranks}")
+    name = _choose(ranks) if backend == "auto" else backend
+    outcomes = run_outcomes(fn, tuple(args), ranks, name, timeout)
+    failures = [outcome for outcome in outcomes if outcome.failed]
+    if failures:
+        raise _first_error(failures)
+    return [outcome.value for outcome in outcomes]
+
+
+def _choose(ranks: int) -> str:
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.device_count() >= ranks:
+        return "nccl"
+    return choose_for_cpu(is_one_host=True)
+
+
+def _first_error(failures: Sequence[Outcome]) -> BaseException:
+    """The first failing rank's exception, with its rank and traceback as notes.
+
+    A rank that only passes on another's failure comes after those that failed by themselves.
+    """
+    first = min(failures, key=lambda outcome: (_is_echo(outcome), outcome.failed_at))
+    error = first.error or PeerError(first.rank, _ending(first))
+    error.add_note(f"raised on rank {first.rank}; its own traceback:\n{first.traceback}")
+    return error
+
+
+def _is_echo(outcome: Outcome) -> bool:
+    return isinstance(outcome.error, PeerError)
+
+
+def _ending(outcome: Outcome) -> str:
+    code = outcome.exit_code
+    if code is None:
+        return f"it ended without a word. {outcome.traceback}"
+    how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+    return f"its process {how} before it returned"

@@ -1,0 +1,10 @@
+"""Communication: backends, groups and meshes. Knows nothing of models."""
+
+from shoal.comm.backend import Backend
+from shoal.comm.memory import InMemoryBackend
+from shoal.comm.reduction import ReduceOp
+from shoal.comm.shared_memory import SharedMemoryBackend
+from shoal.comm.work import Work
+from shoal.comm.world import World
+
+__all__ = ["Backend", "InMemoryBackend", "ReduceOp", "SharedMemoryBackend", "Work", "World"]

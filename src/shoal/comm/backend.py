@@ -1,0 +1,366 @@
+"""The interface of every backend: what users and strategies call.
+
+[Note: one convention]
+Operations whose result has the shape of the input work in place: all_reduce, reduce,
+broadcast, recv. The others write into ``out``, or into a new tensor where none is given:
+all_gather, gather, scatter, reduce_scatter, all_to_all. All return the result, and None on
+ranks that have none. Inputs that are not the result are left as they are.
+
+Tensors are cut and joined along their first dimension ("rows"). A length that does not
+divide by the number of ranks gives the first ranks one row more; ``sizes`` overrides that.
+With ``async_op=True`` a `Work` comes back at once, and its ``wait()`` returns the result.
+Sends complete when the message was received, on every backend alike.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from shoal.comm import objects
+from shoal.comm import operation as ops
+from shoal.comm.reduction import ReduceOp
+from shoal.comm.statistics import Counter, Statistics
+from shoal.errors import ClosedError
+
+DEFAULT_TIMEOUT_S = 600.0
+
+
+@dataclass
+class WorldState:
+    """What the groups of one world have in common on one rank.
+
+    Attributes:
+        timeout: Seconds an alive but late rank is waited for.
+        allow_pickle: Whether all peers are vouched for, so that their pickles may be read.
+        statistics: Counters of all groups.
+        next_slot: The next group number that this rank has not used.
+        groups: The world's backend and those of its groups.
+        is_closed: Whether the world was shut down.
+    """
+
+    timeout: float = DEFAULT_TIMEOUT_S
+    allow_pickle: bool = True
+    statistics: Statistics = field(default_factory=Statistics)
+    next_slot: int = 1
+    groups: list[Backend] = field(default_factory=list)
+    is_closed: bool = False
+
+
+class Backend(ABC):
+    """A group of ranks that can exchange tensors and objects.
+
+    Example:
+        >>> import shoal, torch
+        >>> def total(value):
+        ...     backend = shoal.world().backend
+        ...     return backend.all_reduce(torch.tensor([value + backend.rank])).item()
+        >>> shoal.run(total, ranks=3, backend="memory", args=(10,))
+        [33, 33, 33]
+    """
+
+    name: ClassVar[str]
+    """What users call this backend: "memory", "shm", "gloo", "nccl" or "mpi"."""
+
+    def __init__(self, state: WorldState, ranks: Sequence[int], rank: int) -> None:
+        """``ranks`` are the members' world ranks in order, ``rank`` is this one's place."""
+        self._state = state
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self.size = len(self.ranks)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of this group; the same as ``size``."""
+        return self.size
+
+    @property
+    def timeout(self) -> float:
+        """Seconds an alive but late rank is waited for."""
+        return self._state.timeout
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors live that this backend makes on its own."""
+        return torch.device("cpu")
+
+    # What a kind of backend implements ------------------------------------------------
+
+    @abstractmethod
+    def _collective(self, operation: ops.Operation, async_op: bool) -> Any:
+        """Carries out an operation of all ranks; returns its result, or a `Work`."""
+
+    @abstractmethod
+    def _message(self, operation: ops.Operation, peer: int, tag: int, async_op: bool) -> Any:
+        """Carries out this rank's half of a message; returns its result, or a `Work`."""
+
+    @abstractmethod
+    def _make_group(self, members: Sequence[int], slot: int) -> Backend:
+        """The group of some ranks of this one; ``slot`` is a number new to all of them."""
+
+    @abstractmethod
+    def fail(self, reason: str, *, culprit: int | None = None) -> None:
+        """Tells all ranks that this one cannot go on; ``culprit`` if another is to blame."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Leaves the world and lets go of everything. Twice is fine."""
+
+    def empty(
+        self, numel: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> Tensor:
+        """A flat tensor in memory that this transport reaches without a copy."""
+        return torch.empty(numel, dtype=dtype, device=device or self.device)
+
+    # Collectives ----------------------------------------------------------------------
+
+    def all_reduce(
+        self, tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, *, async_op: bool = False
+    ) -> Any:
+        """Reduces ``tensor`` over all ranks, in place on every rank."""
+        return self._run(ops.AllReduce(tensor, ReduceOp.parse(op)), async_op)
+
+    def reduce(
+        self,
+        tensor: Tensor,
+        op: ReduceOp | str = ReduceOp.SUM,
+        *,
+        root: int = 0,
+        async_op: bool = False,
+    ) -> Any:
+        """Reduces over all ranks into the root's ``tensor``; None comes back elsewhere."""
+        self._check_rank("root", root)
+        is_root = root == self.rank
+        return self._run(ops.Reduce(tensor, ReduceOp.parse(op), root, is_root), async_op)
+
+    def broadcast(
+        self, tensor: Tensor | None = None, *, root: int = 0, async_op: bool = False
+    ) -> Any:
+        """Fills ``tensor`` with the root's; without one, a new tensor comes back."""
+        self._check_rank("root", root)
+        operation = ops.Broadcast(tensor, root, root == self.rank, self.device)
+        return self._run(operation, async_op)
+
+    def all_gather(
+        self, tensor: Tensor, *, out: Tensor | None = None, async_op: bool = False
+    ) -> Any:
+        """Joins the rows of all ranks, on every rank. Ranks may give different numbers."""
+        return self._run(ops.AllGather(tensor, out), async_op)
+
+    def gather(
+        self,
+        tensor: Tensor,
+        *,
+        root: int = 0,
+        out: Tensor | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Joins the rows of all ranks on the root; None comes back elsewhere."""
+        self._check_rank("root", root)
+        return self._run(ops.Gather(tensor, out, root, root == self.rank), async_op)
+
+    def scatter(
+        self,
+        tensor: Tensor | None = None,
+        *,
+        root: int = 0,
+        out: Tensor | None = None,
+        sizes: Sequence[int] | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Hands each rank its rows of the root's ``tensor``."""
+        self._check_rank("root", root)
+        operation = ops.Scatter(tensor, out, sizes, root, self.device, (self.rank, self.size))
+        return self._run(operation, async_op)
+
+    def reduce_scatter(
+        self,
+        tensor: Tensor,
+        op: ReduceOp | str = ReduceOp.SUM,
+        *,
+        out: Tensor | None = None,
+        sizes: Sequence[int] | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Reduces over all ranks; each rank keeps its own rows of the result."""
+        place = (self.rank, self.size)
+        operation = ops.ReduceScatter(tensor, ReduceOp.parse(op), out, sizes, place)
+        return self._run(operation, async_op)
+
+    def all_to_all(
+        self,
+        tensor: Tensor,
+        *,
+        out: Tensor | None = None,
+        sizes: Sequence[int] | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Sends part i of ``tensor`` to rank i; returns what arrived, by sender."""
+        operation = ops.AllToAll(tensor, out, sizes, (self.rank, self.size))
+        return self._run(operation, async_op)
+
+    def barrier(self, *, async_op: bool = False) -> Any:
+        """Returns once every rank has arrived."""
+        return self._run(ops.Barrier(), async_op)
+
+    # Messages -------------------------------------------------------------------------
+
+    def send(self, tensor: Tensor, dst: int, tag: int = 0, *, async_op: bool = False) -> Any:
+        """Sends to one rank; done when it was received. Messages of one tag keep their order."""
+        self._check_peer("dst", dst)
+        self._check_open()
+        return self._message(ops.Send(tensor, dst), dst, _checked_tag(tag), async_op)
+
+    def recv(
+        self, tensor: Tensor | None = None, *, src: int, tag: int = 0, async_op: bool = False
+    ) -> Any:
+        """Receives from one rank into ``tensor``; without one, a new tensor comes back."""
+        self._check_peer("src", src)
+        self._check_open()
+        operation = ops.Receive(tensor, src, self.device)
+        return self._message(operation, src, _checked_tag(tag), async_op)
+
+    # Objects --------------------------------------------------------------------------
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's object, by rank, on every rank."""
+        operation = ops.AllGather(self._encode(value), None)
+        operation.signature = "all_gather_object()"
+        return self._decode_parts(self._run(operation, False), operation.rows)
+
+    def gather_object(self, value: Any, *, root: int = 0) -> list[Any] | None:
+        """Every rank's object, by rank, on the root; None elsewhere."""
+        self._check_rank("root", root)
+        operation = ops.Gather(self._encode(value), None, root, root == self.rank)
+        operation.signature = f"gather_object(root={root})"
+        joined = self._run(operation, False)
+        return None if joined is None else self._decode_parts(joined, operation.rows)
+
+    def broadcast_object(self, value: Any = None, *, root: int = 0) -> Any:
+        """The root's object on every rank; the others' argument does not matter."""
+        self._check_rank("root", root)
+        is_root = root == self.rank
+        data = self._encode(value) if is_root else None
+        operation = ops.Broadcast(data, root, is_root, self.device)
+        operation.signature = f"broadcast_object(root={root})"
+        data = self._run(operation, False)
+        return value if is_root else self._decode(data)
+
+    def scatter_object(self, values: Sequence[Any] | None = None, *, root: int = 0) -> Any:
+        """One object of the root's list for each rank."""
+        self._check_rank("root", root)
+        data, sizes = None, None
+        if root == self.rank:
+            if values is None or len(values) != self.size:
+                raise ValueError(f"scatter_object needs a list of {self.size} objects on the root")
+            parts = [self._encode(value) for value in values]
+            data, sizes = torch.cat(parts), [part.numel() for part in parts]
+        place = (self.rank, self.size)
+        operation = ops.Scatter(data, None, sizes, root, self.device, place)
+        operation.signature = f"scatter_object(root={root})"
+        return self._decode(self._run(operation, False))
+
+    def all_to_all_object(self, values: Sequence[Any]) -> list[Any]:
+        """Sends object i to rank i; returns what arrived, by sender."""
+        if len(values) != self.size:
+            raise ValueError(f"all_to_all_object needs {self.size} objects; got {len(values)}")
+        parts = [self._encode(value) for value in values]
+        sizes = [part.numel() for part in parts]
+        operation = ops.AllToAll(torch.cat(parts), None, sizes, (self.rank, self.size))
+        operation.signature = "all_to_all_object()"
+        return self._decode_parts(self._run(operation, False), operation.rows)
+
+    def send_object(self, value: Any, dst: int, tag: int = 0) -> None:
+        """Sends an object to one rank."""
+        self.send(self._encode(value), dst, tag)
+
+    def recv_object(self, src: int, tag: int = 0) -> Any:
+        """Receives an object from one rank."""
+        return self._decode(self.recv(src=src, tag=tag))
+
+    def _encode(self, value: Any) -> Tensor:
+        data = torch.frombuffer(bytearray(objects.encode(value)), dtype=torch.uint8)
+        return data.to(self.device)
+
+    def _decode(self, data: Tensor) -> Any:
+        raw = data.cpu().numpy().tobytes()
+        return objects.decode(raw, allow_pickle=self._state.allow_pickle)
+
+    def _decode_parts(self, joined: Tensor, sizes: Sequence[int]) -> list[Any]:
+        return [self._decode(part) for part in joined.split(list(sizes))]
+
+    # Groups ---------------------------------------------------------------------------
+
+    def split(self, color: int | None) -> Backend | None:
+        """Cuts this group into one group per color; all ranks call it.
+
+        Args:
+            color: Ranks of one color form a group, in the order they have here. None: no group.
+        """
+        choices = self.all_gather_object([color, self._state.next_slot])
+        slot = max(next_slot for _, next_slot in choices)
+        self._state.next_slot = slot + 1
+        if color is None:
+            return None
+        members = [rank for rank, (chosen, _) in enumerate(choices) if chosen == color]
+        return self._make_group(members, slot)
+
+    def subgroup(self, ranks: Sequence[int]) -> Backend | None:
+        """The group of some ranks of this one; all ranks call it, others get None."""
+        members = sorted(set(ranks))
+        for member in members:
+            self._check_rank("a member", member)
+        agreed = self.all_gather_object(members)
+        if any(other != members for other in agreed):
+            raise ValueError(f"every rank must name the same members; the ranks named {agreed}")
+        return self.split(0 if self.rank in members else None)
+
+    # Housekeeping ---------------------------------------------------------------------
+
+    def stats(self) -> Mapping[str, Counter]:
+        """Counters of this rank by operation, over all groups of the world."""
+        return self._state.statistics.snapshot()
+
+    def reset_stats(self) -> None:
+        """Sets the counters back to zero."""
+        self._state.statistics.reset()
+
+    def __enter__(self) -> Self:
+        """For ``with``: shuts down at the end."""
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Shuts down."""
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        """Which rank of how many, over what."""
+        return f"<{type(self).__name__} rank {self.rank} of {self.size}>"
+
+    def _run(self, operation: ops.Operation, async_op: bool) -> Any:
+        self._check_open()
+        return self._collective(operation, async_op)
+
+    def _check_open(self) -> None:
+        if self._state.is_closed:
+            raise ClosedError("this world was shut down; call shoal.init() to start another")
+
+    def _check_rank(self, what: str, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise ValueError(f"{what} must be a rank from 0 to {self.size - 1}; got {rank}")
+
+    def _check_peer(self, what: str, rank: int) -> None:
+        self._check_rank(what, rank)
+        if rank == self.rank:
+            raise ValueError(f"{what} must be another rank; rank {rank} cannot message itself")
+
+
+def _checked_tag(tag: int) -> int:
+    if not 0 <= tag < 2**31:
+        raise ValueError(f"a tag must be from 0 to 2**31 - 1; got {tag}")
+    return tag

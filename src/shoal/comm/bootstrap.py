@@ -1,0 +1,176 @@
+"""The first words between ranks that do not know each other yet."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from shoal.comm.control.page import Page, PageControl
+from shoal.errors import DeadlineError, PeerError, ShoalError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from shoal.comm.control.plane import Control
+
+logger = logging.getLogger("shoal")
+
+FAILURE_KEY = "shoal/failed-before-joining"
+_FIRST_WARNING_S = 10.0
+_POLL_S = 0.005
+
+
+class Bootstrap(ABC):
+    """A slow way to exchange a few bytes, from which the control plane is made."""
+
+    rank: int
+    size: int
+    timeout: float
+
+    @abstractmethod
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Everybody's bytes, by rank; raises at the deadline, naming who is missing."""
+
+
+class StoreBootstrap(Bootstrap):
+    """Over a torch store that all ranks reach."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
+        """``store`` must be fresh for this world: a key is never written twice."""
+        self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
+        self._round = 0
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Each rank sets its key; then the keys are read as they appear."""
+        self._round += 1
+        self.store.set(self._key(self.rank), data)
+        self._await_all()
+        return [self.store.get(self._key(rank)) for rank in range(self.size)]
+
+    def _key(self, rank: int) -> str:
+        return f"shoal/{self._round}/{rank}"
+
+    def _await_all(self) -> None:
+        begin = time.monotonic()
+        warn_at = begin + min(_FIRST_WARNING_S, self.timeout / 2)
+        pause = _POLL_S
+        while missing := self._missing():
+            now = time.monotonic()
+            self._check_failure()
+            if now - begin > self.timeout:
+                raise DeadlineError(
+                    f"rank {self.rank} waited {self.timeout:.0f} s for {_named(missing)} of "
+                    f"{self.size} to join. Are they all started, and do they reach the same store?"
+                )
+            if now > warn_at:
+                warn_at = now + 2 * (now - begin)
+                logger.warning("still waiting for %s to join", _named(missing))
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.1)
+
+    def _missing(self) -> list[int]:
+        keys = [self._key(rank) for rank in range(self.size)]
+        if self.store.check(keys):
+            return []
+        return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+
+    def _check_failure(self) -> None:
+        if self.store.check([FAILURE_KEY]):
+            report = json.loads(self.store.get(FAILURE_KEY))
+            raise PeerError(report["rank"], report["reason"], "shoal.init, waiting for all to join")
+
+
+def _named(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which process a rank is, and on which host."""
+
+    host: str
+    pid: int
+    page_fd: int
+
+    @staticmethod
+    def of_this_process(page_fd: int = -1) -> Identity:
+        """This process; a host is one kernel, process space and network."""
+        return Identity(host_id(), os.getpid(), page_fd)
+
+
+def host_id() -> str:
+    """Equal for two processes that can share memory and see each other's processes."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as boot_id:
+            spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "net")]
+            return "/".join([boot_id.read().strip(), *spaces, str(os.getuid())])
+    except OSError:  # no Linux: every process is a host of its own
+        return f"{os.uname().nodename}/{os.getpid()}"
+
+
+def connect(bootstrap: Bootstrap) -> Control:
+    """The control plane of a new world: a page on one host, sockets across several."""
+    page_fd = _page_of_first(bootstrap)
+    identity = Identity.of_this_process(page_fd)
+    encoded = json.dumps(asdict(identity)).encode()
+    identities = [Identity(**json.loads(data)) for data in bootstrap.all_gather(encoded)]
+    if len({identity.host for identity in identities}) == 1 and identities[0].page_fd >= 0:
+        return _connect_page(bootstrap, identities)
+    if page_fd >= 0:
+        os.close(page_fd)
+    from shoal.comm.control.sockets import SocketControl
+
+    return SocketControl.connect(bootstrap)
+
+
+def _page_of_first(bootstrap: Bootstrap) -> int:
+    """Rank 0 brings the page along in case everybody is on its host."""
+    if bootstrap.rank != 0 or not hasattr(os, "memfd_create"):
+        return -1
+    return Page.create(bootstrap.size)
+
+
+def _connect_page(bootstrap: Bootstrap, identities: Sequence[Identity]) -> PageControl:
+    first = identities[0]
+    try:
+        fd = os.open(f"/proc/{first.pid}/fd/{first.page_fd}", os.O_RDWR)
+    except OSError as error:
+        raise ShoalError(
+            f"rank {bootstrap.rank} cannot open the control page of rank 0 (pid {first.pid}): "
+            f"{error}. The ranks of one host must run as the same user."
+        ) from error
+    try:
+        page = Page(fd, bootstrap.size)
+    finally:
+        os.close(fd)
+    bootstrap.all_gather(b"mapped")  # only then may rank 0 let go of the file
+    if bootstrap.rank == 0:
+        os.close(first.page_fd)
+    return PageControl(page, bootstrap.rank, [identity.pid for identity in identities])
+
+
+def store_for_one_host() -> tuple[Store, int]:
+    """A store on this host's loopback that nobody else reaches, and its port."""
+    import socket
+
+    from torch.distributed import TCPStore
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        timeout=timedelta(seconds=60),
+    )
+    return store, port

@@ -1,0 +1,410 @@
+"""The control plane between ranks of one host: a page of memory that all of them map.
+
+[Note: memory order]
+Ranks publish by writing data and then a counter, and read the counter before the data.
+Nothing in Python fences memory, so this is right only where the processor keeps stores in
+order and loads in order. x86 does; ARM does not, and there the page refuses to start.
+No step relies on a store being seen before a later load (the one order x86 gives up).
+
+[Note: two slots are enough]
+A rank writes the header of operation n into slot n % 2. The slot is written again for
+n + 2, which a rank begins only after seeing all headers of n + 1, and a rank shows that
+header only when it is done with n. So nobody reads a slot while it is rewritten.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import select
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from shoal.comm.control.patience import Patience
+from shoal.comm.control.plane import Channel, Control, Failure, Message
+from shoal.errors import BackendUnavailableError, ShoalError
+
+_LINE = 64
+_WORD = 8
+_MAX_GROUPS = 1024
+_MESSAGES = 32
+_MESSAGE_HEADER = 768
+
+_JOINING, _RUNNING, _LEFT, _FAILED = range(4)
+# Words of a rank's row in the roster; texts follow them.
+_PID, _STATE, _FAILED_AT, _CULPRIT, _IS_ECHO = range(5)
+_WHERE_AT, _WHERE_BYTES = 64, 960
+_REASON_AT, _REASON_BYTES = 1024, 7168
+_ROSTER_ROW = 8192
+_STOPPED_FOR_S = 1.0
+
+_LENGTH = struct.Struct("<I")
+
+
+class PageLayout:
+    """Where things are on the page of a world of ``size`` ranks. Untouched parts cost nothing."""
+
+    def __init__(self, size: int) -> None:
+        """Sizes everything by the number of ranks."""
+        self.size = size
+        self.header_bytes = 1024 + 16 * size
+        self.channel_row = 2 * _LINE + 2 * self.header_bytes
+        self.channel_row += -self.channel_row % _LINE
+        self.message_row = _LINE + 2 * _MESSAGE_HEADER
+        self._roster = _LINE
+        self._channels = self._roster + size * _ROSTER_ROW
+        self._messages = self._channels + _MAX_GROUPS * size * self.channel_row
+        self.total_bytes = self._messages + size * size * _MESSAGES * self.message_row
+
+    def roster(self, rank: int) -> int:
+        """Offset of a rank's row of the roster."""
+        return self._roster + rank * _ROSTER_ROW
+
+    def channel(self, slot: int, rank: int) -> int:
+        """Offset of a rank's row in a group's channel."""
+        return self._channels + (slot * self.size + rank) * self.channel_row
+
+    def message(self, source: int, destination: int, index: int) -> int:
+        """Offset of one of the open messages from one rank to another."""
+        box = source * self.size + destination
+        return self._messages + (box * _MESSAGES + index) * self.message_row
+
+
+class Page:
+    """The mapped memory: words that are counters and flags, and texts between them."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        """Maps the file; the descriptor stays the caller's."""
+        self.layout = PageLayout(size)
+        self._map = mmap.mmap(fd, self.layout.total_bytes)
+        self.words = memoryview(self._map).cast("Q")
+        self.lock = threading.Lock()
+
+    @staticmethod
+    def create(size: int) -> int:
+        """A new anonymous file of the right size; it vanishes with its last user."""
+        fd = os.memfd_create("shoal-control")
+        os.ftruncate(fd, PageLayout(size).total_bytes)
+        return fd
+
+    def write(self, offset: int, data: bytes, capacity: int) -> None:
+        """Writes a text that must fit."""
+        if len(data) + 4 > capacity:
+            raise ShoalError(
+                f"an operation's header takes {len(data)} bytes where {capacity - 4} fit: "
+                "a tensor with this many dimensions or split sizes cannot be described"
+            )
+        self._map[offset : offset + 4 + len(data)] = _LENGTH.pack(len(data)) + data
+
+    def read(self, offset: int) -> bytes:
+        """Reads a text."""
+        start = offset + 4
+        (length,) = _LENGTH.unpack(self._map[offset:start])
+        return self._map[start : start + length]
+
+    def close(self) -> None:
+        """Unmaps the memory; twice is fine."""
+        self.words.release()
+        self._map.close()
+
+
+class PageControl(Control):
+    """The control plane of a world whose ranks are processes of one host."""
+
+    def __init__(self, page: Page, rank: int, pids: Sequence[int]) -> None:
+        """``pids`` are the processes of all ranks, by rank."""
+        self.rank, self.size = rank, len(pids)
+        self._page = page
+        self.pids = pids
+        self._words = page.words
+        self._row = page.layout.roster(rank)
+        self._death = _DeathWatch(
+            {pid: peer for peer, pid in enumerate(pids) if pid != os.getpid()}
+        )
+        self._stopped_since: dict[int, float] = {}
+        self._is_closed = False
+        self._words[self._row // _WORD + _PID] = os.getpid()
+        self._set_state(_RUNNING)
+
+    def _set_state(self, state: int) -> None:
+        self._words[self._row // _WORD + _STATE] = state
+
+    def channel(self, slot: int, ranks: Sequence[int]) -> PageChannel:
+        """A row per member in the channel area; no communication needed."""
+        if slot >= _MAX_GROUPS:
+            raise ShoalError(
+                f"this world has made {_MAX_GROUPS} groups, which is all there is room for: "
+                "make groups once and keep them instead of making them in a loop"
+            )
+        return PageChannel(self._page, slot, ranks, self.rank)
+
+    def publish(self, failure: Failure) -> None:
+        """Writes the failure into this rank's row, then raises the world's alarm."""
+        self._record(self.rank, failure)
+
+    def _record(self, reporter: int, failure: Failure) -> None:
+        if self._is_closed:
+            return
+        row = self._page.layout.roster(reporter)
+        word = row // _WORD
+        if self._words[word + _STATE] == _FAILED:
+            return
+        reason = failure.reason.encode()[: _REASON_BYTES - 4]
+        self._page.write(row + _REASON_AT, reason, _REASON_BYTES)
+        self._words[word + _FAILED_AT] = failure.time_ns
+        self._words[word + _CULPRIT] = failure.rank
+        self._words[word + _IS_ECHO] = failure.is_echo
+        self._words[word + _STATE] = _FAILED
+        self._words[0] = 1
+
+    def failure(self) -> Failure | None:
+        """The first failure; ranks that died without a word are written up here."""
+        for rank in self._death.died():
+            if self._state(rank) not in (_LEFT, _FAILED):
+                reason = f"its process (pid {self.pids[rank]}) died without an exception"
+                self._record(rank, Failure(rank, reason, time.monotonic_ns()))
+        if not self._words[0]:
+            return None
+        failures = [self._read_failure(rank) for rank in range(self.size)]
+        known = [failure for failure in failures if failure is not None]
+        return min(known, key=lambda failure: (failure.is_echo, failure.time_ns), default=None)
+
+    def _state(self, rank: int) -> int:
+        return self._words[self._page.layout.roster(rank) // _WORD + _STATE]
+
+    def _read_failure(self, reporter: int) -> Failure | None:
+        row = self._page.layout.roster(reporter)
+        word = row // _WORD
+        if self._words[word + _STATE] != _FAILED:
+            return None
+        reason = self._page.read(row + _REASON_AT).decode(errors="replace")
+        culprit, is_echo = self._words[word + _CULPRIT], bool(self._words[word + _IS_ECHO])
+        return Failure(culprit, reason, self._words[word + _FAILED_AT], is_echo)
+
+    def absence(self, rank: int) -> str | None:
+        """A rank that left, or whose process has been stopped for more than a moment."""
+        if self._state(rank) == _LEFT:
+            return "it has left: it returned without taking part"
+        if not _is_stopped(self.pids[rank]):
+            self._stopped_since.pop(rank, None)
+            return None
+        since = self._stopped_since.setdefault(rank, time.monotonic())
+        if time.monotonic() - since < _STOPPED_FOR_S:
+            return None
+        return f"its process (pid {self.pids[rank]}) is stopped (SIGSTOP or a debugger)"
+
+    def note(self, where: str) -> None:
+        """Writes into this rank's row."""
+        self._page.write(
+            self._row + _WHERE_AT, where.encode()[: _WHERE_BYTES - 4], _WHERE_BYTES
+        )
+
+    def whereabouts(self, rank: int) -> str:
+        """Reads from the other's row; it may be writing, so this is a hint only."""
+        data = self._page.read(self._page.layout.roster(rank) + _WHERE_AT)
+        return data.decode(errors="replace") or "its own code, before any operation"
+
+    def leave(self) -> None:
+        """Marks this rank as gone, unless it failed."""
+        if not self._is_closed and self._state(self.rank) != _FAILED:
+            self._set_state(_LEFT)
+
+    def close(self) -> None:
+        """Closes the death watch and unmaps the page."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._death.close()
+            self._page.close()
+
+
+class PageChannel(Channel):
+    """A group's headers and counters on the page."""
+
+    def __init__(self, page: Page, slot: int, ranks: Sequence[int], rank: int) -> None:
+        """``ranks`` are world ranks in group order, ``rank`` is this one's."""
+        self.ranks = ranks
+        self._page, self._words, self._slot, self._rank = page, page.words, slot, rank
+        layout = page.layout
+        self._rows = [layout.channel(slot, member) for member in ranks]
+        self._numbers = [row // _WORD for row in self._rows]
+        self._steps = [(row + _LINE) // _WORD for row in self._rows]
+        self._mine = list(ranks).index(rank)
+        self._step = 0
+
+    def exchange(self, number: int, header: bytes, patience: Patience) -> list[bytes]:
+        """See [Note: two slots are enough]."""
+        place = 2 * _LINE + (number % 2) * self._page.layout.header_bytes
+        page = self._page
+        page.write(self._rows[self._mine] + place, header, page.layout.header_bytes)
+        self._words[self._numbers[self._mine]] = number
+        self._wait(self._numbers, number, patience)
+        return [page.read(row + place) for row in self._rows]
+
+    def sync(self, patience: Patience) -> None:
+        """A barrier inside an operation, for transports that move data through memory."""
+        self._step += 1
+        self._words[self._steps[self._mine]] = self._step
+        self._wait(self._steps, self._step, patience)
+
+    def _wait(self, counters: Sequence[int], target: int, patience: Patience) -> None:
+        words = self._words
+        for counter in counters:
+            if words[counter] < target:
+                while words[counter] < target:
+                    patience.pause(partial(self._missing, counters, target))
+                patience.made_progress()
+
+    def _missing(self, counters: Sequence[int], target: int) -> list[int]:
+        return [
+            rank
+            for rank, counter in zip(self.ranks, counters, strict=True)
+            if self._words[counter] < target
+        ]
+
+    def offer(
+        self, peer: int, key: tuple[int, int], header: bytes, patience: Patience
+    ) -> PageMessage:
+        """Takes a free place among the open messages to the peer and waits for its header."""
+        receiver = self.ranks[peer]
+        message = self._free_message(receiver, patience)
+        message.write_offer((self._slot, *key), header)
+        message.await_state(_ANSWERED, patience, receiver)
+        return message
+
+    def _free_message(self, receiver: int, patience: Patience) -> PageMessage:
+        while True:
+            for index in range(_MESSAGES):
+                message = PageMessage(self._page, (self._rank, receiver), index, is_sender=True)
+                if message.claim():
+                    return message
+            patience.pause(lambda: [receiver])
+
+    def accept(
+        self, peer: int, key: tuple[int, int], header: bytes, patience: Patience
+    ) -> PageMessage:
+        """Finds the offer with the key, waiting for it, and answers with our header."""
+        sender = self.ranks[peer]
+        boxes = [
+            PageMessage(self._page, (sender, self._rank), index, is_sender=False)
+            for index in range(_MESSAGES)
+        ]
+        wanted = (self._slot, *key)
+        while True:
+            for message in boxes:
+                if message.is_offer_of(wanted):
+                    message.write_answer(header)
+                    return message
+            patience.pause(lambda: [sender])
+
+
+_FREE, _CLAIMED, _OFFERED, _ANSWERED, _FINISHED = range(5)
+
+
+class PageMessage(Message):
+    """One open message between two ranks: a state word, a key and two headers."""
+
+    def __init__(self, page: Page, pair: tuple[int, int], index: int, *, is_sender: bool) -> None:
+        """``pair`` is sender and receiver as world ranks."""
+        self.ticket = index
+        self._page, self._words = page, page.words
+        self._offset = page.layout.message(*pair, index)
+        self._state = self._offset // _WORD
+        self._is_sender = is_sender
+        self._receiver = pair[1]
+
+    def claim(self) -> bool:
+        """Takes the place if it is free. Only threads of the sender compete for it."""
+        with self._page.lock:
+            is_free = self._words[self._state] == _FREE
+            if is_free:
+                self._words[self._state] = _CLAIMED
+        return is_free
+
+    def write_offer(self, key: tuple[int, int, int], header: bytes) -> None:
+        """Shows the receiver key and header."""
+        for word, part in enumerate(key, start=1):
+            self._words[self._state + word] = part
+        self._page.write(self._offset + _LINE, header, _MESSAGE_HEADER)
+        self._words[self._state] = _OFFERED
+
+    def is_offer_of(self, key: tuple[int, int, int]) -> bool:
+        """Whether this is the message the receiver looks for."""
+        words, state = self._words, self._state
+        return words[state] == _OFFERED and tuple(words[state + 1 : state + 4]) == key
+
+    def write_answer(self, header: bytes) -> None:
+        """Shows the sender our header; from here on both know both."""
+        self.theirs = self._page.read(self._offset + _LINE)
+        self._page.write(self._offset + _LINE + _MESSAGE_HEADER, header, _MESSAGE_HEADER)
+        self._words[self._state] = _ANSWERED
+
+    def await_state(self, state: int, patience: Patience, peer: int) -> None:
+        """Waits until the other side has moved the message on."""
+        while self._words[self._state] < state:
+            patience.pause(lambda: [peer] if self._words[self._state] < state else [])
+        self.theirs = self._page.read(self._offset + _LINE + _MESSAGE_HEADER)
+
+    def finish(self, patience: Patience) -> None:
+        """The receiver marks it finished; the sender then frees the place."""
+        if self._is_sender:
+            self.await_state(_FINISHED, patience, self._receiver)
+            self._words[self._state] = _FREE
+        else:
+            self._words[self._state] = _FINISHED
+
+    def abandon(self) -> None:
+        """The sender frees the place; the receiver has read what it needs."""
+        if self._is_sender:
+            self._words[self._state] = _FREE
+
+
+class _DeathWatch:
+    """Notices the end of other processes without their help, through pidfds."""
+
+    def __init__(self, ranks_by_pid: dict[int, int]) -> None:
+        self._dead: set[int] = set()
+        self._fds: dict[int, int] = {}
+        self._poll = select.poll()
+        self._lock = threading.Lock()
+        for pid, rank in ranks_by_pid.items():
+            try:
+                fd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._dead.add(rank)
+                continue
+            self._fds[fd] = rank
+            self._poll.register(fd, select.POLLIN)
+
+    def died(self) -> set[int]:
+        with self._lock:
+            for fd, _ in self._poll.poll(0):
+                self._poll.unregister(fd)
+                self._dead.add(self._fds.pop(fd))
+                os.close(fd)
+            return set(self._dead)
+
+    def close(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            return stat.read().rpartition(b") ")[2][:1] in (b"T", b"t")
+    except OSError:
+        return False
+
+
+def check_platform() -> None:
+    """Raises where a control page cannot work: see [Note: memory order]."""
+    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
+        raise BackendUnavailableError(
+            f"shared memory between ranks needs Linux on x86-64; this is {platform.system()} on "
+            f"{platform.machine()}. Use backend='gloo' (processes) or backend='memory' (threads)."
+        )

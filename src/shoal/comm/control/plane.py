@@ -1,0 +1,116 @@
+"""The interface of the control plane.
+
+[Note: data and control]
+The payload of an operation travels over a transport (shared memory, Gloo, NCCL, MPI).
+Before it does, each rank shows the others a header over the control plane, which is ours:
+a page of memory between the ranks of one host, sockets between hosts. So a transport never
+sees a mismatch, and whatever happens to a rank, the others hear of it on a plane that does
+not depend on the transport's own idea of failure.
+
+`Control` is the world's side: who is alive, who failed and why, where everybody is.
+`Channel` is a group's side: the exchange of headers, and of messages between two.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from shoal.comm.control.patience import Patience
+
+
+class Failure(NamedTuple):
+    """Why a world cannot go on.
+
+    Attributes:
+        rank: The world rank at fault.
+        reason: What happened to it, in words.
+        time_ns: When, to tell the first failure from those that followed.
+        is_echo: Whether the reporting rank only passes on another's failure.
+    """
+
+    rank: int
+    reason: str
+    time_ns: int
+    is_echo: bool = False
+
+
+class Control(ABC):
+    """Life and death of the ranks of one world, as one of them sees it."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def channel(self, slot: int, ranks: Sequence[int]) -> Channel:
+        """The channel of a group; its members agreed on ``slot``, new to each of them."""
+
+    @abstractmethod
+    def publish(self, failure: Failure) -> None:
+        """Tells every rank, waking those that wait."""
+
+    @abstractmethod
+    def failure(self) -> Failure | None:
+        """The first failure of any rank, a dead process included."""
+
+    @abstractmethod
+    def absence(self, rank: int) -> str | None:
+        """Why waiting for a rank is pointless though it did not fail: it left, it is stopped."""
+
+    @abstractmethod
+    def note(self, where: str) -> None:
+        """Leaves a note of what this rank is doing, for the others' error messages."""
+
+    @abstractmethod
+    def whereabouts(self, rank: int) -> str:
+        """The last note of a rank."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Says goodbye: whoever waits for this rank from now on is told so at once."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of everything the plane holds. Twice is fine."""
+
+
+class Channel(ABC):
+    """What the members of one group show each other."""
+
+    ranks: Sequence[int]
+    """The members' world ranks, in group order."""
+
+    @abstractmethod
+    def exchange(self, number: int, header: bytes, patience: Patience) -> list[bytes]:
+        """Shows ``header`` as this group's operation ``number``; returns everybody's."""
+
+    @abstractmethod
+    def offer(
+        self, peer: int, key: tuple[int, int], header: bytes, patience: Patience
+    ) -> Message:
+        """Offers group rank ``peer`` a message; returns once the peer has shown its header."""
+
+    @abstractmethod
+    def accept(
+        self, peer: int, key: tuple[int, int], header: bytes, patience: Patience
+    ) -> Message:
+        """Waits for the message that ``peer`` offers under ``key`` and shows it our header."""
+
+
+class Message(ABC):
+    """A message both sides know of; its payload travels over the transport."""
+
+    theirs: bytes
+    """The other side's header."""
+    ticket: int
+    """A small number for the transport to tell open messages between two ranks apart."""
+
+    @abstractmethod
+    def finish(self, patience: Patience) -> None:
+        """The receiver says it has everything; the sender waits for that."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Both sides saw that their headers do not fit: nothing will be moved."""

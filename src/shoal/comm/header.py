@@ -1,0 +1,88 @@
+"""What a rank shows the others of an operation before any payload moves."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from shoal.errors import MismatchError
+
+_LENGTHS = struct.Struct("<HHHH")
+_MAX_SITE_BYTES = 240
+
+
+class Header(NamedTuple):
+    """One rank's view of one operation.
+
+    Attributes:
+        signature: What must be equal on every rank, as a reader would write the call.
+        meta: Numbers that may differ between ranks and that the others need.
+        wire: What the transport adds, for example where the data lies.
+        site: File and line in the user's code.
+    """
+
+    signature: str
+    meta: tuple[int, ...]
+    wire: bytes
+    site: str
+
+    def encode(self) -> bytes:
+        """The header as bytes, small enough for a slot of the control page."""
+        signature = self.signature.encode()
+        meta = array("q", self.meta).tobytes()
+        site = self.site.encode()[-_MAX_SITE_BYTES:]
+        lengths = _LENGTHS.pack(len(signature), len(meta), len(self.wire), len(site))
+        return b"".join((lengths, signature, meta, self.wire, site))
+
+    @classmethod
+    def decode(cls, data: bytes) -> Header:
+        """The inverse of `encode`."""
+        cuts = []
+        end = _LENGTHS.size
+        for length in _LENGTHS.unpack_from(data):
+            cuts.append(slice(end, end + length))
+            end += length
+        signature, meta, wire, site = (data[cut] for cut in cuts)
+        return cls(
+            signature.decode(),
+            tuple(array("q", meta)),
+            bytes(wire),
+            site.decode(errors="replace"),
+        )
+
+
+@lru_cache(maxsize=4096)
+def spec(dtype: torch.dtype, shape: tuple[int | str, ...]) -> str:
+    """A dtype and a shape the way error messages show them: ``float32[3, 5]``."""
+    return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+
+
+def check_equal(headers: Sequence[Header], ranks: Sequence[int], where: str) -> None:
+    """Raises unless every rank of the group called the same thing."""
+    first = headers[0].signature
+    if all(header.signature == first for header in headers):
+        return
+    raise mismatch(headers, ranks, f"the ranks of {where} called different operations")
+
+
+def mismatch(headers: Sequence[Header], ranks: Sequence[int], problem: str) -> MismatchError:
+    """An error that lists who called what, and from where; equal calls share a line."""
+    callers: dict[tuple[str, str], list[int]] = {}
+    for rank, header in zip(ranks, headers, strict=True):
+        callers.setdefault((header.signature, header.site), []).append(rank)
+    lines = [f"{problem}; nothing was moved:"]
+    for (signature, site), members in callers.items():
+        who = f"rank {members[0]}" if len(members) == 1 else f"ranks {_listed(members)}"
+        lines.append(f"  {who}: {signature} at {site}")
+    lines.append("Make every rank of the group issue the same operations in the same order.")
+    return MismatchError("\n".join(lines))
+
+
+def _listed(ranks: Sequence[int], limit: int = 16) -> str:
+    shown = ", ".join(map(str, ranks[:limit]))
+    return shown if len(ranks) <= limit else f"{shown}, ... ({len(ranks)} ranks)"

@@ -1,0 +1,261 @@
+"""What the backends whose ranks are processes have in common: agree first, then move.
+
+A subclass carries payloads (`_all_reduce` and so on, see `Payload`) and need not know that
+ranks may disagree, fail or be late.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+from torch import Tensor
+
+from shoal.comm import operation as ops
+from shoal.comm.backend import Backend, WorldState
+from shoal.comm.control.patience import Patience
+from shoal.comm.control.plane import Channel, Control, Failure, Message
+from shoal.comm.header import Header, check_equal
+from shoal.comm.operation import Operation, Payload
+from shoal.comm.site import call_site
+from shoal.comm.work import PendingWork, Work, WorkQueue
+from shoal.errors import MismatchError, PeerError, ShoalError, TransportError
+
+# How long to wait for the news of a rank's death after the transport already failed over it.
+_NEWS_S = 3.0
+
+_decode = lru_cache(maxsize=1024)(Header.decode)
+
+
+class ProcessBackend(Backend):
+    """A backend over a control plane and a transport."""
+
+    def __init__(
+        self, state: WorldState, control: Control, channel: Channel, ranks: Sequence[int]
+    ) -> None:
+        """``ranks`` are the members' world ranks in group order."""
+        super().__init__(state, ranks, list(ranks).index(control.rank))
+        self._control = control
+        self._channel = channel
+        self._number = 0
+        self._messages: dict[tuple[str, int, int], int] = defaultdict(int)
+        self._queue = WorkQueue(f"shoal-{self.name}-{control.rank}")
+        self._errands: list[PendingWork[Any]] = []
+        self._lock = threading.Lock()
+        state.groups.append(self)
+
+    # What a transport implements: tensors are flat, contiguous and not all empty --------
+
+    @abstractmethod
+    def _all_reduce(self, payload: Payload, patience: Patience) -> None: ...
+
+    @abstractmethod
+    def _reduce(self, payload: Payload, patience: Patience) -> None: ...
+
+    @abstractmethod
+    def _broadcast(self, payload: Payload, patience: Patience) -> None: ...
+
+    @abstractmethod
+    def _all_gather(self, payload: Payload, patience: Patience) -> None: ...
+
+    @abstractmethod
+    def _gather(self, payload: Payload, patience: Patience) -> None: ...
+
+    @abstractmethod
+    def _scatter(self, payload: Payload, patience: Patience) -> None: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, payload: Payload, patience: Patience) -> None: ...
+
+    @abstractmethod
+    def _all_to_all(self, payload: Payload, patience: Patience) -> None: ...
+
+    @abstractmethod
+    def _send(self, payload: Payload, message: Message, patience: Patience) -> None: ...
+
+    @abstractmethod
+    def _recv(self, payload: Payload, message: Message, patience: Patience) -> None: ...
+
+    def _expose(self, operation: Operation, number: int) -> bytes:
+        """Runs before the ranks agree; what it returns reaches the others' payload as wires."""
+        return b""
+
+    def _check_tensor(self, tensor: Tensor) -> None:
+        """Refuses tensors that the transport cannot carry."""
+
+    def _close_transport(self) -> None:
+        """Lets go of what the transport holds. Other ranks may still be at work."""
+
+    # Collectives ------------------------------------------------------------------------
+
+    def _collective(self, operation: Operation, async_op: bool) -> Any:
+        if operation.source is not None:
+            self._check_tensor(operation.source)
+        with self._lock:
+            self._number += 1
+            task = partial(self._perform, operation, self._number, call_site())
+            if not async_op and self._queue.is_idle():
+                return task()
+            work = self._queue.put(PendingWork(task, operation.signature))
+        return work if async_op else work.wait()
+
+    def _perform(self, operation: Operation, number: int, site: str) -> Any:
+        begin = time.perf_counter()
+        where = self._where(operation, number, site)
+        patience = self._patience(where)
+        headers = self._agree(operation, number, site, patience)
+        waited = time.perf_counter() - begin
+        payload = operation.prepare(headers, self.rank)
+        payload.wires = [header.wire for header in headers]
+        if payload.total:
+            self._move(operation.kind, payload, patience)
+        result = operation.result()
+        self._count(operation.kind, payload, begin, waited)
+        return result
+
+    def _where(self, operation: Operation, number: int, site: str) -> Callable[[], str]:
+        def text() -> str:
+            group = "the world" if self.size == self._control.size else f"group {self.ranks}"
+            return f"{operation.signature} (operation #{number} of {group}) at {site}"
+
+        self._control.note(f"{operation.signature} (#{number}) at {site}")
+        return text
+
+    def _patience(self, where: Callable[[], str], *, eager: bool = True) -> Patience:
+        return Patience(self._control, where, self.ranks, self.timeout, eager=eager)
+
+    def _agree(
+        self, operation: Operation, number: int, site: str, patience: Patience
+    ) -> list[Header]:
+        wire = self._expose(operation, number)
+        mine = Header(operation.signature, operation.meta, wire, site)
+        shown = self._channel.exchange(number, mine.encode(), patience)
+        headers = [_decode(header) for header in shown]
+        check_equal(headers, self.ranks, f"{self!r}, at operation #{number},")
+        operation.check(headers, self.ranks)
+        return headers
+
+    def _move(self, kind: str, payload: Payload, patience: Patience) -> None:
+        if self.size == 1:
+            _move_alone(payload)
+        else:
+            self._transport(getattr(self, f"_{kind}"), payload, patience)
+
+    def _transport(self, move: Callable[..., None], *args: Any) -> None:
+        """Calls the transport and says who is to blame when it fails."""
+        try:
+            move(*args)
+        except ShoalError:
+            raise
+        except Exception as error:
+            raise self._explained(error) from error
+
+    def _explained(self, error: Exception) -> ShoalError:
+        deadline = time.monotonic() + _NEWS_S
+        while (failure := self._control.failure()) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if failure is None:
+            return TransportError(f"the {self.name} transport failed: {error}")
+        return PeerError(failure.rank, failure.reason, f"a transfer over {self.name}")
+
+    def _count(self, kind: str, payload: Payload, begin: float, waited: float) -> None:
+        seconds = time.perf_counter() - begin
+        self._state.statistics.count(kind, payload.num_bytes, seconds, waited)
+
+    # Messages ---------------------------------------------------------------------------
+
+    def _message(self, operation: Operation, peer: int, tag: int, async_op: bool) -> Any:
+        if operation.source is not None:
+            self._check_tensor(operation.source)
+        # Both sides count the messages of a tag, so the n-th send meets the n-th receive
+        # in whatever order threads get to run.
+        counter = (operation.kind, peer, tag)
+        with self._lock:
+            self._messages[counter] += 1
+            key = (tag, self._messages[counter])
+        task = partial(self._deliver, operation, peer, key, call_site(), not async_op)
+        if not async_op:
+            return task()
+        return self._start_errand(PendingWork(task, operation.signature))
+
+    def _start_errand(self, work: PendingWork[Any]) -> Work[Any]:
+        """A thread of its own: a message may have to wait while later ones pass."""
+        self._errands = [errand for errand in self._errands if not errand.is_done()]
+        self._errands.append(work)
+        work.start_thread("shoal-message")
+        return work
+
+    def _deliver(
+        self, operation: Operation, peer: int, key: tuple[int, int], site: str, eager: bool
+    ) -> Any:
+        begin = time.perf_counter()
+        where = self._where(operation, key[1], site)
+        patience = self._patience(where, eager=eager)
+        header = Header(operation.signature, operation.meta, self._expose_message(operation), site)
+        is_sender = operation.kind == "send"
+        meet = self._channel.offer if is_sender else self._channel.accept
+        message = meet(peer, key, header.encode(), patience)
+        theirs = _decode(message.theirs)
+        try:
+            self._check_message(header, theirs, peer, is_sender)
+        except MismatchError:
+            message.abandon()
+            raise
+        waited = time.perf_counter() - begin
+        payload = operation.prepare([theirs], self.rank)
+        payload.wires = [theirs.wire]
+        if payload.total:
+            self._transport(self._send if is_sender else self._recv, payload, message, patience)
+        message.finish(patience)
+        self._count(operation.kind, payload, begin, waited)
+        return operation.result()
+
+    def _expose_message(self, operation: Operation) -> bytes:
+        """Like `_expose`, for a message."""
+        return b""
+
+    def _check_message(self, mine: Header, theirs: Header, peer: int, is_sender: bool) -> None:
+        me, them = self.ranks[self.rank], self.ranks[peer]
+        if is_sender:
+            ops.check_message(mine, theirs, (me, them))
+        else:
+            ops.check_message(theirs, mine, (them, me))
+
+    # The end ----------------------------------------------------------------------------
+
+    def fail(self, reason: str, *, culprit: int | None = None) -> None:
+        """Tells all ranks that this one cannot go on; ``culprit`` if another is to blame."""
+        is_echo = culprit is not None
+        rank = self._control.rank if culprit is None else culprit
+        self._control.publish(Failure(rank, reason, time.monotonic_ns(), is_echo))
+
+    def shutdown(self) -> None:
+        """Finishes what was started, says goodbye and lets go of everything."""
+        if self._state.is_closed:
+            return
+        self._state.is_closed = True
+        groups = [group for group in self._state.groups if isinstance(group, ProcessBackend)]
+        for group in groups:
+            group._finish_started()
+        self._control.leave()
+        for group in groups:
+            group._close_transport()
+        self._control.close()
+
+    def _finish_started(self) -> None:
+        """Ends the threads. Their waits end by themselves, whatever the peers do."""
+        self._queue.close()
+        for errand in self._errands:
+            errand.join()
+
+
+def _move_alone(payload: Payload) -> None:
+    """A group of one: the result is the input."""
+    if payload.target is not None and payload.source is not None:
+        if payload.target is not payload.source:
+            payload.target.copy_(payload.source)

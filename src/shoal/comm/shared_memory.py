@@ -1,0 +1,321 @@
+"""`SharedMemoryBackend`: ranks are processes of one host, data moves through shared memory.
+
+[Note: exposures]
+Each rank exposes its source to the others. A tensor from `Backend.empty` lies in a segment
+that they can map, and is *shared* as it is. Any other tensor is *staged*: copied into one of
+two halves of a segment, whole if it fits and otherwise a window at a time. A rank may
+overwrite a half once everybody is done with what it held before, and it knows that, because
+everybody has met since then, over the other half.
+
+[Note: parts and windows]
+A source is a row of parts, one for each rank that will work on it. A window is a range
+inside every part, so that all ranks have work in each window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.comm.backend import WorldState
+from shoal.comm.control.page import PageChannel, PageControl
+from shoal.comm.control.patience import Patience
+from shoal.comm.control.plane import Message
+from shoal.comm.exposure import Exposure, Window
+from shoal.comm.operation import Operation, Payload
+from shoal.comm.partition import offsets, split_sizes
+from shoal.comm.process_backend import ProcessBackend
+from shoal.comm.reduction import reduce_into
+from shoal.comm.segments import Arena, Location, Peer
+
+_HALF_BYTES = 1 << 20
+# Up to here copying is cheaper than the extra meeting that a shared tensor needs.
+_SMALL_BYTES = 32 << 10
+# Small enough for the cache: what was just reduced is still there when it is handed out.
+_BLOCK_BYTES = 256 << 10
+_SHARED, _STAGED, _WINDOWED = b"m", b"s", b"w"
+
+
+class SharedMemoryBackend(ProcessBackend):
+    """Collectives at memory speed between the processes of one host.
+
+    Example:
+        >>> import shoal, torch
+        >>> def gather():
+        ...     backend = shoal.world().backend
+        ...     return backend.all_gather(torch.tensor([backend.rank])).tolist()
+        >>> shoal.run(gather, ranks=2, backend="shm")
+        [[0, 1], [0, 1]]
+    """
+
+    name = "shm"
+
+    def __init__(
+        self,
+        state: WorldState,
+        control: PageControl,
+        channel: PageChannel,
+        ranks: Sequence[int],
+        arena: Arena,
+        peers: Sequence[Peer],
+    ) -> None:
+        """``arena`` and ``peers`` (by world rank) are shared by all groups of the world."""
+        super().__init__(state, control, channel, ranks)
+        self._page_control, self._page_channel = control, channel
+        self._arena, self._peers = arena, peers
+        self._staging: Tensor | None = None
+        self._turn = 0
+
+    def empty(
+        self, numel: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> Tensor:
+        """A flat tensor in a segment that the other ranks can map."""
+        if torch.device(device or "cpu").type != "cpu":
+            return super().empty(numel, dtype, device)
+        dtype = dtype or torch.get_default_dtype()
+        return self._arena.empty(numel * dtype.itemsize).view(dtype)
+
+    def _make_group(self, members: Sequence[int], slot: int) -> SharedMemoryBackend:
+        ranks = [self.ranks[member] for member in members]
+        channel = self._page_control.channel(slot, ranks)
+        return SharedMemoryBackend(
+            self._state, self._page_control, channel, ranks, self._arena, self._peers
+        )
+
+    def _check_tensor(self, tensor: Tensor) -> None:
+        if tensor.device.type != "cpu":
+            raise TypeError(
+                f"the shm backend carries CPU tensors; got one on {tensor.device}. "
+                "Use backend='nccl' or 'gloo' for it, or move it to the CPU."
+            )
+
+    def _close_transport(self) -> None:
+        self._staging = None
+        self._arena.close()
+        for peer in self._peers:
+            peer.close()
+
+    # Exposing ---------------------------------------------------------------------------
+
+    def _expose(self, operation: Operation, number: int) -> bytes:
+        """What fits is staged before the ranks meet, so that small operations meet once."""
+        source = operation.source
+        if source is None or self.size == 1:
+            return b""
+        if source.nbytes > _SMALL_BYTES:
+            location = self._arena.locate(source)
+            if location is not None:
+                return _SHARED + location.encode()
+        self._turn += 1
+        half = self._half(self._turn)
+        if source.nbytes > _HALF_BYTES:
+            return _WINDOWED + self._locate(half)
+        half[: source.nbytes].view(source.dtype).copy_(source)
+        return _STAGED + self._locate(half)
+
+    def _half(self, turn: int) -> Tensor:
+        if self._staging is None:
+            self._staging = self._arena.empty(2 * _HALF_BYTES)
+        start = (turn % 2) * _HALF_BYTES
+        return self._staging[start : start + _HALF_BYTES]
+
+    def _locate(self, memory: Tensor) -> bytes:
+        location = self._arena.locate(memory)
+        assert location is not None
+        return location.encode()
+
+    def _exposures(self, payload: Payload, parts: Sequence[Sequence[int]]) -> list[Exposure]:
+        """Everybody's source; ``parts`` are the counts of each rank's."""
+        tensor = payload.source if payload.source is not None else payload.target
+        assert tensor is not None
+        return [
+            self._exposure(rank, wire, counts, tensor.dtype)
+            for rank, (wire, counts) in enumerate(zip(payload.wires, parts, strict=True))
+        ]
+
+    def _exposure(
+        self, rank: int, wire: bytes, parts: Sequence[int], dtype: torch.dtype
+    ) -> Exposure:
+        kind, location = wire[:1], wire[1:]
+        if not kind:
+            return Exposure([], [], is_shared=False)
+        if kind == _WINDOWED:
+            first = Location.decode(location)
+            second = first._replace(offset=_HALF_BYTES - first.offset)
+            halves = [self._view(rank, half, _HALF_BYTES, dtype) for half in (first, second)]
+            return Exposure(halves, parts, is_shared=False)
+        whole = self._view(rank, Location.decode(location), sum(parts) * dtype.itemsize, dtype)
+        return Exposure([whole], parts, is_shared=kind == _SHARED)
+
+    def _view(self, rank: int, location: Location, num_bytes: int, dtype: torch.dtype) -> Tensor:
+        return self._peers[self.ranks[rank]].view(location, num_bytes).view(dtype)
+
+    def _windows(
+        self, exposures: Sequence[Exposure], source: Tensor | None, patience: Patience
+    ) -> Iterator[Window]:
+        """Stages what is windowed here, meets the others, and says what to work on, in turn.
+
+        What is shared stays readable until everybody is through: hence the meeting at the end.
+        """
+        windowed = [exposure for exposure in exposures if exposure.is_windowed]
+        if not windowed:
+            yield Window(0, 0, max(exposure.longest for exposure in exposures))
+        width = min((exposure.width for exposure in windowed), default=0)
+        rounds = max((-(-exposure.longest // width) for exposure in windowed), default=0)
+        for number in range(rounds):
+            window = Window(number, number * width, (number + 1) * width)
+            if exposures[self.rank].is_windowed and source is not None:
+                exposures[self.rank].stage(source, window)
+            self._page_channel.sync(patience)
+            yield window
+        if exposures[self.rank].is_windowed:
+            self._turn += rounds - 1
+        if any(exposure.is_shared for exposure in exposures):
+            self._page_channel.sync(patience)
+
+    # Collectives ------------------------------------------------------------------------
+
+    def _all_reduce(self, payload: Payload, patience: Patience) -> None:
+        source, target = payload.source, payload.target
+        assert source is not None and target is not None
+        is_private = all(wire[:1] != _SHARED for wire in payload.wires)
+        if is_private and (self.size == 2 or source.nbytes <= _SMALL_BYTES):
+            self._reduce_everywhere(payload, source, target, patience)
+        else:
+            self._reduce_in_slices(payload, source, range(self.size), patience)
+
+    def _reduce_everywhere(
+        self, payload: Payload, source: Tensor, target: Tensor, patience: Patience
+    ) -> None:
+        """Each rank reduces everything for itself: more work, but one meeting less."""
+        exposures = self._exposures(payload, [[source.numel()]] * self.size)
+        for window in self._windows(exposures, source, patience):
+            inputs = [exposure.piece(0, window) for exposure in exposures]
+            reduce_into(payload.op, inputs, target[window.start : window.stop])
+
+    def _reduce_in_slices(
+        self, payload: Payload, source: Tensor, receivers: Sequence[int], patience: Patience
+    ) -> None:
+        """Each rank reduces its slice and writes it to where the receivers find it."""
+        parts = split_sizes(source.numel(), self.size)
+        exposures = self._exposures(payload, [parts] * self.size)
+        is_staged = self.rank in receivers and not exposures[self.rank].is_shared
+        for window in self._windows(exposures, source, patience):
+            inputs = [exposure.piece(self.rank, window) for exposure in exposures]
+            _reduce_and_hand_out(payload, inputs, receivers)
+            if not all(exposure.is_shared for exposure in exposures):
+                self._page_channel.sync(patience)
+            if is_staged:
+                exposures[self.rank].unstage(source, window)
+
+    def _reduce(self, payload: Payload, patience: Patience) -> None:
+        assert payload.source is not None
+        self._reduce_in_slices(payload, payload.source, [payload.root], patience)
+
+    def _reduce_scatter(self, payload: Payload, patience: Patience) -> None:
+        target = payload.target
+        assert target is not None
+        exposures = self._exposures(payload, [payload.counts] * self.size)
+        for window in self._windows(exposures, payload.source, patience):
+            inputs = [exposure.piece(self.rank, window) for exposure in exposures]
+            out = target[window.start : window.stop]
+            for block in _blocks(out):
+                reduce_into(payload.op, [value[block] for value in inputs], out[block])
+
+    def _broadcast(self, payload: Payload, patience: Patience) -> None:
+        assert payload.source is not None
+        parts = [[payload.source.numel()] if wire else [] for wire in payload.wires]
+        senders = [payload.root] if self.rank != payload.root else []
+        self._collect(payload, parts, senders, 0, [payload.source.numel()], patience)
+
+    def _all_gather(self, payload: Payload, patience: Patience) -> None:
+        parts = [[count] for count in payload.counts]
+        self._collect(payload, parts, range(self.size), 0, payload.counts, patience)
+
+    def _gather(self, payload: Payload, patience: Patience) -> None:
+        parts = [[count] for count in payload.counts]
+        senders = range(self.size) if self.rank == payload.root else []
+        self._collect(payload, parts, senders, 0, payload.counts, patience)
+
+    def _scatter(self, payload: Payload, patience: Patience) -> None:
+        parts = [payload.counts if wire else [] for wire in payload.wires]
+        counts = [payload.counts[self.rank]]
+        self._collect(payload, parts, [payload.root], self.rank, counts, patience)
+
+    def _all_to_all(self, payload: Payload, patience: Patience) -> None:
+        self._collect(
+            payload, payload.matrix, range(self.size), self.rank, payload.arriving, patience
+        )
+
+    def _collect(
+        self,
+        payload: Payload,
+        parts: Sequence[Sequence[int]],
+        senders: Sequence[int],
+        part: int,
+        counts: Sequence[int],
+        patience: Patience,
+    ) -> None:
+        """Copies one part of each sender's source into the target, one after the other."""
+        exposures = self._exposures(payload, parts)
+        starts = offsets(counts)
+        for window in self._windows(exposures, payload.source, patience):
+            for place, sender in enumerate(senders):
+                assert payload.target is not None
+                piece = exposures[sender].piece(part, window)
+                start = starts[place] + window.start
+                out = payload.target[start : start + piece.numel()]
+                if not self._is_own(sender, payload, out):
+                    out.copy_(piece)
+
+    def _is_own(self, sender: int, payload: Payload, out: Tensor) -> bool:
+        """Whether the rank would copy its own source onto itself."""
+        source = payload.source
+        return (
+            sender == self.rank
+            and source is not None
+            and source.data_ptr() <= out.data_ptr() < source.data_ptr() + source.nbytes
+        )
+
+    # Messages ---------------------------------------------------------------------------
+
+    def _expose_message(self, operation: Operation) -> bytes:
+        source = operation.source
+        if source is None or not source.numel():
+            return b""
+        location = self._arena.locate(source)
+        if location is None:
+            # The operation keeps the copy alive until the receiver is through with it.
+            operation.source = self._arena.empty(source.nbytes).view(source.dtype).copy_(source)
+            location = self._arena.locate(operation.source)
+        assert location is not None
+        return location.encode()
+
+    def _send(self, payload: Payload, message: Message, patience: Patience) -> None:
+        """Nothing to do: the receiver reads."""
+
+    def _recv(self, payload: Payload, message: Message, patience: Patience) -> None:
+        target = payload.target
+        assert target is not None
+        location = Location.decode(payload.wires[0])
+        peer = self._peers[self.ranks[payload.root]]
+        target.copy_(peer.view(location, target.nbytes).view(target.dtype))
+
+
+def _reduce_and_hand_out(
+    payload: Payload, inputs: Sequence[Tensor], receivers: Sequence[int]
+) -> None:
+    first, *others = receivers
+    for block in _blocks(inputs[first]):
+        total = inputs[first][block]
+        reduce_into(payload.op, [value[block] for value in inputs], total)
+        for receiver in others:
+            inputs[receiver][block].copy_(total)
+
+
+def _blocks(tensor: Tensor) -> Iterator[slice]:
+    step = max(1, _BLOCK_BYTES // tensor.itemsize)
+    for start in range(0, tensor.numel(), step):
+        yield slice(start, start + step)

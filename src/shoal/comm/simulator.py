@@ -1,0 +1,187 @@
+"""A world inside one process: ranks are threads that take turns.
+
+[Note: the baton]
+One rank runs at a time. It keeps the baton until it has to wait for others, then hands it
+to the next rank that can run. So a run repeats exactly, a debugger shows one thing at a
+time, and the moment nobody can run is the moment a deadlock is known. The generators of
+random numbers are shared by all threads of a process, so they are swapped with the baton.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+
+from shoal.comm.control.patience import FIRST_WARNING_S
+from shoal.comm.control.plane import Failure
+from shoal.comm.meeting import Meeting
+from shoal.comm.random_state import RandomState
+from shoal.comm.site import is_ours
+from shoal.errors import DeadlineError, DeadlockError, PeerError
+
+logger = logging.getLogger("shoal")
+
+_LEFT = "it has left: it returned without taking part"
+
+
+class Simulator:
+    """The ranks of one world in memory: whose turn it is, what each waits for, who failed."""
+
+    def __init__(self, size: int, timeout: float) -> None:
+        """Rank 0 has the baton first; each rank starts with the caller's random state."""
+        self.size = size
+        self.failure: Failure | None = None
+        self.notes = ["its own code, before any operation"] * size
+        self._timeout = timeout
+        self._holder = 0
+        self._turn_began = time.monotonic()
+        self._turns = [threading.Semaphore(0) for _ in range(size)]
+        self._threads: dict[int, int] = {}
+        self._waiting: dict[int, Meeting] = {}
+        self._gone: set[int] = set()
+        self._deadlocked: set[int] = set()
+        self._random = [RandomState.capture()] * size
+        self._meetings: dict[tuple[object, ...], Meeting] = {}
+
+    # Turns ------------------------------------------------------------------------------
+
+    def enter(self, rank: int) -> None:
+        """The rank's thread begins; it runs when its turn comes."""
+        self._threads[rank] = threading.get_ident()
+        if rank != 0:
+            self._await_turn(rank, None)
+        self._random[rank].restore()
+
+    def leave(self, rank: int) -> None:
+        """The rank takes part in nothing more: whoever waits for it will be told."""
+        self._gone.add(rank)
+
+    def exit(self, rank: int) -> None:
+        """The rank's thread ends."""
+        self.leave(rank)
+        self._threads.pop(rank, None)
+        if self._holder == rank:
+            self._pass_on(rank)
+
+    def wait(self, rank: int, meeting: Meeting) -> None:
+        """Returns once the meeting has taken place; other ranks run meanwhile."""
+        if meeting.is_over:
+            return
+        self._waiting[rank] = meeting
+        self._random[rank] = RandomState.capture()
+        try:
+            self._pass_on(rank)
+            self._await_turn(rank, meeting)
+            self._check(rank, meeting)
+        finally:
+            del self._waiting[rank]
+        self._random[rank].restore()
+
+    def _pass_on(self, rank: int) -> None:
+        successor = self._next_ready(rank)
+        if successor is None and self._waiting:
+            self._deadlocked |= set(self._waiting)
+            successor = self._next_ready(rank)
+        if successor is not None:
+            self._holder = successor
+            self._turn_began = time.monotonic()
+            self._turns[successor].release()
+
+    def _next_ready(self, rank: int) -> int | None:
+        for step in range(1, self.size + 1):
+            candidate = (rank + step) % self.size
+            if candidate not in self._gone and self._is_ready(candidate):
+                return candidate
+        return None
+
+    def _is_ready(self, rank: int) -> bool:
+        meeting = self._waiting.get(rank)
+        return (
+            meeting is None
+            or meeting.is_over
+            or self.failure is not None
+            or rank in self._deadlocked
+            or not self._gone.isdisjoint(meeting.missing())
+        )
+
+    def _check(self, rank: int, meeting: Meeting) -> None:
+        """The rank runs again: because the meeting is over, or because it will never be."""
+        is_deadlocked = rank in self._deadlocked
+        self._deadlocked.discard(rank)
+        if meeting.is_over:
+            return
+        gone = self._gone.intersection(meeting.missing())
+        if self.failure is not None:
+            raise PeerError(self.failure.rank, self.failure.reason, self.notes[rank])
+        if gone:
+            raise PeerError(min(gone), _LEFT, self.notes[rank])
+        assert is_deadlocked
+        raise DeadlockError(self._deadlock_report())
+
+    def _deadlock_report(self) -> str:
+        lines = ["no rank can go on, each waits for another:"]
+        for rank, meeting in sorted(self._waiting.items()):
+            missing = ", ".join(map(str, meeting.missing()))
+            lines.append(f"  rank {rank} waits for rank {missing} in {self.notes[rank]}")
+        return "\n".join(lines)
+
+    # Deadlines: a rank that keeps the baton is late for all the others ------------------
+
+    def _await_turn(self, rank: int, meeting: Meeting | None) -> None:
+        begin = time.monotonic()
+        warn_after = min(FIRST_WARNING_S, self._timeout / 2)
+        while not self._turns[rank].acquire(timeout=min(1.0, warn_after)):
+            held = time.monotonic() - max(begin, self._turn_began)
+            if held >= self._timeout and self._holder != rank:
+                raise DeadlineError(self._late_report(rank, meeting, held))
+            if held >= warn_after and self._holder != rank:
+                warn_after += 2 * held
+                logger.warning("still waiting: %s", self._late_report(rank, meeting, held))
+
+    def _late_report(self, rank: int, meeting: Meeting | None, held: float) -> str:
+        doing = self.notes[rank] if meeting is not None else "its start"
+        arrived = meeting.arrived() if meeting is not None else []
+        return (
+            f"rank {rank} waits in {doing}; arrived: {arrived}; missing: rank {self._holder}, "
+            f"which has been running for {held:.1f} s and is at {self._position(self._holder)} "
+            f"(its last operation: {self.notes[self._holder]})"
+        )
+
+    def _position(self, rank: int) -> str:
+        frame = sys._current_frames().get(self._threads.get(rank, -1))
+        while frame is not None and is_ours(frame.f_code.co_filename):
+            frame = frame.f_back
+        return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown place"
+
+    # Meetings ---------------------------------------------------------------------------
+
+    def meeting(self, key: tuple[object, ...], ranks: Sequence[int], group: str) -> Meeting:
+        """The meeting of that key: the first to ask makes it, the last to arrive ends it."""
+        meeting = self._meetings.get(key)
+        if meeting is None:
+            meeting = self._meetings[key] = Meeting(ranks, group)
+        if len(meeting.missing()) == 1:
+            del self._meetings[key]
+        return meeting
+
+    def publish(self, failure: Failure) -> None:
+        """The first failure counts, unless it only passed on another's."""
+        if self.failure is None:
+            self.failure = failure
+
+    def is_abandoned(self, threads_alive: Iterable[bool]) -> bool:
+        """Whether only the rank that keeps the baton is left, and the others gave up on it."""
+        has_failed = self.failure is not None
+        held = time.monotonic() - self._turn_began
+        return has_failed and held > self._timeout and sum(threads_alive) == 1
+
+    def abandonment(self) -> str:
+        """What the rank that was given up is doing."""
+        rank = self._holder
+        return (
+            f"rank {rank} did not end within {self._timeout:g} s and is at {self._position(rank)} "
+            f"(its last operation: {self.notes[rank]}); its thread cannot be stopped and goes on"
+        )

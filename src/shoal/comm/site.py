@@ -1,0 +1,35 @@
+"""Where in the user's code a call came from."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import FrameType, TracebackType
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+def is_ours(filename: str) -> bool:
+    """Whether a file belongs to shoal itself."""
+    return filename.startswith(_PACKAGE)
+
+
+def call_site() -> str:
+    """File and line of the innermost frame that is not shoal's own."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not is_ours(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "<shoal>"
+
+
+def error_site(traceback: TracebackType | None) -> str:
+    """File and line of the innermost frame of a traceback that is the user's own."""
+    site = "<unknown>"
+    while traceback is not None:
+        filename = traceback.tb_frame.f_code.co_filename
+        if not is_ours(filename):
+            site = f"{filename}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return site

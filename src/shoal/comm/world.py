@@ -1,0 +1,134 @@
+"""The world: all ranks of a run, as one of them sees it, from anywhere in user code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor
+
+from shoal.comm.backend import Backend
+from shoal.comm.failure import describe
+from shoal.comm.reduction import ReduceOp
+from shoal.comm.statistics import Counter
+from shoal.errors import ClosedError, PeerError
+
+
+class World:
+    """The ranks that train together, and the way to talk to them.
+
+    Everything the backend offers is offered here as well (``world.broadcast`` and so on).
+
+    Example:
+        >>> import shoal, torch
+        >>> with shoal.init() as world:
+        ...     total = world.all_reduce(torch.ones(3))
+        ...     names = world.all_gather_object(f"rank {world.rank} of {world.size}")
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        """Use `shoal.init`, or `shoal.run`."""
+        self.backend = backend
+
+    @property
+    def rank(self) -> int:
+        """This rank's number, from 0."""
+        return self.backend.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.backend.size
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are; the same as ``size``."""
+        return self.backend.size
+
+    def barrier(self) -> None:
+        """Returns once every rank has arrived."""
+        self.backend.barrier()
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, **options: Any) -> Any:
+        """See `Backend.all_reduce`."""
+        return self.backend.all_reduce(tensor, op, **options)
+
+    def all_gather(self, tensor: Tensor, **options: Any) -> Any:
+        """See `Backend.all_gather`."""
+        return self.backend.all_gather(tensor, **options)
+
+    def stats(self) -> Mapping[str, Counter]:
+        """Counters of this rank by operation."""
+        return self.backend.stats()
+
+    def __getattr__(self, name: str) -> Any:
+        """The rest of the backend's interface."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.backend, name)
+
+    def shutdown(self) -> None:
+        """Leaves the world. Twice is fine."""
+        global _process_world
+        self.backend.shutdown()
+        if _process_world is self:
+            _process_world = None
+        if _current.get() is self:
+            _current.set(None)
+
+    def fail(self, error: BaseException) -> None:
+        """Tells every other rank that this one cannot go on, and why."""
+        culprit = error.rank if isinstance(error, PeerError) else None
+        self.backend.fail(describe(error), culprit=culprit)
+
+    def __enter__(self) -> Self:
+        """For ``with``: an exception reaches all ranks, and the world ends with the block."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Publishes the exception, if there is one, and shuts down."""
+        if error is not None:
+            self.fail(error)
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        """Which rank of how many, over what."""
+        return f"<World rank {self.rank} of {self.size} over {self.backend.name}>"
+
+
+# A rank that is a thread has its world in its own context. A rank that is a process also
+# keeps it here, because threads it starts (a data loader's, autograd's) have a new context.
+_current: ContextVar[World | None] = ContextVar("shoal_world", default=None)
+_process_world: World | None = None
+
+
+def set_current(world: World, *, process_wide: bool) -> None:
+    """Makes a world the one that `current` finds."""
+    global _process_world
+    _current.set(world)
+    if process_wide:
+        _process_world = world
+
+
+def find_current() -> World | None:
+    """The current world, if there is one."""
+    return _current.get() or _process_world
+
+
+def current() -> World:
+    """The current world.
+
+    Raises:
+        ClosedError: If none was started.
+    """
+    world = find_current()
+    if world is None:
+        raise ClosedError("there is no world yet: call shoal.init() first")
+    return world

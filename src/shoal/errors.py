@@ -1,0 +1,75 @@
+"""Every exception a user of shoal may want to catch."""
+
+from __future__ import annotations
+
+
+class ShoalError(Exception):
+    """The root of all errors that shoal raises about the distributed run itself."""
+
+
+class PeerError(ShoalError):
+    """Another rank failed, so this one cannot go on.
+
+    Example:
+        >>> error = PeerError(2, "ValueError: boom (train.py:17)")
+        >>> error.rank, error.reason
+        (2, 'ValueError: boom (train.py:17)')
+    """
+
+    def __init__(self, rank: int, reason: str, context: str = "") -> None:
+        """Names the rank that failed first, why, and what this rank was doing."""
+        super().__init__(rank, reason, context)
+        self.rank = rank
+        self.reason = reason
+        self.context = context
+
+    def __str__(self) -> str:
+        """One sentence: who, why, and what was interrupted here."""
+        text = f"rank {self.rank} failed: {self.reason}"
+        return f"{text}\n  while this rank was in {self.context}" if self.context else text
+
+
+class MismatchError(ShoalError):
+    """Ranks of one group called different things; nothing was moved."""
+
+
+class DeadlineError(ShoalError):
+    """A rank that is alive did not arrive before the deadline."""
+
+
+class DeadlockError(DeadlineError):
+    """No rank can run any more: each waits for another (known at once, in memory)."""
+
+
+class ClosedError(ShoalError):
+    """A world was used after it was shut down, or before it was started."""
+
+
+class TransportError(ShoalError):
+    """The library that carries the bytes failed, and no rank is known to be at fault."""
+
+
+class BackendUnavailableError(ShoalError):
+    """A backend cannot run here; the message says what to install or use instead."""
+
+
+class LaunchError(ShoalError):
+    """Ranks could not be started, or their environment makes no sense."""
+
+
+class UntrustedPickleError(ShoalError):
+    """An object needs pickle, and this world may have peers that are not ours."""
+
+
+class RemoteError(ShoalError):
+    """Stands in for another rank's exception that cannot be rebuilt here."""
+
+    def __init__(self, type_name: str, message: str) -> None:
+        """Keeps the name and the text of the exception it stands for."""
+        super().__init__(type_name, message)
+        self.type_name = type_name
+        self.message = message
+
+    def __str__(self) -> str:
+        """Reads like the exception it stands for."""
+        return f"{self.type_name}: {self.message}"

@@ -1,0 +1,1 @@
+"""Starting ranks, finding out which rank a process is, and watching them."""

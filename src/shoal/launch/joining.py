@@ -1,0 +1,127 @@
+"""Joins the world that this process's environment speaks of."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from shoal.comm.backend import Backend
+from shoal.comm.bootstrap import Bootstrap, StoreBootstrap
+from shoal.comm.connect import NAMES, connect_backend
+from shoal.comm.memory import InMemoryBackend
+from shoal.errors import BackendUnavailableError, LaunchError
+from shoal.launch.environment import RankInfo, discover
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_MPI_SOURCES = ("openmpi", "pmi")
+# Worlds of one process after another: each has keys of its own in a store they share.
+_generation = 0
+
+
+def join(name: str, timeout: float) -> Backend:
+    """The backend of that name ("auto" to choose), joined by all ranks of the environment."""
+    check_name(name)
+    info = discover()
+    if name == "auto":
+        name = os.environ.get("SHOAL_BACKEND") or choose(info)
+        check_name(name)
+    if name == "memory":
+        return _alone(info, timeout)
+    return connect_backend(name, _bootstrap(name, info, timeout), timeout)
+
+
+def check_name(name: str) -> None:
+    """Refuses a backend that does not exist."""
+    if name not in (*NAMES, "auto"):
+        raise ValueError(f"backend must be one of {', '.join(NAMES)} or auto; got {name!r}")
+
+
+def choose(info: RankInfo) -> str:
+    """NCCL with a GPU for every rank; else MPI under mpirun, shared memory on one host, Gloo."""
+    import torch
+
+    if info.size > 1 and torch.cuda.is_available():
+        if torch.cuda.device_count() >= info.local_size:
+            return "nccl"
+    if info.source in _MPI_SOURCES:
+        return "mpi"
+    return choose_for_cpu(is_one_host=info.local_size == info.size)
+
+
+def choose_for_cpu(*, is_one_host: bool) -> str:
+    """Shared memory where it works, else Gloo."""
+    from shoal.comm.control.page import check_platform
+
+    try:
+        check_platform()
+    except BackendUnavailableError:
+        return "gloo"
+    return "shm" if is_one_host else "gloo"
+
+
+def _alone(info: RankInfo, timeout: float) -> Backend:
+    if info.size > 1:
+        raise LaunchError(
+            f"backend='memory' lives in one process, and this is rank {info.rank} of {info.size} "
+            "processes: use shoal.run(fn, ranks=..., backend='memory'), or another backend here."
+        )
+    return InMemoryBackend.alone(timeout)
+
+
+def _bootstrap(name: str, info: RankInfo, timeout: float) -> Bootstrap:
+    if name == "mpi" or (info.source in _MPI_SOURCES and info.master_addr is None):
+        from shoal.comm.mpi import MPIBootstrap
+
+        return MPIBootstrap(timeout)
+    return StoreBootstrap(_store(info, timeout), info.rank, info.size, timeout)
+
+
+def _store(info: RankInfo, timeout: float) -> Store:
+    """The store the ranks meet at, under a prefix that no earlier world used."""
+    global _generation
+    import torch.distributed as dist
+
+    _generation += 1
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    run = os.environ.get("SHOAL_RUN_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "run")
+    prefix = f"shoal/{run}/{restart}/{_generation}"
+    return dist.PrefixStore(prefix, _base_store(info, timeout))
+
+
+def _base_store(info: RankInfo, timeout: float) -> Store:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return dist.distributed_c10d._get_default_store()
+    if info.size == 1 and info.master_addr is None:
+        return dist.HashStore()
+    if info.master_addr is None or info.master_port is None:
+        raise LaunchError(
+            f"rank {info.rank} of {info.size} ({info.source}) does not know where to meet the "
+            "others: set MASTER_ADDR and MASTER_PORT, or start the ranks with shoal launch."
+        )
+    return _tcp_store(info, info.master_addr, info.master_port, timeout)
+
+
+def _tcp_store(info: RankInfo, host: str, port: int, timeout: float) -> Store:
+    """A client of the launcher's store, or rank 0 holds it where the launcher has none."""
+    from torch.distributed import TCPStore
+
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
+    is_master = info.rank == 0 and not has_agent
+    wait = timedelta(seconds=timeout)
+    if is_master and info.local_size == info.size and host in ("127.0.0.1", "localhost"):
+        listener = socket.create_server(("127.0.0.1", port))
+        return TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=wait,
+            master_listen_fd=listener.detach(),
+        )
+    return TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=wait)

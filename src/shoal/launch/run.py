@@ -1,0 +1,72 @@
+"""Runs a function on ranks of any kind, and tells the others of a rank that never joined."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from shoal.comm.bootstrap import FAILURE_KEY, store_for_one_host
+from shoal.comm.control.patience import num_cores
+from shoal.launch import mpiexec
+from shoal.launch.connect_back import run_command
+from shoal.launch.outcome import Outcome
+from shoal.launch.processes import run_processes
+from shoal.launch.threads import run_threads
+
+
+def run_outcomes(
+    fn: Callable[..., Any], args: tuple[Any, ...], ranks: int, backend: str, timeout: float
+) -> list[Outcome]:
+    """What became of each rank; failures are outcomes, not exceptions."""
+    if backend == "memory":
+        return run_threads(fn, args, ranks, timeout)
+    settings = _settings(ranks, backend, timeout)
+    if backend == "mpi":
+        command, variables = mpiexec.command(ranks)
+        env = {**os.environ, **settings, **variables}
+        return run_command(command, env, fn, args, ranks)
+    return _run_processes(fn, args, ranks, settings)
+
+
+def _settings(ranks: int, backend: str, timeout: float) -> dict[str, str]:
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, num_cores() // ranks))
+    return {
+        "SHOAL_BACKEND": backend,
+        "SHOAL_TIMEOUT": str(timeout),
+        "SHOAL_RUN_ID": secrets.token_hex(8),
+        "SHOAL_TOKEN": secrets.token_hex(16),
+        "OMP_NUM_THREADS": threads,
+    }
+
+
+def _run_processes(
+    fn: Callable[..., Any], args: tuple[Any, ...], ranks: int, settings: dict[str, str]
+) -> list[Outcome]:
+    store, port = store_for_one_host()
+
+    def variables(rank: int) -> dict[str, str]:
+        return {
+            **settings,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "SHOAL_LAUNCHED": "1",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+
+    def tell_others(rank: int, code: int) -> None:
+        """A rank that died before it joined is on no control plane: the store knows."""
+        if code != 0:
+            reason = f"its process ended with exit code {code}"
+            prefix = f"shoal/{settings['SHOAL_RUN_ID']}/0/1"
+            report = json.dumps({"rank": rank, "reason": reason})
+            store.set(f"{prefix}/{FAILURE_KEY}", report)
+
+    return run_processes(fn, args, ranks, env_for=variables, on_exit=tell_others)

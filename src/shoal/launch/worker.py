@@ -1,0 +1,37 @@
+"""What a process that `shoal.run` started does: join the world, call the function, report."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+
+
+from shoal.comm.world import World, set_current
+from shoal.launch.call import decode_call
+from shoal.launch.joining import join
+from shoal.launch.outcome import send_error, send_value
+
+
+def main(channel: socket.socket, payload: bytes) -> int:
+    """Runs the call on this rank and sends what became of it; returns the exit code."""
+    timeout = float(os.environ["SHOAL_TIMEOUT"])
+    try:
+        fn, args = decode_call(payload)
+        backend = join(os.environ["SHOAL_BACKEND"], timeout)
+    except BaseException as error:
+        send_error(channel, error)
+        return 1
+    world = World(backend)
+    set_current(world, process_wide=True)
+    try:
+        value = fn(*args)
+        send_value(channel, value)
+    except BaseException as error:
+        # The others first: they may be waiting, and the report can be long.
+        world.fail(error)
+        send_error(channel, error, "".join(traceback.format_exception(error)))
+        return 1
+    finally:
+        world.shutdown()
+    return 0

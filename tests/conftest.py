@@ -1,0 +1,29 @@
+"""What holds for every test: nothing is left behind, examples repeat."""
+
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+import leaks
+
+hypothesis.settings.register_profile("fast", max_examples=25, deadline=None)
+hypothesis.settings.register_profile("full", max_examples=200, deadline=None)
+hypothesis.settings.load_profile("fast")
+
+leaks.mark_descendants()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fails a test that leaks a thread, a process, shared memory, a descriptor or a variable."""
+    with leaks.watched(lambda message: pytest.fail(message, pytrace=False)):
+        yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
