@@ -8,7 +8,7 @@ from typing import Any
 from shoal.comm.backend import DEFAULT_TIMEOUT_S
 from shoal.comm.world import World, current, find_current, set_current
 from shoal.errors import PeerError, ShoalError
-from shoal.launch.exit import report_at_exit
+from shoal.launch.exit import watch_exit
 from shoal.launch.joining import check_name, choose_for_cpu, join
 from shoal.launch.outcome import Outcome
 from shoal.launch.run import run_outcomes
@@ -38,7 +38,7 @@ def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT_S) -> World:
         )
     world = World(join(backend, timeout))
     set_current(world, process_wide=True)
-    report_at_exit(world)
+    watch_exit()
     return world
 
 

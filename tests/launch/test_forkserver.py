@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -12,9 +13,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import leaks
 import pytest
 
+import leaks
 from shoal.errors import LaunchError
 from shoal.launch.child import Child
 from shoal.launch.forkserver import ForkServer, fork_server
@@ -293,6 +294,17 @@ class TestServer:
         child.close()
         assert all(has_ended(pidfd) for pidfd in pidfds)
 
+    def test_more_can_be_preloaded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.syspath_prepend(str(tmp_path))
+        (tmp_path / "slow.py").write_text("import os\nimported_by = os.getpid()\n")
+        (tmp_path / "asks.py").write_text(
+            "import os\ndef main(*_): import slow; return slow.imported_by == os.getpid()\n"
+        )
+        server = ForkServer(preload=["slow", "no_such_module"])
+        with server.spawn("asks:main", b"", os.environ) as child:
+            assert child.wait(PATIENCE) == 0
+        server.close()
+
     def test_failing_server_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "executable", "/bin/false")
         server = ForkServer()
@@ -344,19 +356,18 @@ class TestCaller:
             "import signal\ndef main(channel, payload): signal.pause()\n"
         )
         (tmp_path / "done.py").write_text("def main(channel, payload): return 3\n")
-        started: list[subprocess.Popen[str]] = []
 
         def start(source: str) -> subprocess.Popen[str]:
             env = {**os.environ, "PYTHONPATH": os.pathsep.join([SOURCE, str(tmp_path)])}
             command = [sys.executable, "-c", source]
             pipe = subprocess.PIPE
-            started.append(subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True))
-            return started[-1]
+            process = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
 
-        yield start
-        for process in started:
-            process.kill()
-            process.communicate()
+        with contextlib.ExitStack() as stack:
+            yield start
 
     @pytest.mark.parametrize("killed", [True, False])
     def test_nothing_outlives_it(

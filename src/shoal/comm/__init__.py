@@ -2,9 +2,10 @@
 
 from shoal.comm.backend import Backend
 from shoal.comm.memory import InMemoryBackend
+from shoal.comm.mesh import Mesh
 from shoal.comm.reduction import ReduceOp
 from shoal.comm.shared_memory import SharedMemoryBackend
 from shoal.comm.work import Work
 from shoal.comm.world import World
 
-__all__ = ["Backend", "InMemoryBackend", "ReduceOp", "SharedMemoryBackend", "Work", "World"]
+__all__ = ["Backend", "InMemoryBackend", "Mesh", "ReduceOp", "SharedMemoryBackend", "Work", "World"]

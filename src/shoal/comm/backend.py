@@ -123,7 +123,7 @@ class Backend(ABC):
         self, tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, *, async_op: bool = False
     ) -> Any:
         """Reduces ``tensor`` over all ranks, in place on every rank."""
-        return self._run(ops.AllReduce(tensor, ReduceOp.parse(op)), async_op)
+        return self.run(ops.AllReduce(tensor, ReduceOp.parse(op)), async_op=async_op)
 
     def reduce(
         self,
@@ -136,7 +136,7 @@ class Backend(ABC):
         """Reduces over all ranks into the root's ``tensor``; None comes back elsewhere."""
         self._check_rank("root", root)
         is_root = root == self.rank
-        return self._run(ops.Reduce(tensor, ReduceOp.parse(op), root, is_root), async_op)
+        return self.run(ops.Reduce(tensor, ReduceOp.parse(op), root, is_root), async_op=async_op)
 
     def broadcast(
         self, tensor: Tensor | None = None, *, root: int = 0, async_op: bool = False
@@ -144,13 +144,13 @@ class Backend(ABC):
         """Fills ``tensor`` with the root's; without one, a new tensor comes back."""
         self._check_rank("root", root)
         operation = ops.Broadcast(tensor, root, root == self.rank, self.device)
-        return self._run(operation, async_op)
+        return self.run(operation, async_op=async_op)
 
     def all_gather(
         self, tensor: Tensor, *, out: Tensor | None = None, async_op: bool = False
     ) -> Any:
         """Joins the rows of all ranks, on every rank. Ranks may give different numbers."""
-        return self._run(ops.AllGather(tensor, out), async_op)
+        return self.run(ops.AllGather(tensor, out), async_op=async_op)
 
     def gather(
         self,
@@ -162,7 +162,7 @@ class Backend(ABC):
     ) -> Any:
         """Joins the rows of all ranks on the root; None comes back elsewhere."""
         self._check_rank("root", root)
-        return self._run(ops.Gather(tensor, out, root, root == self.rank), async_op)
+        return self.run(ops.Gather(tensor, out, root, root == self.rank), async_op=async_op)
 
     def scatter(
         self,
@@ -176,7 +176,7 @@ class Backend(ABC):
         """Hands each rank its rows of the root's ``tensor``."""
         self._check_rank("root", root)
         operation = ops.Scatter(tensor, out, sizes, root, self.device, (self.rank, self.size))
-        return self._run(operation, async_op)
+        return self.run(operation, async_op=async_op)
 
     def reduce_scatter(
         self,
@@ -190,7 +190,7 @@ class Backend(ABC):
         """Reduces over all ranks; each rank keeps its own rows of the result."""
         place = (self.rank, self.size)
         operation = ops.ReduceScatter(tensor, ReduceOp.parse(op), out, sizes, place)
-        return self._run(operation, async_op)
+        return self.run(operation, async_op=async_op)
 
     def all_to_all(
         self,
@@ -202,11 +202,11 @@ class Backend(ABC):
     ) -> Any:
         """Sends part i of ``tensor`` to rank i; returns what arrived, by sender."""
         operation = ops.AllToAll(tensor, out, sizes, (self.rank, self.size))
-        return self._run(operation, async_op)
+        return self.run(operation, async_op=async_op)
 
     def barrier(self, *, async_op: bool = False) -> Any:
         """Returns once every rank has arrived."""
-        return self._run(ops.Barrier(), async_op)
+        return self.run(ops.Barrier(), async_op=async_op)
 
     # Messages -------------------------------------------------------------------------
 
@@ -231,14 +231,14 @@ class Backend(ABC):
         """Every rank's object, by rank, on every rank."""
         operation = ops.AllGather(self._encode(value), None)
         operation.signature = "all_gather_object()"
-        return self._decode_parts(self._run(operation, False), operation.rows)
+        return self._decode_parts(self.run(operation), operation.rows)
 
     def gather_object(self, value: Any, *, root: int = 0) -> list[Any] | None:
         """Every rank's object, by rank, on the root; None elsewhere."""
         self._check_rank("root", root)
         operation = ops.Gather(self._encode(value), None, root, root == self.rank)
         operation.signature = f"gather_object(root={root})"
-        joined = self._run(operation, False)
+        joined = self.run(operation)
         return None if joined is None else self._decode_parts(joined, operation.rows)
 
     def broadcast_object(self, value: Any = None, *, root: int = 0) -> Any:
@@ -248,7 +248,7 @@ class Backend(ABC):
         data = self._encode(value) if is_root else None
         operation = ops.Broadcast(data, root, is_root, self.device)
         operation.signature = f"broadcast_object(root={root})"
-        data = self._run(operation, False)
+        data = self.run(operation)
         return value if is_root else self._decode(data)
 
     def scatter_object(self, values: Sequence[Any] | None = None, *, root: int = 0) -> Any:
@@ -263,7 +263,7 @@ class Backend(ABC):
         place = (self.rank, self.size)
         operation = ops.Scatter(data, None, sizes, root, self.device, place)
         operation.signature = f"scatter_object(root={root})"
-        return self._decode(self._run(operation, False))
+        return self._decode(self.run(operation))
 
     def all_to_all_object(self, values: Sequence[Any]) -> list[Any]:
         """Sends object i to rank i; returns what arrived, by sender."""
@@ -273,7 +273,7 @@ class Backend(ABC):
         sizes = [part.numel() for part in parts]
         operation = ops.AllToAll(torch.cat(parts), None, sizes, (self.rank, self.size))
         operation.signature = "all_to_all_object()"
-        return self._decode_parts(self._run(operation, False), operation.rows)
+        return self._decode_parts(self.run(operation), operation.rows)
 
     def send_object(self, value: Any, dst: int, tag: int = 0) -> None:
         """Sends an object to one rank."""
@@ -342,7 +342,8 @@ class Backend(ABC):
         """Which rank of how many, over what."""
         return f"<{type(self).__name__} rank {self.rank} of {self.size}>"
 
-    def _run(self, operation: ops.Operation, async_op: bool) -> Any:
+    def run(self, operation: ops.Operation, *, async_op: bool = False) -> Any:
+        """Carries out an operation that was made by hand, for what it knows besides the result."""
         self._check_open()
         return self._collective(operation, async_op)
 

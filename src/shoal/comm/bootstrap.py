@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from shoal.comm.control.page import Page, PageControl
+from shoal.comm.control.page import Page, PageControl, is_supported
 from shoal.errors import DeadlineError, PeerError, ShoalError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class StoreBootstrap(Bootstrap):
     def all_gather(self, data: bytes) -> list[bytes]:
         """Each rank sets its key; then the keys are read as they appear."""
         self._round += 1
-        self.store.set(self._key(self.rank), data)
+        self.store.set(self._key(self.rank), data)  # type: ignore[arg-type]  # bytes are fine
         self._await_all()
         return [self.store.get(self._key(rank)) for rank in range(self.size)]
 
@@ -133,7 +133,7 @@ def connect(bootstrap: Bootstrap) -> Control:
 
 def _page_of_first(bootstrap: Bootstrap) -> int:
     """Rank 0 brings the page along in case everybody is on its host."""
-    if bootstrap.rank != 0 or not hasattr(os, "memfd_create"):
+    if bootstrap.rank != 0 or not is_supported():
         return -1
     return Page.create(bootstrap.size)
 

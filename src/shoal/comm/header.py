@@ -62,12 +62,17 @@ def spec(dtype: torch.dtype, shape: tuple[int | str, ...]) -> str:
     return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
 
 
-def check_equal(headers: Sequence[Header], ranks: Sequence[int], where: str) -> None:
-    """Raises unless every rank of the group called the same thing."""
+# A training loop shows the same few headers again and again.
+encode = lru_cache(maxsize=4096)(Header.encode)
+decode = lru_cache(maxsize=4096)(Header.decode)
+
+
+def check_equal(headers: Sequence[Header], ranks: Sequence[int], number: int) -> None:
+    """Raises unless every rank of the group called the same thing as operation ``number``."""
     first = headers[0].signature
-    if all(header.signature == first for header in headers):
-        return
-    raise mismatch(headers, ranks, f"the ranks of {where} called different operations")
+    for header in headers:
+        if header.signature != first:
+            raise mismatch(headers, ranks, f"the ranks called different operations as #{number}")
 
 
 def mismatch(headers: Sequence[Header], ranks: Sequence[int], problem: str) -> MismatchError:

@@ -15,10 +15,10 @@ from shoal.errors import PeerError
 class Meeting:
     """One operation of one group: the last rank to arrive carries it out for all."""
 
-    def __init__(self, ranks: Sequence[int], group: str) -> None:
-        """``ranks`` are world ranks in group order."""
+    def __init__(self, ranks: Sequence[int], number: int) -> None:
+        """``ranks`` are world ranks in group order, ``number`` is the group's operation."""
         self._ranks = ranks
-        self._group = group
+        self._number = number
         self._arrivals: dict[int, tuple[Operation, Header]] = {}
         self._results: dict[int, Tensor | None] = {}
         self._errors: dict[int, BaseException] = {}
@@ -65,7 +65,7 @@ class Meeting:
     def _perform(
         self, operations: Sequence[Operation], headers: Sequence[Header]
     ) -> list[Payload]:
-        check_equal(headers, self._ranks, self._group)
+        check_equal(headers, self._ranks, self._number)
         operations[0].check(headers, self._ranks)
         payloads = [self._prepared(i, operations[i], headers) for i in range(len(operations))]
         simulated.perform(operations[0].kind, payloads)

@@ -32,7 +32,8 @@ def encode(value: Any) -> bytes:
     try:
         text = json.dumps(_to_json(value, blobs)).encode()
     except _NotPlain:
-        return _PICKLED + cloudpickle.dumps(value)
+        pickled: bytes = cloudpickle.dumps(value)
+        return _PICKLED + pickled
     parts = [_PLAIN, _LENGTH.pack(len(text)), text]
     for blob in blobs:
         parts += (_LENGTH.pack(len(blob)), blob)

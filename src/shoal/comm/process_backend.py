@@ -11,7 +11,7 @@ import time
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +20,7 @@ from shoal.comm import operation as ops
 from shoal.comm.backend import Backend, WorldState
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Channel, Control, Failure, Message
-from shoal.comm.header import Header, check_equal
+from shoal.comm.header import Header, check_equal, decode, encode
 from shoal.comm.operation import Operation, Payload
 from shoal.comm.site import call_site
 from shoal.comm.work import PendingWork, Work, WorkQueue
@@ -28,8 +28,6 @@ from shoal.errors import MismatchError, PeerError, ShoalError, TransportError
 
 # How long to wait for the news of a rank's death after the transport already failed over it.
 _NEWS_S = 3.0
-
-_decode = lru_cache(maxsize=1024)(Header.decode)
 
 
 class ProcessBackend(Backend):
@@ -98,16 +96,17 @@ class ProcessBackend(Backend):
             self._check_tensor(operation.source)
         with self._lock:
             self._number += 1
-            task = partial(self._perform, operation, self._number, call_site())
-            if not async_op and self._queue.is_idle():
+            is_inline = not async_op and self._queue.is_idle()
+            task = partial(self._perform, operation, self._number, call_site(), is_inline)
+            if is_inline:
                 return task()
             work = self._queue.put(PendingWork(task, operation.signature))
         return work if async_op else work.wait()
 
-    def _perform(self, operation: Operation, number: int, site: str) -> Any:
+    def _perform(self, operation: Operation, number: int, site: str, eager: bool) -> Any:
         begin = time.perf_counter()
         where = self._where(operation, number, site)
-        patience = self._patience(where)
+        patience = self._patience(where, eager)
         headers = self._agree(operation, number, site, patience)
         waited = time.perf_counter() - begin
         payload = operation.prepare(headers, self.rank)
@@ -123,10 +122,10 @@ class ProcessBackend(Backend):
             group = "the world" if self.size == self._control.size else f"group {self.ranks}"
             return f"{operation.signature} (operation #{number} of {group}) at {site}"
 
-        self._control.note(f"{operation.signature} (#{number}) at {site}")
+        self._control.note(f"{operation.signature} at {site}")
         return text
 
-    def _patience(self, where: Callable[[], str], *, eager: bool = True) -> Patience:
+    def _patience(self, where: Callable[[], str], eager: bool) -> Patience:
         return Patience(self._control, where, self.ranks, self.timeout, eager=eager)
 
     def _agree(
@@ -134,9 +133,9 @@ class ProcessBackend(Backend):
     ) -> list[Header]:
         wire = self._expose(operation, number)
         mine = Header(operation.signature, operation.meta, wire, site)
-        shown = self._channel.exchange(number, mine.encode(), patience)
-        headers = [_decode(header) for header in shown]
-        check_equal(headers, self.ranks, f"{self!r}, at operation #{number},")
+        shown = self._channel.exchange(number, encode(mine), patience)
+        headers = [decode(header) for header in shown]
+        check_equal(headers, self.ranks, number)
         operation.check(headers, self.ranks)
         return headers
 
@@ -195,12 +194,12 @@ class ProcessBackend(Backend):
     ) -> Any:
         begin = time.perf_counter()
         where = self._where(operation, key[1], site)
-        patience = self._patience(where, eager=eager)
+        patience = self._patience(where, eager)
         header = Header(operation.signature, operation.meta, self._expose_message(operation), site)
         is_sender = operation.kind == "send"
         meet = self._channel.offer if is_sender else self._channel.accept
-        message = meet(peer, key, header.encode(), patience)
-        theirs = _decode(message.theirs)
+        message = meet(peer, key, encode(header), patience)
+        theirs = decode(message.theirs)
         try:
             self._check_message(header, theirs, peer, is_sender)
         except MismatchError:

@@ -158,11 +158,11 @@ class Simulator:
 
     # Meetings ---------------------------------------------------------------------------
 
-    def meeting(self, key: tuple[object, ...], ranks: Sequence[int], group: str) -> Meeting:
+    def meeting(self, key: tuple[object, ...], ranks: Sequence[int], number: int) -> Meeting:
         """The meeting of that key: the first to ask makes it, the last to arrive ends it."""
         meeting = self._meetings.get(key)
         if meeting is None:
-            meeting = self._meetings[key] = Meeting(ranks, group)
+            meeting = self._meetings[key] = Meeting(ranks, number)
         if len(meeting.missing()) == 1:
             del self._meetings[key]
         return meeting

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import lru_cache
 from types import FrameType, TracebackType
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -14,12 +15,17 @@ def is_ours(filename: str) -> bool:
     return filename.startswith(_PACKAGE)
 
 
+# Every operation asks where it came from, so the answer for a file must be quick.
+_is_ours = lru_cache(maxsize=4096)(is_ours)
+
+
 def call_site() -> str:
     """File and line of the innermost frame that is not shoal's own."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if not is_ours(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        filename = frame.f_code.co_filename
+        if not _is_ours(filename):
+            return f"{filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "<shoal>"
 

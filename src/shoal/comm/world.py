@@ -94,13 +94,17 @@ class World:
         traceback: TracebackType | None,
     ) -> None:
         """Publishes the exception, if there is one, and shuts down."""
-        if error is not None:
+        if error is not None and not _is_good_exit(error):
             self.fail(error)
         self.shutdown()
 
     def __repr__(self) -> str:
         """Which rank of how many, over what."""
         return f"<World rank {self.rank} of {self.size} over {self.backend.name}>"
+
+
+def _is_good_exit(error: BaseException) -> bool:
+    return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 # A rank that is a thread has its world in its own context. A rank that is a process also

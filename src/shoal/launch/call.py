@@ -1,7 +1,8 @@
 """A function and its arguments as bytes, wherever the function was defined.
 
 Scripts, notebook cells and closures are pickled by value, as cloudpickle does. The same is done
-for modules that another process could not import, such as test modules that pytest loads by path.
+for modules that another process could not import or would import slowly: test modules, which
+pytest loads by path and which bring pytest itself along.
 """
 
 from __future__ import annotations
@@ -75,20 +76,23 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if name in self._seen:
             return
         self._seen.add(name)
-        if sys.modules.get(name) is not module or is_importable(module):
+        if sys.modules.get(name) is not module or goes_by_name(module):
             return
         if name not in cloudpickle.list_registry_pickle_by_value():
             cloudpickle.register_pickle_by_value(module)
             self._registered.append(module)
 
 
-def is_importable(module: types.ModuleType) -> bool:
-    """Whether importing the module's name elsewhere would give the same file.
+def goes_by_name(module: types.ModuleType) -> bool:
+    """Whether importing the module's name elsewhere is the way to get at what is in it.
 
-    `importlib.util.find_spec` cannot tell: it answers from `sys.modules`.
+    It is if that gives the same file. `importlib.util.find_spec` cannot tell: it answers from `sys.modules`.
     """
     if module.__name__ == "__main__":
         return True  # cloudpickle has its own rule for it
+    loader = getattr(module, "__loader__", None)
+    if type(loader).__module__.startswith("_pytest."):
+        return False
     file = getattr(module, "__file__", None)
     if file is None or not os.path.exists(file):
         # Made by its package's own code (extensions do that): there if the package is.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.errors import LaunchError
 from shoal.launch import slurm
@@ -69,21 +69,19 @@ class _Dialect:
         return any(env.get(name) for name in self.marks)
 
 
-_TORCH_NAMES: dict[str, tuple[str, ...]] = {
-    "rank": ("RANK",),
-    "size": ("WORLD_SIZE",),
-    "local_rank": ("LOCAL_RANK",),
-    "local_size": ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
-    "node_rank": ("GROUP_RANK", "NODE_RANK"),
-}
-
 _PLAIN = _Dialect(
-    "plain", **_TORCH_NAMES, marks=("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    "plain",
+    rank=("RANK",),
+    size=("WORLD_SIZE",),
+    local_rank=("LOCAL_RANK",),
+    local_size=("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
+    node_rank=("GROUP_RANK", "NODE_RANK"),
+    marks=("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
 )
 
 _DIALECTS = (
-    _Dialect("shoal", **_TORCH_NAMES, whole=True, marks=("SHOAL_LAUNCHED",)),
-    _Dialect("torchrun", **_TORCH_NAMES, whole=True, marks=("TORCHELASTIC_RUN_ID",)),
+    replace(_PLAIN, source="shoal", whole=True, marks=("SHOAL_LAUNCHED",)),
+    replace(_PLAIN, source="torchrun", whole=True, marks=("TORCHELASTIC_RUN_ID",)),
     _Dialect(
         "openmpi",
         rank=("OMPI_COMM_WORLD_RANK",),
@@ -180,9 +178,7 @@ class _Reader:
     names: _Dialect
     env: Environment
 
-    def number(
-        self, names: tuple[str, ...], *, lowest: int = 0, below: int = 2**31
-    ) -> int | None:
+    def number(self, names: tuple[str, ...], *, lowest: int = 0, below: int = 2**31) -> int | None:
         """The first of `names` that is set, as a number in [lowest, below)."""
         name = self.first_set(names)
         if name is None:

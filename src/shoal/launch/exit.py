@@ -8,32 +8,44 @@ import os
 import sys
 import time
 import traceback
+from functools import cache
 from types import TracebackType
 
-from shoal.comm.world import World
+from shoal.comm.world import find_current
 from shoal.errors import PeerError
+from shoal.launch.environment import discover
 
 
-def report_at_exit(world: World) -> None:
+@cache
+def watch_exit() -> None:
     """Has an uncaught exception reach all ranks, and a normal end count as leaving."""
     previous = sys.excepthook
 
     def hook(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        world.fail(error.with_traceback(trace))
-        leave_record(world.rank, error)
+        world = find_current()
+        if world is not None:
+            world.fail(error.with_traceback(trace))
+        _leave_record(error)
         previous(kind, error, trace)
 
     sys.excepthook = hook
-    atexit.register(world.shutdown)
+    atexit.register(_leave_world)
 
 
-def leave_record(rank: int, error: BaseException) -> None:
+def _leave_world() -> None:
+    world = find_current()
+    if world is not None:
+        world.shutdown()
+
+
+def _leave_record(error: BaseException) -> None:
     """Leaves the launcher a note of the failure, where it asked for one."""
     folder = os.environ.get("SHOAL_ERROR_DIR")
     if folder is None:
         return
+    rank = discover().rank
     record = {
         "rank": rank,
         "time": time.time(),

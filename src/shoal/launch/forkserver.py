@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from shoal.errors import LaunchError
 from shoal.launch.child import Child
@@ -38,9 +38,9 @@ _CLOSE_TIMEOUT = 10.0
 # Only `sys` is imported while the path still starts with the current directory, whose files might
 # have the names of modules. `-m` would also load the server's module twice.
 _BOOTSTRAP = """import sys
-fd, caller, *sys.path[:] = sys.argv[1:]
+fd, caller, preload, *sys.path[:] = sys.argv[1:]
 from shoal.launch.server import serve
-serve(int(fd), int(caller))"""
+serve(int(fd), int(caller), preload.split())"""
 
 
 class ForkServer:
@@ -55,8 +55,8 @@ class ForkServer:
         0
     """
 
-    def __init__(self) -> None:
-        """Starts the server; it imports while the caller goes on."""
+    def __init__(self, preload: Iterable[str] = ()) -> None:
+        """Starts the server, which imports (`preload` too) while the caller goes on."""
         if sys.platform != "linux":
             raise LaunchError(
                 f"ranks as processes need Linux (memfd, prctl), and this is {sys.platform}; "
@@ -67,7 +67,7 @@ class ForkServer:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
-                self._process = _start(theirs.fileno())
+                self._process = _start(theirs.fileno(), preload)
         except BaseException:
             self._control.close()
             raise
@@ -145,9 +145,9 @@ class ForkServer:
             raise LaunchError(f"the forkserver (pid {self.pid}) is gone: {error}") from error
 
 
-def _start(control: int) -> subprocess.Popen[bytes]:
+def _start(control: int, preload: Iterable[str]) -> subprocess.Popen[bytes]:
     """Starts the server's process with one end of the socket pair."""
-    arguments = [str(control), str(os.getpid()), *import_path()]
+    arguments = [str(control), str(os.getpid()), " ".join(preload), *import_path()]
     command = [sys.executable, "-c", _BOOTSTRAP, *arguments]
     # Thread counts are each child's own affair (OMP_NUM_THREADS at its start); here they would be
     # frozen into the libraries, and OpenBLAS would start threads on import, before the forks.
@@ -217,6 +217,15 @@ def _flush() -> None:
 
 _lock = threading.Lock()
 _current: ForkServer | None = None
+_wanted: dict[str, None] = {}
+
+
+def preload(*modules: str) -> None:
+    """Has servers that start from now on import `modules`, so that no child has to.
+
+    Only for modules that start no thread and run no torch operation when imported.
+    """
+    _wanted.update(dict.fromkeys(modules))
 
 
 def fork_server() -> ForkServer:
@@ -227,7 +236,7 @@ def fork_server() -> ForkServer:
             _current.close()
             _current = None
         if _current is None:
-            _current = ForkServer()
+            _current = ForkServer(_wanted)
         return _current
 
 

@@ -13,10 +13,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 # Each line replaces the list of groups. Reading on to the end of input means: the launcher died.
 _SHELL = """
@@ -62,12 +64,50 @@ class Guard:
         self._shell.communicate()
 
 
-def die_with_parent() -> Callable[[], None] | None:
-    """A `preexec_fn` that asks the kernel to kill the child when its parent dies; Linux only.
+@contextlib.contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Makes this process the parent of what a dead rank leaves, instead of process 1; Linux only.
 
-    The kernel takes the *thread* that forked for the parent, so that thread must live as long as
-    the child is needed.
+    In a container process 1 often reaps nobody, and a group of zombies looks like one that lives.
     """
+    prctl = ctypes.CDLL(None).prctl if sys.platform.startswith("linux") else lambda *_: None
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+
+def spawn(
+    command: Sequence[str],
+    *,
+    stdin: int | None,
+    stdout: int,
+    stderr: int,
+    env: Mapping[str, str],
+    pass_fds: Sequence[int] = (),
+) -> subprocess.Popen[bytes]:
+    """Starts a process that leads a session of its own and that the kernel kills with its parent.
+
+    The kernel takes the *thread* that called this for the parent, so it must live as long as the
+    process is needed.
+    """
+    with warnings.catch_warnings():
+        # Python warns of forks beside threads. Between fork and exec ours makes two system calls.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return subprocess.Popen(
+            command,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env=env,
+            pass_fds=pass_fds,
+            start_new_session=True,
+            preexec_fn=_die_with_parent(),
+        )
+
+
+def _die_with_parent() -> Callable[[], None] | None:
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None).prctl  # looked up here: after the fork, only plain calls are safe

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from shoal.comm.backend import Backend
 from shoal.comm.bootstrap import Bootstrap, StoreBootstrap
 from shoal.comm.connect import NAMES, connect_backend
+from shoal.comm.control.page import is_supported
 from shoal.comm.memory import InMemoryBackend
 from shoal.errors import BackendUnavailableError, LaunchError
 from shoal.launch.environment import RankInfo, discover
@@ -35,7 +37,12 @@ def join(name: str, timeout: float) -> Backend:
 
 
 def check_name(name: str) -> None:
-    """Refuses a backend that does not exist."""
+    """Refuses a backend that does not exist, and a system that has none."""
+    if sys.platform == "win32":
+        raise BackendUnavailableError(
+            "shoal does not run on Windows: use Linux, or Linux under WSL 2 (macOS works as far "
+            "as backend='memory' and 'gloo' go)"
+        )
     if name not in (*NAMES, "auto"):
         raise ValueError(f"backend must be one of {', '.join(NAMES)} or auto; got {name!r}")
 
@@ -44,9 +51,8 @@ def choose(info: RankInfo) -> str:
     """NCCL with a GPU for every rank; else MPI under mpirun, shared memory on one host, Gloo."""
     import torch
 
-    if info.size > 1 and torch.cuda.is_available():
-        if torch.cuda.device_count() >= info.local_size:
-            return "nccl"
+    if torch.cuda.is_available() and torch.cuda.device_count() >= info.local_size:
+        return "nccl"
     if info.source in _MPI_SOURCES:
         return "mpi"
     return choose_for_cpu(is_one_host=info.local_size == info.size)
@@ -54,13 +60,7 @@ def choose(info: RankInfo) -> str:
 
 def choose_for_cpu(*, is_one_host: bool) -> str:
     """Shared memory where it works, else Gloo."""
-    from shoal.comm.control.page import check_platform
-
-    try:
-        check_platform()
-    except BackendUnavailableError:
-        return "gloo"
-    return "shm" if is_one_host else "gloo"
+    return "shm" if is_one_host and is_supported() else "gloo"
 
 
 def _alone(info: RankInfo, timeout: float) -> Backend:

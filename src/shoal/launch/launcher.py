@@ -19,8 +19,9 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from shoal.errors import LaunchError
 from shoal.launch.config import LaunchConfig
-from shoal.launch.guard import Guard
+from shoal.launch.guard import Guard, adopting_orphans
 from shoal.launch.mpi_job import MpiJob
 from shoal.launch.output import console
 from shoal.launch.rank import Rank, start_rank
@@ -54,10 +55,13 @@ def launch(config: LaunchConfig) -> int:
         0
     """
     config.refuse_missing_script()
+    if config.log_dir is not None:
+        _make_folder(config.log_dir)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-")))
         listener = stack.enter_context(listen(config)) if config.node_rank == 0 else None
         guard = stack.enter_context(Guard(folder))
+        stack.enter_context(adopting_orphans())
         return asyncio.run(_Launch(config, folder, guard).run(listener))
 
 
@@ -91,7 +95,6 @@ class _Launch:
     async def _start(self, port: int) -> None:
         config = self._config
         if config.log_dir is not None:
-            config.log_dir.mkdir(parents=True, exist_ok=True)
             self._err.say(f"shoal: {config.ranks} rank(s) write to {config.log_dir}/rank-K.log")
         env = {**os.environ, **common_variables(config, port, self._folder)}
         if self._job is not None:
@@ -123,18 +126,13 @@ class _Launch:
         """Returns when no rank runs any more, however that came about."""
         everyone = [rank.ended for rank in self._ranks]
         await _first_of(_all_well(everyone), signals.stop.wait())
-        for signum, patience in (
-            (None, self._config.grace),
-            (signal.SIGTERM, _TERM_SECONDS),
-            (signal.SIGKILL, _TERM_SECONDS),
-        ):
-            running = [rank for rank in self._ranks if rank.is_running]
-            if not running:
-                return
-            for rank in running if signum is not None else ():
-                rank.send_group(signum)
-            hurry = signals.hurry.wait() if signum != signal.SIGKILL else asyncio.Event().wait()
-            await _first_of(_all_ended(everyone), hurry, timeout=patience)
+        await _first_of(_all_ended(everyone), signals.hurry.wait(), timeout=self._config.grace)
+        for rank in self._ranks:
+            rank.send_group(signal.SIGTERM)
+        await _first_of(_all_ended(everyone), signals.hurry.wait(), timeout=_TERM_SECONDS)
+        for rank in self._ranks:
+            rank.send_group(signal.SIGKILL)
+        await _first_of(_all_ended(everyone), timeout=_TERM_SECONDS)
         for rank in self._ranks:
             rank.end(-signal.SIGKILL)  # the kernel has it, and may never let go
 
@@ -150,9 +148,7 @@ class _Launch:
             for rank in self._ranks
         ]
         first = first_failure(endings)
-        if signals.stopped_by is not None and (
-            first is None or first.since >= signals.stopped_at
-        ):
+        if signals.stopped_by is not None and (first is None or first.since >= signals.stopped_at):
             self._err.say(f"shoal: stopped by {signals.stopped_by.name}.")
             return 128 + signals.stopped_by
         if first is None:
@@ -176,6 +172,16 @@ class _Launch:
         await asyncio.gather(*(rank.sweep() for rank in self._ranks))
         if self._job is not None:
             await self._job.close()
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(
+            f"--log-dir must be a folder to write to, but {str(path)!r} cannot be made: "
+            f"{error.strerror}. Choose another."
+        ) from error
 
 
 def _port_of(listener: socket.socket) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from shoal.errors import LaunchError
 from shoal.launch import mpiexec
 from shoal.launch.config import LaunchConfig
-from shoal.launch.guard import die_with_parent
+from shoal.launch.guard import spawn
 from shoal.launch.rank import Rank, exit_of
 from shoal.launch.rank_output import RankOutput
 from shoal.launch.variables import own_variables
@@ -61,7 +61,7 @@ class MpiJob:
     ) -> None:
         """Starts all ranks; `output` is for the words of `mpiexec` itself."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            listener.bind(self._address)
+            _bind(listener, self._address)
             listener.listen(self._config.ranks)
             listener.setblocking(False)
             self._process = self._start_mpiexec(env, output)
@@ -91,19 +91,15 @@ class MpiJob:
         if self._output is not None:
             self._output.close()
 
-    def _start_mpiexec(
-        self, env: Mapping[str, str], output: RankOutput
-    ) -> subprocess.Popen[bytes]:
+    def _start_mpiexec(self, env: Mapping[str, str], output: RankOutput) -> subprocess.Popen[bytes]:
         helper = [sys.executable, "-I", str(_RANK_SCRIPT), self._address]
         self._output = output
-        process = subprocess.Popen(
+        process = spawn(
             [*self._prefix, *helper, *self._config.command()],
-            env={**env, **self._variables},
             stdin=subprocess.DEVNULL,
             stdout=output.fds[0],
             stderr=output.fds[1],
-            start_new_session=True,
-            preexec_fn=die_with_parent(),
+            env={**env, **self._variables},
         )
         output.started()
         return process
@@ -137,6 +133,16 @@ class MpiJob:
             + (f"; it said:\n{words}" if words else ". It said nothing.")
             + f"\nTry it by hand: {' '.join(self._prefix)} hostname"
         )
+
+
+def _bind(listener: socket.socket, address: str) -> None:
+    try:
+        listener.bind(address)
+    except OSError as error:
+        raise LaunchError(
+            f"A socket at {address} must be possible, but the system says: {error}. "
+            "Set TMPDIR to a folder with a short path, such as /tmp."
+        ) from error
 
 
 async def _next_number(reader: asyncio.StreamReader) -> int:

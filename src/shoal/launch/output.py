@@ -31,14 +31,14 @@ class Voice(NamedTuple):
 
 
 class Sink:
-    """One stream of the launcher, shared by all ranks.
+    r"""One stream of the launcher, shared by all ranks.
 
     Example:
         >>> sink = Sink(io.BytesIO(), colour=False)
         >>> sink.write(Voice("rank 0", "stdout"), b"half a li")
-        >>> sink.write(Voice("rank 1", "stdout"), b"whole\\n")
+        >>> sink.write(Voice("rank 1", "stdout"), b"whole\n")
         >>> sink.stream.getvalue()
-        b'[rank 0] half a li\\n[rank 1] whole\\n'
+        b'[rank 0] half a li\n[rank 1] whole\n'
     """
 
     def __init__(self, stream: BinaryIO, *, colour: bool) -> None:
@@ -167,11 +167,11 @@ class Source:
 
 
 def split_lines(data: bytes) -> list[bytes]:
-    """Cuts after each newline and before each lone CR; the last piece is the unfinished one.
+    r"""Cuts after each newline and before each lone CR; the last piece is the unfinished one.
 
     Example:
-        >>> split_lines(b"one\\r\\ntwo\\nbar 1%\\rbar 2%")
-        [b'one\\r\\n', b'two\\n', b'bar 1%', b'\\rbar 2%']
+        >>> split_lines(b"one\r\ntwo\nbar 1%\rbar 2%")
+        [b'one\r\n', b'two\n', b'bar 1%', b'\rbar 2%']
     """
     *lines, rest = data.split(b"\n")
     pieces: list[bytes] = []

@@ -11,7 +11,8 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
-from shoal.launch.guard import die_with_parent
+from shoal.errors import LaunchError
+from shoal.launch.guard import spawn
 from shoal.launch.rank_output import RankOutput
 
 _SWEEP_SECONDS = 5.0
@@ -65,7 +66,8 @@ class Rank:
     def send_group(self, signum: int) -> None:
         """Signals the rank and all that it started."""
         if self.is_running:
-            _signal_group(self.pid, signum)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signum)
 
     async def sweep(self) -> None:
         """Waits for the end of the rank, then ends what it left behind in its group."""
@@ -86,15 +88,16 @@ def start_rank(
     stdin: int | None,
 ) -> Rank:
     """Starts a rank as a child of this process; its end is noticed as it happens."""
-    process = subprocess.Popen(
-        command,
-        env=env,
-        stdin=stdin,
-        stdout=output.fds[0],
-        stderr=output.fds[1],
-        start_new_session=True,
-        preexec_fn=die_with_parent(),
-    )
+    out, err = output.fds
+    try:
+        process = spawn(command, stdin=stdin, stdout=out, stderr=err, env=env)
+    except OSError as error:
+        output.started()
+        output.close()
+        raise LaunchError(
+            f"Rank {number} must start, but the system refused: {error}. Check that "
+            f"{command[0]} runs, that the arguments are not too long, and `ulimit -u`."
+        ) from error
     output.started()
     rank = Rank(number, process.pid, output)
     rank.follow(exit_of(process))
@@ -121,7 +124,10 @@ async def _readable(fd: int) -> None:
 
 
 def _signal_group(group: int, signum: int) -> bool:
-    """Whether there was anyone in the group to signal."""
+    """Whether there was anyone alive in the group to signal."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-group, os.WNOHANG) != (0, 0):
+            pass  # an orphan that we adopted, dead already
     try:
         os.killpg(group, signum)
     except OSError:

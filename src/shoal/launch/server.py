@@ -162,20 +162,20 @@ class Server:
             os.waitpid(child.pid, 0)
 
 
-def serve(control_fd: int, caller: int) -> None:
+def serve(control_fd: int, caller: int, preload: Iterable[str]) -> None:
     """The server's main function; `control_fd` is its end of the caller's socket pair."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller to act on
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     server = Server(socket.socket(fileno=control_fd), caller)
     os.set_inheritable(control_fd, False)
-    _preload()
+    _preload([*PRELOADED, *preload])
     server.run()
     os._exit(0)
 
 
-def _preload() -> None:
+def _preload(names: Iterable[str]) -> None:
     """Imports what children need, and keeps the collector from touching (copying) its pages."""
-    for name in PRELOADED:
+    for name in names:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
     _disarm_finalizers()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shoal.errors import LaunchError
 from shoal.launch.config import LaunchConfig
-from shoal.launch.guard import die_with_parent
+from shoal.launch.guard import spawn
 from shoal.launch.rank import exit_of
 
 _HOST_SCRIPT = Path(__file__).with_name("store_host.py")
@@ -62,23 +62,19 @@ class Store:
     def __init__(self, config: LaunchConfig, listener: socket.socket | None, log: Path) -> None:
         """Starts the process; `listener` is handed over to it, and None on nodes but the first."""
         self._log = log
-        if listener is None:
-            arguments, fds = ["join", config.host, str(config.port)], ()
-        else:
-            fds = (listener.fileno(),)
-            port = listener.getsockname()[1]
-            arguments = ["host", str(fds[0]), str(port), str(config.nodes)]
+        arguments = ["join", config.host, str(config.port)]
+        if listener is not None:
+            fd, port = listener.fileno(), listener.getsockname()[1]
+            arguments = ["host", str(fd), str(port), str(config.nodes)]
         with log.open("wb") as stderr:
-            self._process = subprocess.Popen(
+            self._process = spawn(
                 # -P: the folder of the script must not hide modules of the same names from torch.
                 [sys.executable, "-P", str(_HOST_SCRIPT), *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                stderr=stderr,
-                pass_fds=fds,
+                stderr=stderr.fileno(),
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,
-                preexec_fn=die_with_parent(),
+                pass_fds=() if listener is None else (listener.fileno(),),
             )
 
     def complaint(self) -> str | None:

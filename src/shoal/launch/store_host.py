@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
 _ENDED = "shoal/launch/nodes-ended"
 
@@ -29,7 +29,7 @@ def main(role: str, *rest: str) -> None:
     if not seconds:
         return
     # `add` counts the nodes; the key that bears the count is what `wait` can wait for.
-    store.set(f"{_ENDED}/{store.add(_ENDED, 1)}", b"")
+    store.set(f"{_ENDED}/{store.add(_ENDED, 1)}", "")
     if role == "host":
         store.wait([f"{_ENDED}/{int(rest[2])}"], timedelta(seconds=float(seconds)))
 
@@ -37,9 +37,7 @@ def main(role: str, *rest: str) -> None:
 def _host(fd: int, port: int) -> TCPStore:
     from torch.distributed import TCPStore
 
-    return TCPStore(
-        "localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=fd
-    )
+    return TCPStore("localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
 
 
 def _join(addr: str, port: int) -> TCPStore:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shoal.comm.backend import WorldState
+from shoal.comm.control.plane import Failure
 from shoal.comm.memory import InMemoryBackend
 from shoal.comm.random_state import RandomState
 from shoal.comm.simulator import Simulator
@@ -43,6 +44,9 @@ def run_threads(
         for thread in threads:
             thread.start()
         _join(threads, simulator)
+    except BaseException as error:
+        simulator.publish(Failure(0, f"the caller was interrupted: {error!r}", 0))
+        raise
     finally:
         random.restore()
     return outcomes

@@ -22,7 +22,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Channel, Control, Failure, Message
@@ -199,9 +199,7 @@ class PageControl(Control):
 
     def note(self, where: str) -> None:
         """Writes into this rank's row."""
-        self._page.write(
-            self._row + _WHERE_AT, where.encode()[: _WHERE_BYTES - 4], _WHERE_BYTES
-        )
+        self._page.write(self._row + _WHERE_AT, _clipped(where), _WHERE_BYTES)
 
     def whereabouts(self, rank: int) -> str:
         """Reads from the other's row; it may be writing, so this is a hint only."""
@@ -393,6 +391,11 @@ class _DeathWatch:
         self._fds.clear()
 
 
+@lru_cache(maxsize=1024)
+def _clipped(where: str) -> bytes:
+    return where.encode()[: _WHERE_BYTES - 4]
+
+
 def _is_stopped(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
@@ -401,9 +404,14 @@ def _is_stopped(pid: int) -> bool:
         return False
 
 
+def is_supported() -> bool:
+    """Whether a control page works here: see [Note: memory order]."""
+    return platform.system() == "Linux" and platform.machine() in ("x86_64", "AMD64")
+
+
 def check_platform() -> None:
-    """Raises where a control page cannot work: see [Note: memory order]."""
-    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
+    """Raises where a control page cannot work."""
+    if not is_supported():
         raise BackendUnavailableError(
             f"shared memory between ranks needs Linux on x86-64; this is {platform.system()} on "
             f"{platform.machine()}. Use backend='gloo' (processes) or backend='memory' (threads)."

@@ -30,7 +30,7 @@ class Patience:
     """
 
     __slots__ = (
-        "_begin", "_control", "_deadline", "_next_look", "_polls", "_ranks", "_sleep",
+        "_begin", "_control", "_deadline", "_first_poll", "_next_look", "_polls", "_ranks", "_sleep",
         "_spins", "_warn_at", "_what",
     )  # fmt: skip
 
@@ -43,7 +43,11 @@ class Patience:
         *,
         eager: bool = True,
     ) -> None:
-        """``what`` describes the operation; it is only called when there is something to say."""
+        """``what`` describes the operation; it is only called when there is something to say.
+
+        A wait that is not ``eager`` sleeps at once: a background thread that spins would keep
+        the interpreter from the thread that computes.
+        """
         self._control = control
         self._what = what
         self._ranks = ranks
@@ -52,8 +56,9 @@ class Patience:
         self._warn_at = self._begin + min(FIRST_WARNING_S, timeout / 2)
         self._next_look = self._begin + _LOOK_EVERY_S
         self._sleep = _FIRST_SLEEP_S
-        self._polls = 0
-        self._spins = _SPINS if eager and len(ranks) <= _CORES else 0
+        self._spins = _SPINS if len(ranks) <= _CORES else 0
+        self._first_poll = 0 if eager else self._spins + _YIELDS
+        self._polls = self._first_poll
 
     @property
     def waited_s(self) -> float:
@@ -79,7 +84,7 @@ class Patience:
 
     def made_progress(self) -> None:
         """Spins again: a peer has just moved, so the next step is near."""
-        self._polls = 0
+        self._polls = self._first_poll
         self._sleep = _FIRST_SLEEP_S
 
     def look(self, missing: Callable[[], Sequence[int]]) -> None:
