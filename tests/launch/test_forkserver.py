@@ -21,9 +21,9 @@ from shoal.launch.child import Child
 from shoal.launch.forkserver import ForkServer, fork_server
 from shoal.launch.memory_file import MemoryFile
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(180)
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 SOURCE = str(Path(__file__).resolve().parents[2] / "src")
 Spawn = Callable[..., Child]
 
@@ -388,4 +388,4 @@ class TestCaller:
     def test_forked_process_has_a_server_of_its_own(
         self, start: Callable[[str], subprocess.Popen[str]]
     ) -> None:
-        assert start(FORKING_CALLER).wait(60) == 3
+        assert start(FORKING_CALLER).wait(120) == 3

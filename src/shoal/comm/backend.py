@@ -15,7 +15,7 @@ Sends complete when the message was received, on every backend alike.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -41,6 +41,7 @@ class WorldState:
         statistics: Counters of all groups.
         next_slot: The next group number that this rank has not used.
         groups: The world's backend and those of its groups.
+        close_bootstrap: Ends what the ranks met at, which may live in this process.
         is_closed: Whether the world was shut down.
     """
 
@@ -49,6 +50,7 @@ class WorldState:
     statistics: Statistics = field(default_factory=Statistics)
     next_slot: int = 1
     groups: list[Backend] = field(default_factory=list)
+    close_bootstrap: Callable[[], None] = lambda: None
     is_closed: bool = False
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("shoal")
 
 FAILURE_KEY = "shoal/failed-before-joining"
+_JOINED = "shoal/joined"
+_LINGER_S = 5.0
 _FIRST_WARNING_S = 10.0
 _POLL_S = 0.005
 
@@ -38,13 +40,22 @@ class Bootstrap(ABC):
     def all_gather(self, data: bytes) -> list[bytes]:
         """Everybody's bytes, by rank; raises at the deadline, naming who is missing."""
 
+    def joined(self) -> None:
+        """This rank is part of the world now."""
+
+    def close(self) -> None:
+        """This rank leaves. What others still need to join must outlast that."""
+
 
 class StoreBootstrap(Bootstrap):
     """Over a torch store that all ranks reach."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
-        """``store`` must be fresh for this world: a key is never written twice."""
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: float, *, holds_store: bool = False
+    ) -> None:
+        """``store`` must be fresh for this world, and may live in this process."""
         self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
+        self._holds_store = holds_store
         self._round = 0
 
     def all_gather(self, data: bytes) -> list[bytes]:
@@ -53,6 +64,18 @@ class StoreBootstrap(Bootstrap):
         self.store.set(self._key(self.rank), data)  # type: ignore[arg-type]  # bytes are fine
         self._await_all()
         return [self.store.get(self._key(rank)) for rank in range(self.size)]
+
+    def joined(self) -> None:
+        """Counts this rank, for whoever holds the store."""
+        self.store.add(_JOINED, 1)
+
+    def close(self) -> None:
+        """Keeps a store that lives in this process until nobody needs it to join any more."""
+        deadline = time.monotonic() + _LINGER_S
+        while self._holds_store and self.store.add(_JOINED, 0) < self.size:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_POLL_S)
 
     def _key(self, rank: int) -> str:
         return f"shoal/{self._round}/{rank}"

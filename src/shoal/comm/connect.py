@@ -18,7 +18,10 @@ NAMES = ("memory", "shm", "gloo", "nccl", "mpi")
 def connect_backend(name: str, bootstrap: Bootstrap, timeout: float) -> Backend:
     """The world's backend on this rank; every rank of the world calls this."""
     connectors = {"shm": connect_shared_memory, "gloo": _gloo, "nccl": _nccl, "mpi": _mpi}
-    return connectors[name](bootstrap, WorldState(timeout=timeout))
+    state = WorldState(timeout=timeout, close_bootstrap=bootstrap.close)
+    backend = connectors[name](bootstrap, state)
+    bootstrap.joined()
+    return backend
 
 
 def connect_shared_memory(bootstrap: Bootstrap, state: WorldState) -> SharedMemoryBackend:

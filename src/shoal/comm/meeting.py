@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -42,7 +43,7 @@ class Meeting:
             except _Refused:
                 pass
             except Exception as error:
-                self._errors = dict.fromkeys(self._ranks, error)
+                self._errors = {rank: _copied(error) for rank in self._ranks}
             self.is_over = True
 
     def result(self, rank: int) -> Tensor | None:
@@ -94,6 +95,14 @@ class Meeting:
             self._errors = {other: PeerError(rank, reason) for other in self._ranks}
             self._errors[rank] = error
             raise _Refused from error
+
+
+def _copied(error: Exception) -> Exception:
+    """Each rank raises its own, for raising leaves a trace in it."""
+    try:
+        return copy.copy(error)
+    except Exception:  # it cannot be rebuilt from its arguments
+        return error
 
 
 class _Refused(Exception):

@@ -76,6 +76,7 @@ class InMemoryBackend(Backend):
         header = Header(operation.signature, operation.meta, b"", call_site())
         note = f"{operation.signature} (#{number} of ranks {list(ranks)}) at {header.site}"
         self._simulator.notes[self._world_rank] = note
+        self._simulator.check(self._world_rank)
         meeting = self._simulator.meeting(key, ranks, number)
         meeting.arrive(self._world_rank, operation, header)
         return SimulatedWork(self, operation.kind, meeting)

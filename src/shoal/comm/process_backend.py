@@ -107,6 +107,7 @@ class ProcessBackend(Backend):
         begin = time.perf_counter()
         where = self._where(operation, number, site)
         patience = self._patience(where, eager)
+        patience.check()
         headers = self._agree(operation, number, site, patience)
         waited = time.perf_counter() - begin
         payload = operation.prepare(headers, self.rank)
@@ -195,6 +196,7 @@ class ProcessBackend(Backend):
         begin = time.perf_counter()
         where = self._where(operation, key[1], site)
         patience = self._patience(where, eager)
+        patience.check()
         header = Header(operation.signature, operation.meta, self._expose_message(operation), site)
         is_sender = operation.kind == "send"
         meet = self._channel.offer if is_sender else self._channel.accept
@@ -245,6 +247,7 @@ class ProcessBackend(Backend):
         for group in groups:
             group._close_transport()
         self._control.close()
+        self._state.close_bootstrap()
 
     def _finish_started(self) -> None:
         """Ends the threads. Their waits end by themselves, whatever the peers do."""

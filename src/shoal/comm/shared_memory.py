@@ -23,6 +23,7 @@ from shoal.comm.backend import WorldState
 from shoal.comm.control.page import PageChannel, PageControl
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Message
+from shoal.comm.copying import copy
 from shoal.comm.exposure import Exposure, Window
 from shoal.comm.operation import Operation, Payload
 from shoal.comm.partition import offsets, split_sizes
@@ -268,7 +269,7 @@ class SharedMemoryBackend(ProcessBackend):
                 start = starts[place] + window.start
                 out = payload.target[start : start + piece.numel()]
                 if not self._is_own(sender, payload, out):
-                    out.copy_(piece)
+                    copy(out, piece)
 
     def _is_own(self, sender: int, payload: Payload, out: Tensor) -> bool:
         """Whether the rank would copy its own source onto itself."""
@@ -301,7 +302,7 @@ class SharedMemoryBackend(ProcessBackend):
         assert target is not None
         location = Location.decode(payload.wires[0])
         peer = self._peers[self.ranks[payload.root]]
-        target.copy_(peer.view(location, target.nbytes).view(target.dtype))
+        copy(target, peer.view(location, target.nbytes).view(target.dtype))
 
 
 def _reduce_and_hand_out(

@@ -75,7 +75,7 @@ class Simulator:
         try:
             self._pass_on(rank)
             self._await_turn(rank, meeting)
-            self._check(rank, meeting)
+            self._check_over(rank, meeting)
         finally:
             del self._waiting[rank]
         self._random[rank].restore()
@@ -107,15 +107,19 @@ class Simulator:
             or not self._gone.isdisjoint(meeting.missing())
         )
 
-    def _check(self, rank: int, meeting: Meeting) -> None:
+    def check(self, rank: int) -> None:
+        """Raises if the world has failed already: nothing can be begun in it any more."""
+        if self.failure is not None:
+            raise PeerError(self.failure.rank, self.failure.reason, self.notes[rank])
+
+    def _check_over(self, rank: int, meeting: Meeting) -> None:
         """The rank runs again: because the meeting is over, or because it will never be."""
         is_deadlocked = rank in self._deadlocked
         self._deadlocked.discard(rank)
         if meeting.is_over:
             return
+        self.check(rank)
         gone = self._gone.intersection(meeting.missing())
-        if self.failure is not None:
-            raise PeerError(self.failure.rank, self.failure.reason, self.notes[rank])
         if gone:
             raise PeerError(min(gone), _LEFT, self.notes[rank])
         assert is_deadlocked
@@ -142,10 +146,14 @@ class Simulator:
                 logger.warning("still waiting: %s", self._late_report(rank, meeting, held))
 
     def _late_report(self, rank: int, meeting: Meeting | None, held: float) -> str:
-        doing = self.notes[rank] if meeting is not None else "its start"
-        arrived = meeting.arrived() if meeting is not None else []
+        if meeting is None:
+            waits = "to start"
+        elif meeting.is_over:
+            waits = f"for its turn, after {self.notes[rank]}"
+        else:
+            waits = f"in {self.notes[rank]}; arrived: {meeting.arrived()}"
         return (
-            f"rank {rank} waits in {doing}; arrived: {arrived}; missing: rank {self._holder}, "
+            f"rank {rank} waits {waits}; missing: rank {self._holder}, "
             f"which has been running for {held:.1f} s and is at {self._position(self._holder)} "
             f"(its last operation: {self.notes[self._holder]})"
         )

@@ -86,7 +86,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 def goes_by_name(module: types.ModuleType) -> bool:
     """Whether importing the module's name elsewhere is the way to get at what is in it.
 
-    It is if that gives the same file. `importlib.util.find_spec` cannot tell: it answers from `sys.modules`.
+    It is if that gives the same file. `importlib.util.find_spec` cannot tell: it answers from
+    `sys.modules`.
     """
     if module.__name__ == "__main__":
         return True  # cloudpickle has its own rule for it

@@ -75,7 +75,7 @@ def run_command(
         tail = stack.enter_context(contextlib.closing(Tail()))
         door = Door(collector, ranks, Request.of_caller(entry, {}), encode_call(fn, args))
         stack.callback(door.close)
-        launcher = _start([*command, *_program(door.path)], env, tail)
+        launcher = stack.enter_context(_start([*command, *_program(door.path)], env, tail))
         stack.callback(_stop, launcher)
         _attend(collector, launcher, tail)
         complaint = _admit_all(collector, launcher, command, connect_timeout)
@@ -96,7 +96,7 @@ def _start(command: list[str], env: Mapping[str, str], tail: Tail) -> Child:
     stdin = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)  # it would eat the caller's input
     try:
         return fork_server().spawn(
-            f"{__name__}:execute", payload, env, stdio=(stdin, 1, tail.write_end)
+            f"{__name__}:execute", payload, env, streams=(stdin, 1, tail.write_end)
         )
     finally:
         os.close(stdin)

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 
 from shoal.errors import LaunchError
+from shoal.launch import stdio
 from shoal.launch.child import Child
 from shoal.launch.memory_file import MemoryFile
 from shoal.launch.request import (
@@ -64,6 +65,7 @@ class ForkServer:
             )
         self._owner = os.getpid()
         self._serials = itertools.count(1)
+        self._lost = threading.Event()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
@@ -74,8 +76,13 @@ class ForkServer:
 
     @property
     def alive(self) -> bool:
-        """Whether this process may use the server: it runs, and no fork lies between."""
-        return self._owner == os.getpid() and self._process.poll() is None
+        """Whether this process may use the server: it runs, and no fork lies between.
+
+        A process that was killed closes its descriptors before it can be waited for, so what they
+        tell counts as well.
+        """
+        ours = self._owner == os.getpid()
+        return ours and not self._lost.is_set() and self._process.poll() is None
 
     @property
     def pid(self) -> int:
@@ -88,7 +95,7 @@ class ForkServer:
         payload: bytes | MemoryFile,
         env: Mapping[str, str],
         *,
-        stdio: tuple[int, int, int] = (0, 1, 2),
+        streams: tuple[int, int, int] = (0, 1, 2),
     ) -> Child:
         """Starts a process that calls `entry(channel, payload)` and exits with what it returns.
 
@@ -96,16 +103,16 @@ class ForkServer:
             entry: The function's place, as `module:function`.
             payload: Any number of bytes; several children may share one file.
             env: The child's whole environment.
-            stdio: Descriptors of the caller that become the child's 0, 1 and 2.
+            streams: Descriptors of the caller that become the child's 0, 1 and 2.
         """
         if self._owner != os.getpid():
             raise LaunchError("this forkserver belongs to the process that forked this one")
-        _flush()
+        stdio.flush()
         serial = next(self._serials)
         with contextlib.ExitStack() as stack:
             child, theirs = self._connect(serial, stack)
             request = Request.of_caller(entry, env)
-            fds = _descriptors(theirs, request, payload, stdio, stack)
+            fds = _descriptors(theirs, request, payload, streams, stack)
             self._send(Packet(SPAWN, serial, descriptors=fds))
         return _started(child)
 
@@ -128,7 +135,7 @@ class ForkServer:
         with _closing_on_error(ours):
             read, write = os.pipe()
         stack.callback(os.close, write)
-        child = Child(ours, read, lambda number: self._signal(serial, number))
+        child = Child(ours, read, lambda number: self._signal(serial, number), self._lost.set)
         stack.push(lambda kind, error, traceback: child.close() if kind else None)
         return child, (write, theirs.fileno())
 
@@ -142,6 +149,7 @@ class ForkServer:
         try:
             send_packet(self._control, packet)
         except OSError as error:
+            self._lost.set()
             raise LaunchError(f"the forkserver (pid {self.pid}) is gone: {error}") from error
 
 
@@ -166,7 +174,7 @@ def _descriptors(
     theirs: tuple[int, int],
     request: Request,
     payload: bytes | MemoryFile,
-    stdio: tuple[int, int, int],
+    streams: tuple[int, int, int],
     stack: contextlib.ExitStack,
 ) -> Descriptors:
     """All that a child gets; the caller's copies are closed with `stack`."""
@@ -176,19 +184,8 @@ def _descriptors(
     # A descriptor, because the directory may have been moved or removed since it became ours.
     cwd = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     stack.callback(os.close, cwd)
-    streams = [_usable(fd, stack) for fd in stdio]
-    return Descriptors(*theirs, header.fileno(), payload.fileno(), cwd, *streams)
-
-
-def _usable(fd: int, stack: contextlib.ExitStack) -> int:
-    """The descriptor, or the null device in place of one that is closed (as in daemons)."""
-    try:
-        os.fstat(fd)
-        return fd
-    except OSError:
-        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        stack.callback(os.close, null)
-        return null
+    usable = [stdio.usable(fd, stack) for fd in streams]
+    return Descriptors(*theirs, header.fileno(), payload.fileno(), cwd, *usable)
 
 
 def _started(child: Child) -> Child:
@@ -206,13 +203,6 @@ def _closing_on_error(resource: Child | socket.socket) -> Iterator[None]:
     except BaseException:
         resource.close()
         raise
-
-
-def _flush() -> None:
-    """Writes out what the caller printed so far, so that it comes before the child's output."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # streams may be None, closed or replaced
-            stream.flush()
 
 
 _lock = threading.Lock()

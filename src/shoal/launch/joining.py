@@ -77,11 +77,13 @@ def _bootstrap(name: str, info: RankInfo, timeout: float) -> Bootstrap:
         from shoal.comm.mpi import MPIBootstrap
 
         return MPIBootstrap(timeout)
-    return StoreBootstrap(_store(info, timeout), info.rank, info.size, timeout)
+    store, holds_store = _base_store(info, timeout)
+    store = _fresh(store)
+    return StoreBootstrap(store, info.rank, info.size, timeout, holds_store=holds_store)
 
 
-def _store(info: RankInfo, timeout: float) -> Store:
-    """The store the ranks meet at, under a prefix that no earlier world used."""
+def _fresh(store: Store) -> Store:
+    """The store under a prefix that no earlier world used."""
     global _generation
     import torch.distributed as dist
 
@@ -89,32 +91,34 @@ def _store(info: RankInfo, timeout: float) -> Store:
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     run = os.environ.get("SHOAL_RUN_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "run")
     prefix = f"shoal/{run}/{restart}/{_generation}"
-    return dist.PrefixStore(prefix, _base_store(info, timeout))
+    return dist.PrefixStore(prefix, store)
 
 
-def _base_store(info: RankInfo, timeout: float) -> Store:
+def _base_store(info: RankInfo, timeout: float) -> tuple[Store, bool]:
+    """The store the ranks meet at, and whether it lives in this process."""
     import torch.distributed as dist
 
     if dist.is_initialized():
-        return dist.distributed_c10d._get_default_store()
+        return dist.distributed_c10d._get_default_store(), False
     if info.size == 1 and info.master_addr is None:
-        return dist.HashStore()
+        return dist.HashStore(), True
     if info.master_addr is None or info.master_port is None:
         raise LaunchError(
             f"rank {info.rank} of {info.size} ({info.source}) does not know where to meet the "
             "others: set MASTER_ADDR and MASTER_PORT, or start the ranks with shoal launch."
         )
-    return _tcp_store(info, info.master_addr, info.master_port, timeout)
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
+    is_master = info.rank == 0 and not has_agent
+    store = _tcp_store(info.master_addr, info.master_port, timeout, is_master)
+    return store, is_master
 
 
-def _tcp_store(info: RankInfo, host: str, port: int, timeout: float) -> Store:
+def _tcp_store(host: str, port: int, timeout: float, is_master: bool) -> Store:
     """A client of the launcher's store, or rank 0 holds it where the launcher has none."""
     from torch.distributed import TCPStore
 
-    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
-    is_master = info.rank == 0 and not has_agent
     wait = timedelta(seconds=timeout)
-    if is_master and info.local_size == info.size and host in ("127.0.0.1", "localhost"):
+    if is_master and host in ("127.0.0.1", "localhost"):  # else it would listen everywhere
         listener = socket.create_server(("127.0.0.1", port))
         return TCPStore(
             host,

@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import gc
 import importlib
-import io
 import os
 import random
 import signal
@@ -22,6 +21,7 @@ import types
 from collections.abc import Callable
 from typing import NoReturn
 
+from shoal.launch import stdio
 from shoal.launch.memory_file import MemoryFile
 from shoal.launch.request import Descriptors, Request
 
@@ -56,7 +56,7 @@ def live(descriptors: Descriptors, server: int) -> NoReturn:
 def _live(descriptors: Descriptors, server: int) -> int:
     """Takes on the caller's surroundings and calls the entry point."""
     die_with_parent(server)
-    _take_stdio(descriptors)
+    stdio.adopt(descriptors.stdin, descriptors.stdout, descriptors.stderr)
     _reset_signals()
     request = Request.decode(_read_and_close(descriptors.request))
     _take_surroundings(request, descriptors.cwd)
@@ -66,26 +66,6 @@ def _live(descriptors: Descriptors, server: int) -> int:
     channel = socket.socket(fileno=descriptors.channel)
     payload = _read_and_close(descriptors.payload)
     return resolve(request.entry)(channel, payload) or 0
-
-
-def _take_stdio(descriptors: Descriptors) -> None:
-    """Points 0, 1 and 2 at the caller's, and makes streams that fit what they now are."""
-    for target, fd in enumerate((descriptors.stdin, descriptors.stdout, descriptors.stderr)):
-        os.dup2(fd, target)
-        os.close(fd)
-    encoding, errors = sys.stdout.encoding, sys.stdout.errors or "strict"
-    stdin = open(0, encoding=encoding, closefd=False)  # noqa: SIM115 (stays open)
-    sys.stdin = sys.__stdin__ = stdin  # type: ignore[misc]
-    sys.stdout = sys.__stdout__ = _writer(1, encoding, errors)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = _writer(2, encoding, "backslashreplace")  # type: ignore[misc]
-
-
-def _writer(fd: int, encoding: str, errors: str) -> io.TextIOWrapper:
-    """A text stream that is buffered as a fresh interpreter would buffer it."""
-    by_line = fd == 2 or os.isatty(fd)
-    return open(
-        fd, "w", buffering=1 if by_line else -1, encoding=encoding, errors=errors, closefd=False
-    )
 
 
 def _reset_signals() -> None:
@@ -107,8 +87,7 @@ def _take_surroundings(request: Request, cwd: int) -> None:
     importlib.invalidate_caches()
     # Nothing of the server's own start should be found in the module that users call theirs.
     sys.modules["__main__"] = types.ModuleType("__main__")
-    if os.environ.get("PYTHONUNBUFFERED"):
-        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    stdio.follow_environment()
 
 
 def _seed() -> None:
@@ -162,7 +141,5 @@ def _exit(code: int) -> NoReturn:
     """
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(BaseException):
-            stream.flush()
+    stdio.flush()
     os._exit(code & 0xFF)

@@ -33,7 +33,7 @@ class Connection:
         self.heard_at = time.monotonic()
         self._socket = sock
         self._lock = threading.Lock()
-        self._rest = b""
+        self._rest = bytearray()
         self._told: bytes | None = None
         self._splitter = Splitter()
         self._is_shut = False
@@ -67,15 +67,16 @@ class Connection:
 
     def _send_rest(self) -> bool:
         if self._is_shut:
-            self._rest = b""
+            self._rest.clear()
         try:
             while self._rest:
-                self._rest = self._rest[self._socket.send(self._rest) :]
+                del self._rest[: self._socket.send(self._rest)]
         except BlockingIOError:
             return False
         except OSError:
             # The reader will find the end of the stream, after the peer's last words.
-            self._is_shut, self._rest = True, b""
+            self._is_shut = True
+            self._rest.clear()
         return True
 
     def receive(self) -> list[tuple[int, bytes]]:

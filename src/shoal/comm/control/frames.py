@@ -1,7 +1,7 @@
 """What travels over a control socket: frames of a length, a kind and a body.
 
 Letters (`HEADER`, `OFFER`, `ANSWER`, `FINISHED`) are addressed by whole numbers and kept for the
-thread that waits for them. News (`FAILURE`, `WHERE`, `BYE`) concerns everybody.
+thread that waits for them. News (`SETTLED`, `FAILURE`, `WHERE`, `BYE`) is for whoever asks.
 Nothing here is pickled, and a frame that makes no sense raises `FrameError`.
 """
 
@@ -12,13 +12,14 @@ import struct
 from shoal.comm.control.plane import Failure
 from shoal.errors import ShoalError
 
-HEADER, OFFER, ANSWER, FINISHED, FAILURE, WHERE, BYE = range(1, 8)
+HEADER, OFFER, ANSWER, FINISHED, SETTLED, FAILURE, WHERE, BYE = range(1, 9)
 
 MAX_BODY_BYTES = 1 << 20
 _MAX_REASON_BYTES = 16 << 10
 _MAX_NOTE_BYTES = 1 << 10
 
 _PREFIX = struct.Struct("<IB")
+_SETTLED = struct.Struct("<2q")  # slot, number
 _FAILURE = struct.Struct("<qqB")
 # By kind: the numbers that address a letter, besides who sent it.
 _ADDRESSES = {
@@ -63,6 +64,11 @@ def split_offer(content: bytes) -> tuple[int, bytes]:
     return ticket, content[_TICKET.size :]
 
 
+def encode_settled(slot: int, number: int) -> bytes:
+    """The frame of how many of a group's transfers a rank is through with."""
+    return encode(SETTLED, _SETTLED.pack(slot, number))
+
+
 def encode_failure(failure: Failure) -> bytes:
     """The frame of a failure, with as much of its reason as is good for a reader."""
     numbers = _FAILURE.pack(failure.rank, failure.time_ns, failure.is_echo)
@@ -86,6 +92,15 @@ def decode_letter(kind: int, source: int, body: bytes) -> tuple[Key, bytes]:
     if content_bytes < (_TICKET.size if kind == OFFER else 0):
         raise FrameError(f"a letter of {len(body)} bytes, too few for its address")
     return (kind, source, *address.unpack_from(body)), body[address.size :]
+
+
+def decode_settled(body: bytes) -> tuple[int, int]:
+    """The slot of a group, and how many of its transfers a rank is through with."""
+    try:
+        slot, number = _SETTLED.unpack(body)
+    except struct.error as error:
+        raise FrameError(f"a count of {len(body)} bytes") from error
+    return slot, number
 
 
 def decode_failure(body: bytes, size: int) -> Failure:

@@ -94,7 +94,9 @@ class _Wait:
         self.wake.acquire()
 
     def take(self, key: Key, letter: bytes) -> None:
-        self.letters[self.missing.pop(key)] = letter
+        """The letter first: the waiting thread takes an empty ``missing`` for the end."""
+        self.letters[self.missing[key]] = letter
+        del self.missing[key]
         if not self.missing:
             self.rouse()
 

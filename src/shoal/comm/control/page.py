@@ -14,6 +14,7 @@ header only when it is done with n. So nobody reads a slot while it is rewritten
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import platform
@@ -41,6 +42,7 @@ _WHERE_AT, _WHERE_BYTES = 64, 960
 _REASON_AT, _REASON_BYTES = 1024, 7168
 _ROSTER_ROW = 8192
 _STOPPED_FOR_S = 1.0
+_LOOK_FOR_DEATHS_EVERY_S = 0.01
 
 _LENGTH = struct.Struct("<I")
 
@@ -125,7 +127,8 @@ class PageControl(Control):
         self._death = _DeathWatch(
             {pid: peer for peer, pid in enumerate(pids) if pid != os.getpid()}
         )
-        self._stopped_since: dict[int, float] = {}
+        self._next_look_for_deaths = 0.0
+        self._stopped: dict[int, tuple[float, bytes]] = {}
         self._is_closed = False
         self._words[self._row // _WORD + _PID] = os.getpid()
         self._set_state(_RUNNING)
@@ -163,15 +166,20 @@ class PageControl(Control):
 
     def failure(self) -> Failure | None:
         """The first failure; ranks that died without a word are written up here."""
-        for rank in self._death.died():
-            if self._state(rank) not in (_LEFT, _FAILED):
-                reason = f"its process (pid {self.pids[rank]}) died without an exception"
-                self._record(rank, Failure(rank, reason, time.monotonic_ns()))
+        if time.monotonic() >= self._next_look_for_deaths:
+            self._next_look_for_deaths = time.monotonic() + _LOOK_FOR_DEATHS_EVERY_S
+            self._record_deaths()
         if not self._words[0]:
             return None
         failures = [self._read_failure(rank) for rank in range(self.size)]
         known = [failure for failure in failures if failure is not None]
         return min(known, key=lambda failure: (failure.is_echo, failure.time_ns), default=None)
+
+    def _record_deaths(self) -> None:
+        for rank in self._death.died():
+            if self._state(rank) not in (_LEFT, _FAILED):
+                reason = f"its process (pid {self.pids[rank]}) died without an exception"
+                self._record(rank, Failure(rank, reason, time.monotonic_ns()))
 
     def _state(self, rank: int) -> int:
         return self._words[self._page.layout.roster(rank) // _WORD + _STATE]
@@ -189,11 +197,16 @@ class PageControl(Control):
         """A rank that left, or whose process has been stopped for more than a moment."""
         if self._state(rank) == _LEFT:
             return "it has left: it returned without taking part"
-        if not _is_stopped(self.pids[rank]):
-            self._stopped_since.pop(rank, None)
+        spent = _spent_if_stopped(self.pids[rank])
+        if spent is None:
+            self._stopped.pop(rank, None)
             return None
-        since = self._stopped_since.setdefault(rank, time.monotonic())
-        if time.monotonic() - since < _STOPPED_FOR_S:
+        now = time.monotonic()
+        since, spent_then = self._stopped.get(rank, (now, spent))
+        if spent != spent_then:  # it has run in the meantime: this is another stop
+            since = now
+        self._stopped[rank] = (since, spent)
+        if now - since < _STOPPED_FOR_S:
             return None
         return f"its process (pid {self.pids[rank]}) is stopped (SIGSTOP or a debugger)"
 
@@ -230,6 +243,7 @@ class PageChannel(Channel):
         self._rows = [layout.channel(slot, member) for member in ranks]
         self._numbers = [row // _WORD for row in self._rows]
         self._steps = [(row + _LINE) // _WORD for row in self._rows]
+        self._settled = [step + 1 for step in self._steps]
         self._mine = list(ranks).index(rank)
         self._step = 0
 
@@ -241,6 +255,11 @@ class PageChannel(Channel):
         self._words[self._numbers[self._mine]] = number
         self._wait(self._numbers, number, patience)
         return [page.read(row + place) for row in self._rows]
+
+    def settle(self, number: int) -> list[int]:
+        """A counter beside the one of `sync`."""
+        self._words[self._settled[self._mine]] = number
+        return self._missing(self._settled, number)
 
     def sync(self, patience: Patience) -> None:
         """A barrier inside an operation, for transports that move data through memory."""
@@ -396,17 +415,19 @@ def _clipped(where: str) -> bytes:
     return where.encode()[: _WHERE_BYTES - 4]
 
 
-def _is_stopped(pid: int) -> bool:
+def _spent_if_stopped(pid: int) -> bytes | None:
+    """The processor time that a stopped process has spent; None if it is not stopped."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
-            return stat.read().rpartition(b") ")[2][:1] in (b"T", b"t")
+            state, *fields = stat.read().rpartition(b") ")[2].split()
+        if state not in (b"T", b"t"):
+            return None
+        spent = b" ".join(fields[10:12])  # all threads, in coarse ticks
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/{pid}/schedstat", "rb") as exact:
+            spent += exact.read()  # the main thread, in nanoseconds; not every kernel has it
+        return spent
     except OSError:
-        return False
-
-
-def is_supported() -> bool:
-    """Whether a control page works here: see [Note: memory order]."""
-    return platform.system() == "Linux" and platform.machine() in ("x86_64", "AMD64")
+        return None
 
 
 def check_platform() -> None:

@@ -65,6 +65,12 @@ class Patience:
         """Seconds since the operation began."""
         return time.monotonic() - self._begin
 
+    def check(self) -> None:
+        """Raises if the world has failed already: nothing can be begun in it any more."""
+        failure = self._control.failure()
+        if failure is not None:
+            raise PeerError(failure.rank, failure.reason, self._what())
+
     def pause(self, missing: Callable[[], Sequence[int]]) -> None:
         """Passes a moment. ``missing`` tells which world ranks have not arrived yet."""
         self._polls += 1

@@ -98,6 +98,20 @@ class Channel(ABC):
     ) -> Message:
         """Waits for the message that ``peer`` offers under ``key`` and shows it our header."""
 
+    def settle(self, number: int) -> list[int]:
+        """Says that this rank needs nothing more from the others for their first transfers.
+
+        A rank whose end closes connections asks before it goes: whoever is not through yet may
+        still need them. A channel that does not keep count has nobody to wait for.
+
+        Args:
+            number: How many transfers of the group this rank is through with.
+
+        Returns:
+            The world ranks that have not said the same of as many.
+        """
+        return []
+
 
 class Message(ABC):
     """A message both sides know of; its payload travels over the transport."""

@@ -24,6 +24,7 @@ class SocketChannel(Channel):
         self.ranks = ranks
         self._control, self._slot = control, slot
         self._peers = [rank for rank in ranks if rank != control.rank]
+        self._num_settled = 0
 
     def exchange(self, number: int, header: bytes, patience: Patience) -> list[bytes]:
         """Everybody sends its header to everybody."""
@@ -34,6 +35,14 @@ class SocketChannel(Channel):
         headers = control.mailbox.collect(wanted, patience)
         headers[control.rank] = header
         return [headers[rank] for rank in self.ranks]
+
+    def settle(self, number: int) -> list[int]:
+        """Tells the others once, however often it is asked."""
+        if number != self._num_settled:
+            self._num_settled = number
+            self._control.tell(self._peers, frames.encode_settled(self._slot, number))
+        settled = self._control.settled
+        return [peer for peer in self._peers if settled(self._slot, peer) < number]
 
     def offer(
         self, peer: int, key: tuple[int, int], header: bytes, patience: Patience

@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING
 from shoal.comm.control import frames
 from shoal.comm.control.connection import Connection
 from shoal.comm.control.mailbox import Mailbox
-from shoal.comm.control.mesh import connect_all
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Control, Failure
 from shoal.comm.control.reader import Reader
 from shoal.comm.control.socket_channel import SocketChannel, SocketMessage, Tickets
+from shoal.comm.control.wiring import connect_all
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class SocketControl(Control):
         self._failures: dict[int, Failure] = {}  # by the rank that reported it, or that died
         self._first: Failure | None = None
         self._left: set[int] = set()
+        self._settled: dict[tuple[int, int], int] = {}  # by slot and rank
         self._notes = {rank: _NO_NOTE}
         self._note = frames.encode_note(_NO_NOTE)
         self._is_closed = False
@@ -98,6 +99,10 @@ class SocketControl(Control):
         """The tickets of open messages from this rank to another."""
         with self._lock:
             return self._tickets[receiver]
+
+    def settled(self, slot: int, rank: int) -> int:
+        """How many transfers of a group a rank said that it is through with."""
+        return self._settled.get((slot, rank), 0)
 
     # The world's fate -------------------------------------------------------------------
 
@@ -177,6 +182,9 @@ class SocketControl(Control):
             self.mailbox.put(*frames.decode_letter(kind, rank, body))
         elif kind == frames.WHERE:
             self._notes[rank] = frames.decode_text(body)
+        elif kind == frames.SETTLED:
+            slot, number = frames.decode_settled(body)
+            self._settled[slot, rank] = number
         elif kind == frames.FAILURE:
             self._record(rank, frames.decode_failure(body, self.size))
         else:

@@ -50,14 +50,14 @@ def connect_all(bootstrap: Bootstrap) -> dict[int, socket.socket]:
     host, key = _agree_on_key(bootstrap)
     with _listen(host, bootstrap.size) as listener:
         places = _exchange_places(bootstrap, listener, key)
-        mesh = _Mesh(bootstrap, key, listener)
-        error = mesh.build(places)
+        wiring = _Wiring(bootstrap, key, listener)
+        error = wiring.build(places)
     try:
         _check_everybody(bootstrap, error)
     except BaseException:
-        mesh.close()
+        wiring.close()
         raise
-    return mesh.sockets
+    return wiring.sockets
 
 
 def _agree_on_key(bootstrap: Bootstrap) -> tuple[str, bytes]:
@@ -98,7 +98,7 @@ def _exchange_places(bootstrap: Bootstrap, listener: socket.socket, key: bytes) 
 
 
 def _check_everybody(bootstrap: Bootstrap, error: str) -> None:
-    """One rank without a socket is a problem of all: nobody starts with half a mesh."""
+    """One rank without a socket is a problem of all: nobody starts with some missing."""
     errors = [data.decode() for data in bootstrap.all_gather(error.encode())]
     for rank, text in enumerate(errors):
         if text:
@@ -109,7 +109,7 @@ def _check_everybody(bootstrap: Bootstrap, error: str) -> None:
             )
 
 
-class _Mesh:
+class _Wiring:
     """The loop in which a rank calls and answers."""
 
     def __init__(self, bootstrap: Bootstrap, key: bytes, listener: socket.socket) -> None:
@@ -130,6 +130,9 @@ class _Mesh:
                 self._turn()
         except (OSError, HandshakeError) as error:
             return str(error)
+        except BaseException:
+            self.close()
+            raise
         finally:
             for dialogue in self._dialogues:
                 dialogue.socket.close()

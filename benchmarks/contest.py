@@ -1,0 +1,127 @@
+"""The ranks' side of `collectives.py`: all contenders in the same processes, in one run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from contenders import (
+    Contender,
+    RawMPI,
+    Shoal,
+    ShoalOnItsOwnMemory,
+    TorchGloo,
+    copy_call,
+    floor_s,
+)
+from timing import alternate
+
+import shoal
+from shoal.comm import Backend
+from shoal.comm.bootstrap import StoreBootstrap, store_for_one_host
+from shoal.comm.connect import connect_backend
+from shoal.comm.control.patience import num_cores
+
+TIMEOUT_S = 300.0
+_SMALL, _LARGE = 64 << 10, 64 << 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure."""
+
+    operations: tuple[str, ...]
+    sizes: tuple[int, ...]
+    repetitions: int
+    """At sizes up to 64 KiB; larger ones get fewer, down to a sixteenth at 64 MiB."""
+    with_raw_mpi: bool = False
+
+    def repetitions_at(self, num_bytes: int) -> int:
+        """The larger the size, the fewer are needed, and the longer each takes."""
+        factor = min(max(num_bytes / _SMALL, 1), _LARGE / _SMALL) ** 0.4
+        return max(5, round(self.repetitions / factor))
+
+
+def hold(plan: Plan) -> list[dict[str, Any]]:
+    """Measures everything; called on every rank of a world of kind "mpi" or "shm"."""
+    rows = []
+    with contextlib.ExitStack() as stack:
+        meeting, contenders = _contenders(plan, stack)
+        for operation in plan.operations:
+            for num_bytes in plan.sizes:
+                rows += _measure(operation, num_bytes, plan, meeting, contenders)
+        meeting.barrier()
+    return rows
+
+
+def _contenders(plan: Plan, stack: contextlib.ExitStack) -> tuple[Backend, dict[str, Contender]]:
+    world = shoal.world().backend
+    stores = _stores(world)
+    is_mpi = world.name == "mpi"
+    shm = stack.enter_context(_connect("shm", next(stores), world)) if is_mpi else world
+    gloo = stack.enter_context(_connect("gloo", next(stores), world))
+    # Only now: a backend made after this would use torch's group instead of one of its own.
+    dist.init_process_group("gloo", store=next(stores), rank=world.rank, world_size=world.size)
+    stack.callback(dist.destroy_process_group)
+    contenders: dict[str, Contender] = {
+        "shm": Shoal(shm),
+        "shm, own memory": ShoalOnItsOwnMemory(shm),
+        "torch gloo": TorchGloo(world.rank, world.size),
+        "gloo": Shoal(gloo),
+    }
+    if is_mpi:
+        contenders["mpi"] = Shoal(world)
+    if is_mpi and plan.with_raw_mpi:
+        from mpi4py import MPI
+
+        contenders["mpi4py"] = RawMPI(MPI.COMM_WORLD.Dup())
+    return shm, contenders
+
+
+def _stores(world: Backend) -> Iterator[dist.Store]:
+    """Stores that nobody used before, all on one server at rank 0."""
+    if world.rank == 0:
+        store, port = store_for_one_host()
+        world.broadcast_object(port)
+    else:
+        port = world.broadcast_object()
+        wait = timedelta(seconds=TIMEOUT_S)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=wait)
+    for number in range(3):
+        yield dist.PrefixStore(f"world-{number}", store)
+
+
+def _connect(name: str, store: dist.Store, world: Backend) -> Backend:
+    bootstrap = StoreBootstrap(store, world.rank, world.size, TIMEOUT_S)
+    return connect_backend(name, bootstrap, TIMEOUT_S)
+
+
+def _measure(
+    operation: str,
+    num_bytes: int,
+    plan: Plan,
+    meeting: Backend,
+    contenders: dict[str, Contender],
+) -> list[dict[str, Any]]:
+    calls = {"copy": copy_call(num_bytes)}
+    for name, contender in contenders.items():
+        calls[name] = contender.prepare(operation, num_bytes)
+    alternate(calls, meeting, 2)  # the first calls pay for what is made on demand
+    by_the_wall = ("copy",) if meeting.size > num_cores() else ()
+    times = alternate(calls, meeting, plan.repetitions_at(num_bytes), by_the_wall)
+    floor = floor_s(operation, meeting.size, times.pop("copy").median)
+    return [
+        {
+            "operation": operation,
+            "ranks": meeting.size,
+            "bytes": num_bytes,
+            "contender": name,
+            "floor_s": floor,
+            **{f"{key}_s" if key != "count" else key: value for key, value in t.as_dict().items()},
+        }
+        for name, t in times.items()
+    ]

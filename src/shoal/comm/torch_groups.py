@@ -1,0 +1,147 @@
+"""Process groups of torch's: how they are made, or found where a script has made one already."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.comm.bootstrap import Bootstrap, StoreBootstrap
+from shoal.comm.control.addresses import LOOPBACK, own_address, settled_address
+from shoal.comm.control.page import PageControl
+from shoal.comm.control.patience import Patience
+from shoal.comm.control.plane import Control
+from shoal.comm.watchdog import Flight, Watchdog
+from shoal.comm.work import PendingWork
+from shoal.errors import DeadlineError, ShoalError, TransportError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+ProcessGroup = Any
+"""A ``ProcessGroupGloo`` or ``ProcessGroupNCCL``; torch has types for few of their methods."""
+Maker = Callable[["Store", int, int, timedelta], ProcessGroup]
+"""Makes a process group from a store of its own, a rank, a size and a timeout."""
+
+# Longer than our own deadline, which has more to say.
+_SPARE_S = 30.0
+_LOOK_EVERY_S = 0.05
+
+
+@dataclass(frozen=True)
+class Links:
+    """What the groups of one world share.
+
+    Attributes:
+        control: Tells who fails while a process group is made.
+        watchdog: Looks after transfers.
+        store: Where the members of a new process group find each other.
+        make: Makes one.
+        timeout: Seconds that making one may take.
+        found: The script's own process group of all ranks, if there is one.
+    """
+
+    control: Control
+    watchdog: Watchdog
+    store: Store
+    make: Maker
+    timeout: float
+    found: ProcessGroup | None = None
+
+    def connect(self, name: str, ranks: Sequence[int]) -> ProcessGroup | None:
+        """A process group of some world ranks; all of them call this, with the same new name.
+
+        Making one blocks until all members are here, so a thread does it while this one looks
+        whether they ever will be.
+        """
+        if len(ranks) == 1:
+            return None
+        store = dist.PrefixStore(f"shoal-group/{name}", self.store)
+        rank = list(ranks).index(self.control.rank)
+        timeout = timedelta(seconds=self.timeout + _SPARE_S)
+        work = PendingWork(partial(self.make, store, rank, len(ranks), timeout), name)
+        work.start_thread("shoal-connect")
+        return self._await(work, f"making the process group of {_shown(ranks)}", ranks)
+
+    def _await(self, work: PendingWork[Any], what: str, ranks: Sequence[int]) -> ProcessGroup:
+        others = [rank for rank in ranks if rank != self.control.rank]
+        patience = Patience(self.control, lambda: what, ranks, self.timeout)
+        flight = Flight(patience, others, abort=lambda verdict: None)
+        while True:
+            verdict: ShoalError | None
+            try:
+                return work.wait(_LOOK_EVERY_S)
+            except DeadlineError:
+                verdict = flight.examine()
+            except RuntimeError as error:
+                verdict = flight.await_verdict() or TransportError(f"{what} failed: {error}")
+            if verdict is not None:
+                raise verdict
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    return f"ranks {', '.join(map(str, ranks))}"
+
+
+def find_group(kind: type, device: str, bootstrap: Bootstrap) -> ProcessGroup | None:
+    """The process group that the script made of the same ranks, if it has one of that kind."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    try:
+        group = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device))
+    except RuntimeError:  # none for this device
+        return None
+    place = (bootstrap.rank, bootstrap.size)
+    return group if isinstance(group, kind) and (group.rank(), group.size()) == place else None
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What the ranks told each other before they connect.
+
+    Attributes:
+        address: This host's, as the other ranks reach it.
+        store: One that all ranks reach.
+        has_group: Whether every rank found a process group that the script made.
+    """
+
+    address: str
+    store: Store
+    has_group: bool
+
+
+def meet(bootstrap: Bootstrap, control: Control, has_group: bool) -> Meeting:
+    """Agrees on a store and an address for each rank; every rank of the world calls this."""
+    is_one_host = isinstance(control, PageControl)
+    address = LOOPBACK if is_one_host else own_address(bootstrap)
+    store, port = _open_store(bootstrap, address)
+    mine = {"address": address, "port": port, "has_group": has_group}
+    everybody = [json.loads(data) for data in bootstrap.all_gather(json.dumps(mine).encode())]
+    first = everybody[0]
+    if store is None:
+        store = dist.TCPStore(first["address"], first["port"], is_master=False)
+    addresses = [each["address"] for each in everybody]
+    agreed = all(each["has_group"] for each in everybody)
+    return Meeting(settled_address(address, addresses), store, agreed)
+
+
+def _open_store(bootstrap: Bootstrap, address: str) -> tuple[Store | None, int]:
+    """The store where the ranks met, or one of our own on rank 0 where they met without."""
+    if isinstance(bootstrap, StoreBootstrap):
+        return bootstrap.store, 0
+    if bootstrap.rank != 0:
+        return None, 0
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return store, port

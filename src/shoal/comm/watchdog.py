@@ -1,0 +1,129 @@
+"""A thread that looks after transfers, which block or run where Python cannot look around."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from shoal.comm.control.patience import Patience
+from shoal.comm.control.plane import Control, Failure
+from shoal.errors import PeerError, ShoalError
+
+_LOOK_EVERY_S = 0.05
+# A rank may fail right after its part of a transfer. What the others still need of it is on
+# its way then, and they should get their result before they hear of the failure.
+_GRACE_S = 0.25
+# The transport may notice a death, or a peer's abort, before the news of it is here.
+_NEWS_S = 0.5
+
+
+class Flight:
+    """A transfer under way.
+
+    Attributes:
+        verdict: Why it was cut short, once it was.
+    """
+
+    def __init__(
+        self,
+        patience: Patience,
+        others: Sequence[int],
+        abort: Callable[[ShoalError], None],
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``others`` are the world ranks it needs; ``is_over`` is for those nobody waits for."""
+        self._patience, self._others, self._abort = patience, others, abort
+        self.is_over = is_over
+        self.verdict: ShoalError | None = None
+        self._begin = time.monotonic()
+
+    def examine(self) -> ShoalError | None:
+        """Why there is no point in waiting any longer, if there is none."""
+        if time.monotonic() - self._begin < _GRACE_S:
+            return None
+        try:
+            self._patience.look(lambda: self._others)
+        except ShoalError as error:
+            return error
+        return None
+
+    def await_verdict(self) -> ShoalError | None:
+        """Why the transport failed, if the news of it comes soon."""
+        deadline = time.monotonic() + _NEWS_S
+        while self.verdict is None and time.monotonic() < deadline:
+            self.verdict = self.examine()
+            time.sleep(0.01)
+        return self.verdict
+
+    def cut_short(self, verdict: ShoalError) -> None:
+        """Makes whoever waits for the transfer return, with an error of the transport's own."""
+        self.verdict = verdict
+        self._abort(verdict)
+
+
+class Watchdog:
+    """Aborts transfers that have become pointless; one for each world.
+
+    It sleeps while nothing is under way.
+    """
+
+    def __init__(self, control: Control) -> None:
+        """Starts with the first transfer."""
+        self._control = control
+        self._flights: set[Flight] = set()
+        self._lock = threading.Lock()
+        self._is_needed = threading.Event()
+        self._is_closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, flight: Flight) -> None:
+        """Looks after a transfer until it is released, or over."""
+        with self._lock:
+            self._flights.add(flight)
+            if not self._is_needed.is_set():
+                self._is_needed.set()
+                self._ensure_thread()
+
+    def release(self, flight: Flight) -> None:
+        """The transfer needs no looking after any more."""
+        with self._lock:
+            self._flights.discard(flight)
+
+    def close(self) -> None:
+        """Ends the thread. Twice is fine."""
+        with self._lock:
+            self._is_closed.set()
+            self._is_needed.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _ensure_thread(self) -> None:
+        if self._thread is None:
+            name = f"shoal-watchdog-{self._control.rank}"
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while not self._is_closed.wait(_LOOK_EVERY_S):
+            for flight in self._still_under_way():
+                verdict = flight.examine()
+                if verdict is not None:
+                    self._tell(verdict)
+                    flight.cut_short(verdict)
+                    self.release(flight)
+            self._is_needed.wait()
+
+    def _still_under_way(self) -> list[Flight]:
+        with self._lock:
+            self._flights = {flight for flight in self._flights if not flight.is_over()}
+            if not self._flights and not self._is_closed.is_set():
+                self._is_needed.clear()
+            return list(self._flights)
+
+    def _tell(self, verdict: ShoalError) -> None:
+        """An abort looks to the peers like a broken connection: they must learn why first."""
+        if isinstance(verdict, PeerError) and self._control.failure() is None:
+            failure = Failure(verdict.rank, verdict.reason, time.monotonic_ns())
+            self._control.publish(failure)

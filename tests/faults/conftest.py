@@ -1,0 +1,50 @@
+"""What every fault test needs: a running forkserver, and gates that hold a rank back."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import leaks
+import pytest
+from faults.gate import Gate
+
+from shoal.comm.bootstrap import store_for_one_host
+from shoal.launch.forkserver import fork_server
+
+
+@pytest.fixture(scope="session")
+def first_store() -> None:
+    """The first store of a process leaves a pipe of libuv's behind, for good."""
+    store_for_one_host()
+
+
+@pytest.fixture(autouse=True)
+def forkserver_is_up(first_store: None) -> None:
+    """It serves all tests, so it is no leak of the first one."""
+    fork_server()
+    leaks.baseline()
+
+
+@pytest.fixture
+def new_gate(tmp_path: Path) -> Iterator[Callable[[], Gate]]:
+    """Makes gates; the test holds them, so that what passes through is never lost."""
+    held: list[int] = []
+    numbers = itertools.count()
+
+    def make() -> Gate:
+        gate = Gate(str(tmp_path / f"gate-{next(numbers)}"))
+        held.append(gate.make())
+        return gate
+
+    yield make
+    for fd in held:
+        os.close(fd)
+
+
+@pytest.fixture
+def gate(new_gate: Callable[[], Gate]) -> Gate:
+    """One gate."""
+    return new_gate()

@@ -1,0 +1,147 @@
+"""A process is stopped (SIGSTOP, a debugger): an error soon, but not for a moment's stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from faults.worlds import (
+    MOST_PROCESSES,
+    all_pids,
+    assert_blames,
+    memfds_of_shoal,
+    outcomes,
+    timed,
+    values,
+    world,
+)
+
+import shoal
+from shoal.errors import PeerError
+from shoal.launch.outcome import Outcome
+from shoal.launch.processes import run_processes
+
+pytestmark = pytest.mark.timeout(60)
+
+SOON_S = 3.5
+
+
+def is_stopped(pid: int) -> bool:
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(") ")[2].startswith("T")
+
+
+def stop_between(num_elements: int, *, revive: bool) -> None:
+    world = shoal.world()
+    victim = all_pids()[1]
+    if world.rank == 1:
+        os.kill(victim, signal.SIGSTOP)
+    try:
+        with timed():
+            world.all_reduce(torch.ones(num_elements))
+    except PeerError:
+        if world.rank == 0:
+            os.kill(victim, signal.SIGCONT if revive else signal.SIGKILL)
+        raise
+
+
+def assert_noticed(results: list[Outcome]) -> None:
+    for outcome in results:
+        if outcome.rank != 1:
+            assert_blames(outcome, 1, "stopped")
+            assert outcome.error.seconds < SOON_S
+
+
+@pytest.mark.parametrize(("backend", "ranks"), MOST_PROCESSES)
+def test_before_an_operation(backend: str, ranks: int) -> None:
+    results = outcomes(lambda: stop_between(3, revive=False), backend=backend, ranks=ranks)
+    assert_noticed(results)
+
+
+@pytest.mark.parametrize(
+    ("backend", "ranks"), [world("shm", 2), world("gloo", 3, full=True), world("mpi", 3)]
+)
+def test_one_that_goes_on_too_late_is_told(backend: str, ranks: int) -> None:
+    """The others have given up, so there is nobody left to work with."""
+    results = outcomes(lambda: stop_between(1 << 20, revive=True), backend=backend, ranks=ranks)
+    assert_noticed(results)
+    assert isinstance(results[1].error, PeerError), results[1].traceback
+
+
+def stop_during() -> None:
+    world = shoal.world()
+    victim = all_pids()[1]
+    data = torch.ones(1 << 20)
+    begun = threading.Event()
+
+    def shoot() -> None:
+        begun.wait()
+        os.kill(victim, signal.SIGSTOP)
+
+    shooter = threading.Thread(target=shoot, daemon=True)
+    if world.rank == 0:
+        shooter.start()
+    try:
+        for number in range(1_000_000):
+            if number == 3:
+                begun.set()
+            begin = time.monotonic()
+            world.all_reduce(data)
+    except PeerError as error:
+        error.seconds = time.monotonic() - begin  # type: ignore[attr-defined]
+        if world.rank == 0:
+            os.kill(victim, signal.SIGKILL)
+        raise
+
+
+@pytest.mark.parametrize(
+    ("backend", "ranks"), [world("shm", 2), world("shm", 3), world("gloo", 2), world("mpi", 2)]
+)
+def test_during_an_operation(backend: str, ranks: int) -> None:
+    assert_noticed(outcomes(stop_during, backend=backend, ranks=ranks))
+
+
+def stop_for_a_moment(seconds: float, pauses: int) -> float:
+    """Rank 0 stops rank 1 and lets it go on, again and again; what it stops is a wait."""
+    world = shoal.world()
+    victim = all_pids()[1]
+    total = 0.0
+    for _ in range(pauses):
+        if world.rank == 0:
+            os.kill(victim, signal.SIGSTOP)
+            timer = threading.Timer(seconds, os.kill, (victim, signal.SIGCONT))
+            timer.start()
+        total += world.all_reduce(torch.ones(2))[0].item()
+        if world.rank == 0:
+            timer.join()
+    return total
+
+
+@pytest.mark.parametrize(("backend", "ranks"), MOST_PROCESSES)
+def test_for_a_moment_is_no_error(backend: str, ranks: int) -> None:
+    results = outcomes(stop_for_a_moment, 0.3, 6, backend=backend, ranks=ranks)
+    assert values(results) == [6.0 * ranks] * ranks
+
+
+def stop_for_good() -> None:
+    world = shoal.world()
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    world.barrier()
+
+
+def test_a_stopped_process_is_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody wakes it: after the grace the caller kills it."""
+
+    def impatient(*args: object, **options: object) -> list[Outcome]:
+        return run_processes(*args, **{**options, "grace": 0.5})  # type: ignore[arg-type]
+
+    monkeypatch.setattr("shoal.launch.run.run_processes", impatient)
+    results = outcomes(stop_for_good, backend="shm", ranks=2)
+    assert_blames(results[0], 1, "stopped")
+    assert results[1].exit_code == -signal.SIGKILL
+    assert memfds_of_shoal() == []

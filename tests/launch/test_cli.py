@@ -1,0 +1,145 @@
+"""The command line: what is the launcher's, what is the script's, and how errors look."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shoal.cli import main
+from shoal.launch.launcher import LaunchConfig, launch
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[LaunchConfig]:
+    """Collects what would be launched, and launches nothing."""
+    configs: list[LaunchConfig] = []
+
+    def collect(config: LaunchConfig) -> int:
+        configs.append(config)
+        return 0
+
+    monkeypatch.setattr("shoal.launch.launcher.launch", collect)
+    return configs
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    return int(caught.value.code or 0)
+
+
+def test_options_reach_the_launcher(launched: list[LaunchConfig]) -> None:
+    line = (
+        "launch -n 4 --backend gloo --nodes 2 --node-rank 1 --master a:5 --log-dir d --grace 2 "
+        "s.py x"
+    )
+    assert run(*line.split()) == 0
+    assert launched == [
+        LaunchConfig(
+            "s.py",
+            ("x",),
+            ranks=4,
+            backend="gloo",
+            nodes=2,
+            node_rank=1,
+            master="a:5",
+            log_dir=Path("d"),
+            grace=2.0,
+        )
+    ]
+
+
+@pytest.mark.parametrize("option", ["-n", "--ranks", "--nproc-per-node"])
+def test_names_for_the_number_of_ranks(launched: list[LaunchConfig], option: str) -> None:
+    run("launch", option, "3", "s.py")
+    assert launched[0].ranks == 3
+
+
+@pytest.mark.parametrize("option", ["--nodes", "--nnodes"])
+def test_names_for_the_number_of_nodes(launched: list[LaunchConfig], option: str) -> None:
+    run("launch", option, "2", "--master", "a:5", "s.py")
+    assert launched[0].nodes == 2
+
+
+def test_a_module(launched: list[LaunchConfig]) -> None:
+    run("launch", "-m", "-n", "2", "pack.mod", "-m", "-n")
+    assert launched == [LaunchConfig("pack.mod", ("-m", "-n"), ranks=2, module=True)]
+
+
+AWKWARD = ["", " ", "-n", "-n=2", "--help", "--", "-", "--version", "a b", '"q"', "'", "$HOME", "*"]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.sampled_from(AWKWARD) | st.text(st.characters(exclude_characters="\0")), max_size=6)
+)
+def test_all_that_follows_the_script_is_the_scripts(
+    launched: list[LaunchConfig], arguments: list[str]
+) -> None:
+    """P31: arguments split on spaces, or taken for the launcher's own."""
+    launched.clear()
+    assert run("launch", "-n", "2", "s.py", *arguments) == 0
+    assert launched[0].args == tuple(arguments)
+
+
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.sampled_from(AWKWARD)
+        | st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20),
+        max_size=6,
+    )
+)
+def test_arguments_arrive_exactly(tmp_path: Path, idle_store: None, arguments: list[str]) -> None:
+    """P31: through the processes, not only through the parser."""
+    script = tmp_path / "with a space.py"
+    script.write_text(
+        f"import sys; open({str(tmp_path / 'out')!r}, 'w').write(ascii(sys.argv[1:]))"
+    )
+    assert launch(LaunchConfig(str(script), tuple(arguments))) == 0
+    assert ast.literal_eval((tmp_path / "out").read_text()) == arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-n", "0", "s.py"], "At least one rank"),
+        (["no such script.py"], "The script must exist"),
+        (["--nodes", "2", "s.py"], "no master was given"),
+    ],
+)
+def test_an_error_is_one_message(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    assert run("launch", *arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("shoal: ")
+    assert words in err
+    assert len(err.splitlines()) == 1
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out.startswith("shoal ")
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = (
+        "import sys; from shoal.cli import main\n"
+        "try: main(['launch', '--help'])\n"
+        "finally: print('torch' in sys.modules)"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert answer.stdout.splitlines()[-1] == "False"
+
+
+def test_the_exit_code_is_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.launch.launcher.launch", lambda config: 137)
+    assert run("launch", "s.py") == 137

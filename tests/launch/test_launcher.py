@@ -1,0 +1,319 @@
+"""The launcher: what ranks are given, how they end, and that nothing outlives them."""
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launch.watching import DEADLINE_SECONDS, SLEEPER, assert_gone, words_of
+from shoal.errors import LaunchError
+from shoal.launch.environment import RankInfo, discover
+from shoal.launch.launcher import LaunchConfig, launch
+
+Write = Callable[[str], str]
+Background = Callable[..., subprocess.Popen[str]]
+
+pytestmark = pytest.mark.usefixtures("idle_store")
+
+
+def test_each_rank_is_told_who_it_is(script: Write, tmp_path: Path) -> None:
+    path = script("open(sys.argv[1] + os.environ['RANK'], 'w').write(json.dumps(dict(os.environ)))")
+    assert launch(LaunchConfig(path, (f"{tmp_path}/env-",), ranks=3, backend="gloo")) == 0
+    envs = [json.loads((tmp_path / f"env-{rank}").read_text()) for rank in range(3)]
+    for rank, env in enumerate(envs):
+        port = int(env["MASTER_PORT"])
+        assert discover(env) == RankInfo(rank, 3, rank, 3, 0, "127.0.0.1", port, "shoal")
+        assert env["SHOAL_BACKEND"] == "gloo"
+        assert env["SHOAL_RUN_ID"] == env["TORCHELASTIC_RUN_ID"] == envs[0]["SHOAL_RUN_ID"]
+        assert len(bytes.fromhex(env["SHOAL_TOKEN"])) == 16
+        assert env["SHOAL_TOKEN"] == envs[0]["SHOAL_TOKEN"]
+        assert int(env["OMP_NUM_THREADS"]) >= 1
+    assert not Path(envs[0]["SHOAL_ERROR_DIR"]).exists()
+
+
+def test_two_launches_share_neither_run_id_nor_token(
+    script: Write, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = script("print(os.environ['SHOAL_RUN_ID'], os.environ['SHOAL_TOKEN'])")
+    launch(LaunchConfig(path))
+    launch(LaunchConfig(path))
+    first, second = capfd.readouterr().out.splitlines()
+    assert not set(first.split()[2:]) & set(second.split()[2:])
+
+
+def test_what_the_user_exported_about_threads_is_kept(
+    script: Write, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    launch(LaunchConfig(script("print(os.environ['OMP_NUM_THREADS'])")))
+    assert capfd.readouterr().out == "[rank 0] 7\n"
+
+
+def test_ranks_of_a_second_node(script: Write, capfd: pytest.CaptureFixture[str]) -> None:
+    path = script(
+        "print(*(os.environ.get(k) for k in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'GROUP_RANK',"
+        " 'MASTER_ADDR', 'MASTER_PORT', 'SHOAL_TOKEN')))\n"
+    )
+    config = LaunchConfig(path, ranks=2, nodes=2, node_rank=1, master="10.9.8.7:4321", grace=0)
+    assert launch(config) == 0
+    assert sorted(capfd.readouterr().out.splitlines()) == [
+        "[rank 2] 2 4 0 1 10.9.8.7 4321 None",
+        "[rank 3] 3 4 1 1 10.9.8.7 4321 None",
+    ]
+
+
+def test_streams_stay_apart_and_lines_are_named(
+    script: Write, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = script("print('out', os.environ['RANK']); print('err', file=sys.stderr)")
+    assert launch(LaunchConfig(path, ranks=2)) == 0
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["[rank 0] out 0", "[rank 1] out 1"]
+    assert sorted(err.splitlines()) == ["[rank 0] err", "[rank 1] err"]
+
+
+def test_log_files_instead_of_the_screen(
+    script: Write, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = script("print('out'); print('err', file=sys.stderr); sys.exit('bad end')")
+    logs = tmp_path / "a" / "logs"
+    assert launch(LaunchConfig(path, ranks=2, log_dir=logs)) == 1
+    for rank in range(2):
+        assert (logs / f"rank-{rank}.log").read_text() == "out\nerr\nbad end\n"
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert str(logs) in err.splitlines()[0]
+    assert "bad end" in err
+
+
+def test_a_module_is_started_by_name(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "tool.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    monkeypatch.chdir(tmp_path)
+    assert launch(LaunchConfig("pack.tool", ("-m", "x y"), module=True)) == 0
+    assert capfd.readouterr().out == "[rank 0] __main__ ['-m', 'x y']\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("", 0),
+        ("sys.exit(7)", 7),
+        ("raise ValueError('boom')", 1),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 128 + 9),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 128 + 11),
+    ],
+)
+def test_the_exit_code_is_the_ranks(script: Write, body: str, code: int) -> None:
+    assert (
+        launch(
+            LaunchConfig(script(f"if os.environ['RANK'] == '1':\n    {body or 'pass'}"), ranks=2)
+        )
+        == code
+    )
+
+
+FAILS_SECOND = """
+rank, folder = int(os.environ['RANK']), os.environ['SHOAL_ERROR_DIR']
+def leave_record(primary, when, name):
+    record = dict(rank=rank, time=when, type=name, message='m', primary=primary,
+                  traceback=f'Traceback of {name} on rank {rank}')
+    open(f'{folder}/rank-{rank}.json', 'w').write(json.dumps(record))
+if rank == 2:   # failed first, is gone last
+    leave_record(True, 1.0, 'ValueError')
+    while not os.path.exists(f'{folder}/go'): time.sleep(0.01)
+    sys.exit(3)
+leave_record(False, 0.5, 'PeerError')   # an echo, whatever its clock says
+if rank == 1: open(f'{folder}/go', 'w').close()
+sys.exit(1)
+"""
+
+
+def test_the_summary_names_the_rank_that_failed_first(
+    script: Write, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(LaunchConfig(script(FAILS_SECOND), ranks=3)) == 3
+    err = capfd.readouterr().err
+    assert "rank 2 failed first (exit code 3)" in err
+    assert "Traceback of ValueError on rank 2" in err
+    assert "ranks 0, 1: PeerError, exit code 1" in err
+    assert err.count("failed first") == 1
+
+
+def test_the_summary_has_the_traceback_of_a_script_that_knows_nothing_of_shoal(
+    script: Write, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = script("def deep():\n    raise ValueError('boom')\ndeep()")
+    assert launch(LaunchConfig(path)) == 1
+    summary = capfd.readouterr().err.partition("shoal: ")[2]
+    assert summary.startswith("rank 0 failed first (exit code 1)")
+    assert "Traceback (most recent call last)" in summary
+    assert "in deep" in summary
+    assert "ValueError: boom" in summary
+
+
+def test_a_record_that_is_cut_short_is_passed_over(
+    script: Write, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = script("open(os.environ['SHOAL_ERROR_DIR'] + '/rank-0.json', 'w').write('{\"ti')\n1 / 0")
+    assert launch(LaunchConfig(path)) == 1
+    assert "ZeroDivisionError" in capfd.readouterr().err.partition("shoal: ")[2]
+
+
+def test_survivors_are_ended_with_all_they_started(
+    script: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.launch.launcher._TERM_SECONDS", 0.2)
+    path = script(
+        "pids = sys.argv[1]\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    while not os.path.exists(pids): time.sleep(0.01)\n"
+        "    sys.exit(5)\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])\n"
+        "open(pids + '~', 'w').write(f'{os.getpid()} {child.pid}')\n"
+        "os.rename(pids + '~', pids)\n"
+        "time.sleep(1000)\n"
+    )
+    pids = tmp_path / "pids"
+    assert launch(LaunchConfig(path, (str(pids),), ranks=2, grace=0.1)) == 5
+    for pid in pids.read_text().split():
+        assert_gone(int(pid))
+
+
+def test_survivors_have_time_to_end_by_themselves(
+    script: Write, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = script(
+        "rank, pid = os.environ['RANK'], sys.argv[1]\n"
+        "if rank == '0':\n"
+        "    open(pid + '~', 'w').write(str(os.getpid()))\n"
+        "    os.rename(pid + '~', pid)\n"
+        "    sys.exit(5)\n"
+        "while not os.path.exists(pid): time.sleep(0.01)\n"
+        "while os.path.exists('/proc/' + open(pid).read()): time.sleep(0.01)\n"
+        "print('said goodbye')\n"
+    )
+    assert launch(LaunchConfig(path, (str(tmp_path / "pid"),), ranks=2)) == 5
+    assert "[rank 1] said goodbye" in capfd.readouterr().out
+
+
+def test_what_a_rank_leaves_behind_is_ended(script: Write, tmp_path: Path) -> None:
+    path = script(
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])\n"
+        "open(sys.argv[1], 'w').write(str(child.pid))"
+    )
+    assert launch(LaunchConfig(path, (str(tmp_path / "pid"),))) == 0
+    assert_gone(int((tmp_path / "pid").read_text()))
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(script: Write, background: Background) -> None:
+    process = background("-n", "2", script(SLEEPER))
+    lines = words_of(process, 2)
+    process.kill()
+    process.wait()
+    for _, rank, child, _ in lines:
+        assert_gone(int(rank))
+        assert_gone(int(child))
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while os.path.exists(lines[0][3]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+LISTENER = """
+signal.signal(signal.SIGUSR1, lambda *_: print('got USR1'))
+signal.signal(signal.SIGUSR2, lambda *_: print('got USR2'))
+signal.signal(signal.SIGHUP, lambda *_: print('got HUP'))
+print('up')
+while True: signal.pause()
+"""
+
+
+def test_signals_are_forwarded(script: Write, background: Background) -> None:
+    process = background("-n", "2", script(LISTENER))
+    assert words_of(process, 2) == [["up"]] * 2
+    for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        process.send_signal(signum)
+        assert words_of(process, 2) == [["got", signum.name.removeprefix("SIG")]] * 2
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_the_exit_code_after_a_stop_is_the_signals(
+    script: Write, background: Background, signum: signal.Signals
+) -> None:
+    process = background("-n", "2", script(SLEEPER))
+    lines = words_of(process, 2)
+    process.send_signal(signum)
+    _, err = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 128 + signum
+    assert f"stopped by {signum.name}" in err
+    assert "failed first" not in err
+    for _, rank, child, _ in lines:
+        assert_gone(int(rank))
+        assert_gone(int(child))
+
+
+def test_a_second_interrupt_kills_at_once(script: Write, background: Background) -> None:
+    path = script(
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "signal.signal(signal.SIGINT, lambda *_: print('not yet'))\n"
+        "print('up')\nwhile True: signal.pause()\n"
+    )
+    process = background("-n", "1", "--grace", "1000", path)
+    assert words_of(process, 1) == [["up"]]
+    process.send_signal(signal.SIGINT)
+    assert words_of(process, 1) == [["not", "yet"]]
+    process.send_signal(signal.SIGINT)
+    process.wait(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 128 + signal.SIGINT
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o644, 0o400])
+def test_permissions_of_the_script_are_not_touched(script: Write, mode: int) -> None:
+    """P31: a launcher that makes files executable."""
+    path = script("pass")
+    os.chmod(path, mode)
+    before = os.stat(path)
+    assert launch(LaunchConfig(path)) == 0
+    after = os.stat(path)
+    assert stat.S_IMODE(after.st_mode) == mode
+    assert (after.st_ctime_ns, after.st_mtime_ns) == (before.st_ctime_ns, before.st_mtime_ns)
+
+
+def test_a_busy_port_is_refused_before_any_rank_starts(script: Write, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        path = script("open(sys.argv[1], 'w')")
+        config = LaunchConfig(path, (f"{tmp_path}/ran",), master=f"localhost:{port}")
+        with pytest.raises(LaunchError, match=rf"Port {port} must be free.*--master"):
+            launch(config)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_one_node_listens_on_loopback_alone(
+    script: Write, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = script(
+        "port = int(os.environ['MASTER_PORT'])\n"
+        "rows = [line.split() for name in ('tcp', 'tcp6')"
+        " for line in open(f'/proc/net/{name}').readlines()[1:]]\n"
+        "print(*(row[1] for row in rows if row[3] == '0A' and row[1].endswith(f':{port:04X}')))"
+    )
+    assert launch(LaunchConfig(path)) == 0
+    assert capfd.readouterr().out.startswith("[rank 0] 0100007F:")
+
+
+def test_a_log_folder_that_is_a_file_is_refused(script: Write, tmp_path: Path) -> None:
+    path = script("pass")
+    with pytest.raises(LaunchError, match="--log-dir must be a folder"):
+        launch(LaunchConfig(path, log_dir=Path(path)))
