@@ -1,9 +1,9 @@
 """What it costs that ranks agree before each collective, in relation to a training step.
 
 For three shapes of a small GPT, on two processes: one step (forward, backward, AdamW), the
-collectives that such a step makes when parameters are sharded (each group of parameters is gathered
-in forward and in backward, and its gradients are reduce-scattered), and the agreement alone: as many
-exchanges of headers without a payload, over the control page of one host and over sockets.
+collectives that such a step makes when parameters are sharded (each group of parameters is
+gathered in forward and in backward, and its gradients are reduce-scattered), and the agreement
+alone: as many exchanges of headers without a payload, over the control page and over sockets.
 
     python benchmarks/agreement.py [--quick] [--json FILE]
 """

@@ -28,7 +28,7 @@ SIZES = "4K,16K,64K,256K,1M,4M,16M,64M"
 def main() -> int:
     options = _options()
     plan = Plan(options.ops, options.sizes, options.repetitions, with_raw_mpi=options.mpi4py)
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(width=None if sys.stdout.isatty() else 180)
     about, rows = report.environment(), []
     for ranks in options.ranks:
         console.print(f"measuring {ranks} processes ...", style="dim")

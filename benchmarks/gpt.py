@@ -37,6 +37,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Adds to the residual twice."""
         x = x + self._attend(self.norm1(x))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
@@ -58,6 +59,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(shape.width)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Logits for the token after each."""
         x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
         return F.linear(self.norm(self.blocks(x)), self.tokens.weight)
 
@@ -72,6 +74,7 @@ class Training:
         self._tokens = torch.randint(VOCABULARY, (shape.batch, shape.length + 1))
 
     def step(self) -> None:
+        """Always on the same batch."""
         logits = self.model(self._tokens[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), self._tokens[:, 1:].flatten())
         loss.backward()

@@ -58,7 +58,7 @@ def _table(title: str, rows: Sequence[Row]) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("size", justify="right")
     for name in names:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for name in ("floor", "x floor", "x torch gloo"):
         table.add_column(name, justify="right", style="cyan")
     for num_bytes in dict.fromkeys(row["bytes"] for row in rows):

@@ -117,9 +117,10 @@ class Placed:
 
     def __init__(self, backend: Backend, content: Tensor, memory: str, layout: str) -> None:
         self._content, self._backend = content.clone(), backend
-        self._buffer = self._allocate(memory, 2 * content.numel() if layout == "strided" else content.numel())
-        self._buffer.fill_(SENTINEL)
-        inner = self._buffer[EDGE : self._buffer.numel() - EDGE] if memory == "view" else self._buffer
+        numel = content.numel() * (2 if layout == "strided" else 1)
+        edge = EDGE if memory == "view" else 0
+        self._buffer = self._allocate(memory, numel + 2 * edge).fill_(SENTINEL)
+        inner = self._buffer[edge : edge + numel]
         self.tensor = _arranged(inner, content.shape, layout)
         self.tensor.copy_(content)
         self._around = self._mask(self.tensor)
@@ -128,7 +129,7 @@ class Placed:
         dtype = self._content.dtype
         if memory == "plain":
             return torch.empty(numel, dtype=dtype)
-        return self._backend.empty(numel + (2 * EDGE if memory == "view" else 0), dtype)
+        return self._backend.empty(numel, dtype)
 
     def _mask(self, tensor: Tensor) -> Tensor:
         """The bytes of the buffer that the tensor does not use, for later."""
@@ -143,15 +144,16 @@ class Placed:
 
     def check_edges(self) -> None:
         """Nobody wrote beside the tensor."""
-        around = self._buffer[self._around]
-        same(around, torch.full_like(around, SENTINEL), "something was written beside a tensor")
+        around = _bytes(self._buffer)[self._around]
+        expected = _bytes(torch.full((around.shape[0],), SENTINEL).to(self._content.dtype))
+        same(around, expected, "a byte beside a tensor was changed")
 
 
 def _arranged(flat: Tensor, shape: Sequence[int], layout: str) -> Tensor:
     if layout == "strided":
-        return flat.view(*shape, 2)[..., 1]
+        return flat.view((*shape, 2))[..., 1]
     if layout == "transposed":
-        return flat.view(*reversed(shape)).permute(*reversed(range(len(shape))))
+        return flat.view(tuple(reversed(shape))).permute(tuple(reversed(range(len(shape)))))
     return flat.view(shape)
 
 
@@ -165,7 +167,8 @@ def same(actual: Tensor, expected: Tensor, what: str) -> None:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    fresh = torch.empty(tensor.numel(), 1, dtype=tensor.dtype)
+    return fresh.copy_(tensor.reshape(-1, 1)).view(torch.uint8)
 
 
 def _difference(actual: Tensor, expected: Tensor) -> str:
@@ -285,7 +288,7 @@ def check_gather(backend: Backend, case: Case) -> None:
 
 def _gathered(backend: Backend, case: Case) -> Tensor:
     parts = [case.values(rank, case.shape(rank)) for rank in range(backend.size)]
-    return torch.cat([part.reshape(-1, *case.trailing) if part.dim() == 0 else part for part in parts])
+    return torch.cat([part.reshape(1) if part.dim() == 0 else part for part in parts])
 
 
 def check_scatter(backend: Backend, case: Case) -> None:

@@ -21,6 +21,8 @@ from conformance import (
 )
 from pools import Team
 
+# Explaining a failure takes minutes on processes; shrinking is enough.
+NO_EXPLANATION = hypothesis.settings(phases=set(hypothesis.Phase) - {hypothesis.Phase.explain})
 OPS = ("sum", "average", "min", "max", "product")
 SMALL_ROWS = st.sampled_from((0, 1, 2, 3, 5, 7, 8, 13))
 # 32 KiB is where shared memory begins to read tensors where they lie: of float32, 8192.
@@ -83,6 +85,7 @@ def _arithmetic(name: str) -> st.SearchStrategy[tuple[torch.dtype, str]]:
 
 
 @pytest.mark.parametrize("name", CHECKS)
+@NO_EXPLANATION
 @hypothesis.given(data=st.data())
 def test_collective_equals_its_definition(team: Team, name: str, data: st.DataObject) -> None:
     batch = data.draw(st.lists(cases(name, team.size), min_size=1, max_size=6))

@@ -29,6 +29,7 @@ def be_late(gate: Gate) -> None:
     except ShoalError as error:
         error.warnings = messages  # type: ignore[attr-defined]
         if world.rank == 0:
+            world.fail(error)  # as its end would
             gate.open()
         raise
 
@@ -73,7 +74,8 @@ def assert_names_the_late_rank(message: str, here: str, number: int) -> None:
 
 def wait_for_a_late_sender(gate: Gate) -> None:
     world = shoal.world()
-    world.barrier()
+    for _ in range(num_before(world.size)):
+        world.barrier()
     if world.rank == 0:
         try:
             world.recv(src=1, tag=5)

@@ -170,10 +170,16 @@ class TestCommand:
         with pytest.raises(LaunchError, match=r"2 ranks were asked for.*world of 1"):
             run(rank, command=command)
 
-    def test_command_killed_in_the_middle(self, run: Run) -> None:
+    def test_command_killed_in_the_middle(self, run: Run, tmp_path: Path) -> None:
+        fifo = tmp_path / "fifo"
+        os.mkfifo(fifo)
+
         def fn() -> None:
             if rank() == 0:
+                fifo.read_text()  # until the other is there too
                 os.kill(os.getppid(), signal.SIGKILL)
+            else:
+                fifo.write_text("connected")
             signal.pause()
 
         assert all(outcome.failed for outcome in run(fn))
@@ -192,24 +198,24 @@ class TestCommand:
 CALLER = """
 import os, signal, sys
 from shoal.launch.connect_back import run_command
-def fn(path):
-    with open(path, "w") as fifo:
-        fifo.write(f"{os.getpid()} {os.getppid()}\\n")
+def fn():
+    print(os.getpid(), os.getppid(), flush=True)
     signal.pause()
 command = [sys.executable, sys.argv[1], "1", "1"]
-run_command(command, os.environ, fn, (sys.argv[2],), 1, entry="worker_of_test:main")
+run_command(command, os.environ, fn, (), 1, entry="worker_of_test:main")
 """
 
 
 def test_nothing_outlives_a_killed_caller(tmp_path: Path) -> None:
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
     paths = os.pathsep.join([SOURCE, str(tmp_path)])
     env = {**os.environ, "PYTHONPATH": paths, "TMPDIR": str(tmp_path / "temporary")}
-    command = [sys.executable, "-c", CALLER, str(tmp_path / "mpiexec.py"), str(fifo)]
-    with subprocess.Popen(command, env=env) as caller:
-        pidfds = [os.pidfd_open(int(pid)) for pid in fifo.read_text().split()]
+    command = [sys.executable, "-c", CALLER, str(tmp_path / "mpiexec.py")]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as caller:
+        assert caller.stdout is not None
+        pids = [int(word) for word in caller.stdout.readline().split()]
+        pidfds = [os.pidfd_open(pid) for pid in pids]
         caller.kill()
+    assert len(pidfds) == 2
     for pidfd in pidfds:
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from shoal.cli.demo import demo_command
 from shoal.cli.launch import launch_command
 from shoal.errors import ShoalError
 
@@ -48,6 +49,7 @@ app.command(
     context_settings={"allow_interspersed_args": False},
     no_args_is_help=True,
 )(launch_command)
+app.command("demo")(demo_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

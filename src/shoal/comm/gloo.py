@@ -34,6 +34,8 @@ _FIRST_TAG = 1 << 30
 _ABORT_TAG = (1 << 30) - 16
 # Below, one exchange beats a broadcast from each rank though everybody sends copies.
 _SMALL_BYTES = 64 << 10
+# Fresh memory costs as much as what is done with it: up to here it is kept.
+_MAX_KEPT_BYTES = 64 << 20
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 _OWN_FLOATS = (torch.float32, torch.float64)
@@ -52,6 +54,7 @@ class GlooBackend(ProcessGroupBackend):
     """
 
     name = "gloo"
+    _kept = torch.empty(0, dtype=torch.uint8)
 
     def _can_reduce(self, op: ReduceOp, dtype: torch.dtype) -> bool:
         """Gloo rounds sixteen-bit floats at each hop, and its minimum forgets what is no number."""
@@ -67,6 +70,14 @@ class GlooBackend(ProcessGroupBackend):
         copies = target.split(list(counts))[self.rank].repeat(self.size)
         self._swap(copies, leaving, target, counts, patience)
 
+    def _scratch(self, numel: int, like: Tensor) -> Tensor:
+        num_bytes = numel * like.itemsize
+        if num_bytes > _MAX_KEPT_BYTES:
+            return super()._scratch(numel, like)
+        if self._kept.numel() < num_bytes:
+            self._kept = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._kept[:num_bytes].view(like.dtype)
+
     def _send(self, payload: Payload, message: Message, patience: Patience) -> None:
         assert payload.source is not None
         data = payload.source.cpu().view(torch.uint8)
@@ -79,9 +90,7 @@ class GlooBackend(ProcessGroupBackend):
         assert target is not None
         data = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
         tag = _FIRST_TAG + message.ticket
-        works = (
-            self._group.recv([data.view(torch.uint8)], payload.root, tag) for _ in range(1)
-        )
+        works = (self._group.recv([data.view(torch.uint8)], payload.root, tag) for _ in range(1))
         self._carry(works, patience, [self.ranks[payload.root]])
         if data is not target:
             target.copy_(data)
@@ -184,10 +193,11 @@ def _connect(bootstrap: Bootstrap, state: WorldState, control: Control) -> GlooB
 
 def _maker(address: str, is_one_host: bool) -> Maker:
     def make(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
-        options = dist.ProcessGroupGloo._Options()
+        kind: Any = dist.ProcessGroupGloo  # torch's types do not know its options
+        options = kind._Options()
         options._devices = [_device(address, is_one_host)]
         options._timeout = timeout
-        group = dist.ProcessGroupGloo(store, rank, size, options)
+        group = kind(store, rank, size, options)
         group._set_default_timeout(NEVER)
         return group
 

@@ -46,6 +46,11 @@ class Meeting:
                 self._errors = {rank: _copied(error) for rank in self._ranks}
             self.is_over = True
 
+    def withdraw(self, rank: int) -> None:
+        """The rank gave up waiting: nobody may touch its tensors any more."""
+        if not self.is_over:
+            self._arrivals.pop(rank, None)
+
     def result(self, rank: int) -> Tensor | None:
         """What the rank gets."""
         if rank in self._errors:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +91,7 @@ class MPIBootstrap(Bootstrap):
                     return False
                 found[rank] = bytearray(status.Get_count(self._mpi.BYTE))
                 requests.append(message.Irecv(found[rank]))
-            return all([request.Test() for request in requests])
+            return all(request.Test() for request in requests)
 
     def _late(self, missing: Sequence[int]) -> DeadlineError:
         return DeadlineError(
@@ -171,6 +171,7 @@ class MPIBackend(ProcessBackend):
         super().__init__(state, control, control.channel(slot, ranks), ranks)
         self._comm, self._tag = comm, _FIRST_GROUP_TAG + slot
         self._owns_comm = slot == 0
+        self._as_buffer = runtime.load(state.timeout).buffer.fromaddress
         self._others = [rank for rank in range(self.size) if rank != self.rank]
         self._scratch: Tensor | None = None
         self._is_broken = False
@@ -205,20 +206,39 @@ class MPIBackend(ProcessBackend):
     def _transfer(
         self, receives: Sequence[Piece], sends: Sequence[Piece], tag: int, patience: Patience
     ) -> None:
-        if any(tensor.is_cuda for _, tensor in sends):
-            torch.cuda.synchronize()  # MPI knows nothing of streams
         requests: list[tuple[int, MPI.Request]] = []
         try:
             with runtime.LOCK:
-                for post, pieces in ((self._comm.Irecv, receives), (self._comm.Isend, sends)):
-                    for rank, tensor in pieces:
-                        peer = self.ranks[rank]
-                        for buffer in _buffers(tensor):
-                            requests.append((peer, post(buffer, peer, tag)))
+                self._post(self._comm.Irecv, receives, tag, requests)
+                self._post(self._comm.Isend, sends, tag, requests)
             self._await(requests, patience)
         except BaseException:
             runtime.keep(requests, receives, sends)
             raise
+
+    def _post(
+        self,
+        start: Callable[..., MPI.Request],
+        pieces: Sequence[Piece],
+        tag: int,
+        requests: list[tuple[int, MPI.Request]],
+    ) -> None:
+        for rank, tensor in pieces:
+            if tensor.is_cuda:
+                torch.cuda.synchronize(tensor.device)  # MPI knows nothing of streams
+            peer = self.ranks[rank]
+            for buffer in self._buffers(tensor):
+                requests.append((peer, start(buffer, peer, tag)))
+
+    def _buffers(self, tensor: Tensor) -> list[MPI.buffer]:
+        """The tensor's memory as one or more messages; none if it is empty."""
+        address, num_bytes = tensor.data_ptr(), tensor.nbytes
+        if 0 < num_bytes <= _LONGEST_BYTES:
+            return [self._as_buffer(address, num_bytes)]
+        return [
+            self._as_buffer(address + start, min(_LONGEST_BYTES, num_bytes - start))
+            for start in range(0, num_bytes, _LONGEST_BYTES)
+        ]
 
     def _await(self, requests: Sequence[tuple[int, MPI.Request]], patience: Patience) -> None:
         def missing() -> list[int]:
@@ -418,16 +438,6 @@ def _on_host(payload: Payload) -> Payload:
     return replace(
         payload, source=source, target=source if payload.target is payload.source else target
     )
-
-
-def _buffers(tensor: Tensor) -> Iterator[MPI.buffer]:
-    """The tensor's memory as one or more messages; none if it is empty."""
-    from mpi4py import MPI
-
-    address, num_bytes = tensor.data_ptr(), tensor.nbytes
-    for start in range(0, num_bytes, _LONGEST_BYTES):
-        length = min(_LONGEST_BYTES, num_bytes - start)
-        yield MPI.buffer.fromaddress(address + start, length)
 
 
 def _own_part(tensor: Tensor, counts: Sequence[int], rank: int) -> Tensor:

@@ -29,11 +29,10 @@ from shoal.comm.backend import WorldState
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Channel
 from shoal.comm.operation import Operation, Payload
-from shoal.comm.partition import offsets, split_sizes
+from shoal.comm.partition import split_sizes
 from shoal.comm.process_backend import ProcessBackend
 from shoal.comm.reduction import ReduceOp, finish, reduce_into
 from shoal.comm.torch_groups import Links, ProcessGroup
-from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
@@ -72,7 +71,8 @@ class ProcessGroupBackend(ProcessBackend):
     ) -> None:
         """``group`` connects the ranks; one rank alone needs none."""
         super().__init__(state, links.control, channel, ranks)
-        self._links, self._group = links, group
+        self._links = links
+        self._group: Any = group
         self._others = [rank for rank in ranks if rank != links.control.rank]
         self._origins: WeakKeyDictionary[Operation, Origin] = WeakKeyDictionary()
         self._num_settled = 0
@@ -161,10 +161,14 @@ class ProcessGroupBackend(ProcessBackend):
     def _slices(self, source: Tensor, counts: Sequence[int], patience: Patience) -> list[Tensor]:
         """This rank's part of everybody's source, by rank."""
         own = counts[self.rank]
-        arrived = torch.empty(own * self.size, dtype=source.dtype, device=source.device)
+        arrived = self._scratch(own * self.size, source)
         arriving = [own] * self.size
         self._swap(source, counts, arrived, arriving, patience)
         return list(arrived.split(arriving))
+
+    def _scratch(self, numel: int, like: Tensor) -> Tensor:
+        """Memory until the next collective."""
+        return torch.empty(numel, dtype=like.dtype, device=like.device)
 
     def _broadcast(self, payload: Payload, patience: Patience) -> None:
         data = _bytes(_given(payload.target))

@@ -24,6 +24,8 @@ from shoal.errors import DeadlineError, DeadlockError, PeerError
 
 logger = logging.getLogger("shoal")
 
+# How long a rank that is late may still take to end by itself once the others gave up on it.
+_GRACE_S = 2.0
 _LEFT = "it has left: it returned without taking part"
 
 
@@ -76,6 +78,9 @@ class Simulator:
             self._pass_on(rank)
             self._await_turn(rank, meeting)
             self._check_over(rank, meeting)
+        except BaseException:
+            meeting.withdraw(rank)
+            raise
         finally:
             del self._waiting[rank]
         self._random[rank].restore()
@@ -182,9 +187,11 @@ class Simulator:
 
     def is_abandoned(self, threads_alive: Iterable[bool]) -> bool:
         """Whether only the rank that keeps the baton is left, and the others gave up on it."""
-        has_failed = self.failure is not None
+        if self.failure is None or sum(threads_alive) != 1:
+            return False
         held = time.monotonic() - self._turn_began
-        return has_failed and held > self._timeout and sum(threads_alive) == 1
+        known_for = time.monotonic() - self.failure.time_ns / 1e9
+        return held > self._timeout and known_for > _GRACE_S
 
     def abandonment(self) -> str:
         """What the rank that was given up is doing."""

@@ -430,6 +430,11 @@ def _spent_if_stopped(pid: int) -> bytes | None:
         return None
 
 
+def is_supported() -> bool:
+    """Whether a control page works here: see [Note: memory order]."""
+    return platform.system() == "Linux" and platform.machine() in ("x86_64", "AMD64")
+
+
 def check_platform() -> None:
     """Raises where a control page cannot work."""
     if not is_supported():

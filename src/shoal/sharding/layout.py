@@ -1,0 +1,125 @@
+"""Who owns which slice of which group's buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+# Owners' slices begin at multiples of this, so that vector instructions and copies are aligned.
+_ALIGNMENT_BYTES = 128
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one parameter in its group's buffer, in elements."""
+
+    name: str
+    shape: torch.Size
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """Where the next begins."""
+        return self.start + self.shape.numel()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that one rank owns, in elements of the parameter."""
+
+    name: str
+    start: int
+    stop: int
+    offset: int
+    """Where in the owner's shard the part begins."""
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """One group's buffer: parameters one after the other, cut into one slice for each rank.
+
+    The buffer may be longer than its parameters; what is beyond them never leaves the layout.
+
+    Attributes:
+        slots: The parameters' places.
+        bounds: Where each rank's slice begins, and at the end the length of the buffer.
+
+    Example:
+        >>> layout = GroupLayout.even([("a", torch.Size([3])), ("b", torch.Size([2, 2]))], 2, 4)
+        >>> layout.bounds
+        (0, 32, 64)
+        >>> [(piece.name, piece.start, piece.stop) for piece in layout.pieces(0)]
+        [('a', 0, 3), ('b', 0, 4)]
+    """
+
+    slots: tuple[Slot, ...]
+    bounds: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """The length of the buffer."""
+        return self.bounds[-1]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Each rank's number of elements."""
+        return [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """What the rank owns, parameter by parameter."""
+        low, high = self.bounds[rank], self.bounds[rank + 1]
+        pieces = []
+        for slot in self.slots:
+            start, stop = max(slot.start, low), min(slot.stop, high)
+            if start < stop:
+                part = (start - slot.start, stop - slot.start)
+                pieces.append(Piece(slot.name, *part, offset=start - low))
+        return pieces
+
+    @classmethod
+    def even(
+        cls, shapes: Sequence[tuple[str, torch.Size]], num_ranks: int, itemsize: int
+    ) -> GroupLayout:
+        """Slices of one length, wherever they cut; for optimizers that work element by element."""
+        slots = _in_a_row(shapes)
+        grain = max(1, _ALIGNMENT_BYTES // itemsize)
+        length = -(-slots[-1].stop // (num_ranks * grain)) * grain
+        return cls(slots, tuple(rank * length for rank in range(num_ranks + 1)))
+
+    @classmethod
+    def whole(
+        cls, shapes: Sequence[tuple[str, torch.Size]], owners: Sequence[int], num_ranks: int
+    ) -> GroupLayout:
+        """Whole parameters for each rank; for optimizers that need to see one entirely."""
+        order = sorted(range(len(shapes)), key=lambda index: owners[index])
+        slots = _in_a_row([shapes[index] for index in order])
+        lengths = [0] * num_ranks
+        for index, slot in zip(order, slots, strict=True):
+            lengths[owners[index]] += slot.stop - slot.start
+        bounds = [0]
+        for length in lengths:
+            bounds.append(bounds[-1] + length)
+        return cls(slots, tuple(bounds))
+
+
+def _in_a_row(shapes: Sequence[tuple[str, torch.Size]]) -> tuple[Slot, ...]:
+    slots, start = [], 0
+    for name, shape in shapes:
+        slots.append(Slot(name, torch.Size(shape), start))
+        start = slots[-1].stop
+    return tuple(slots)
+
+
+def balanced_owners(sizes: Sequence[int], num_ranks: int, load: list[int]) -> list[int]:
+    """An owner for each parameter, the largest first to whoever has the least.
+
+    ``load`` is what each rank has already; it is brought up to date.
+    """
+    owners = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        owner = min(range(num_ranks), key=lambda rank: load[rank])
+        owners[index] = owner
+        load[owner] += sizes[index]
+    return owners

@@ -1,0 +1,82 @@
+"""The examples run as they say, and give what they promise."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import leaks
+import shoal
+from shoal.comm.bootstrap import store_for_one_host
+from shoal.launch.forkserver import fork_server
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SHOAL = str(Path(sys.executable).with_name("shoal"))
+TIMEOUT_S = 50
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def output_of(*command):
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(params=["memory", "shm"])
+def backend(request):
+    if request.param == "shm":
+        fork_server()
+        store_for_one_host()  # the first one in a process leaves torch with a pipe
+        leaks.baseline()
+    return request.param
+
+
+def test_collectives(backend):
+    talk = load("collectives").talk
+    first, second = shoal.run(lambda: talk(shoal.world()), 2, backend, timeout=TIMEOUT_S)
+    assert first["average"] == second["average"] == [0.5, 0.5, 0.5]
+    assert second["settings"] == [7, 8, 9]
+    assert first["everybody's rows"] == [0, 1, 1]
+    assert [first["my rows of the sum"], second["my rows of the sum"]] == [[0, 2, 4], [6, 8]]
+    assert first["asynchronous"] == [2000.0, [64, 64]]
+    assert [each["rank"] for each in second["names"]] == [0, 1]
+    assert [first["from the rank before"], second["from the rank before"]] == [1, 0]
+
+
+def test_groups(backend):
+    talk = load("groups").talk
+    results = shoal.run(lambda: talk(shoal.world()), 4, backend, timeout=TIMEOUT_S)
+    assert [result["tensor group"] for result in results] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert [result["data group"] for result in results] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert {result["value"] for result in results} == {3.0}
+    assert [result["even ranks"] for result in results] == [[0, 2], [], [0, 2], []]
+
+
+def test_notebook_style(backend, capsys):
+    for weight in load("notebook_style").main(backend):
+        torch.testing.assert_close(weight, torch.tensor([2.0, -1.0]), rtol=1e-4, atol=1e-4)
+    assert f"{backend}: " in capsys.readouterr().out
+
+
+def test_collectives_launched():
+    text = output_of(SHOAL, "launch", "-n", "2", str(EXAMPLES / "collectives.py"))
+    assert "rank 0 of 2 over shm:" in text
+    assert "rank 1 of 2 over shm:" in text
+    assert text.count("average: [0.5, 0.5, 0.5]") == 2
+
+
+def test_collectives_alone():
+    text = output_of(sys.executable, str(EXAMPLES / "collectives.py"))
+    assert "rank 0 of 1" in text
+    assert "average: [0.0, 0.0, 0.0]" in text
