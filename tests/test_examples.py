@@ -1,4 +1,4 @@
-"""The examples run as they say, and give what they promise."""
+"""The examples and the tour of `shoal demo` run as they say, and give what they promise."""
 
 import importlib.util
 import subprocess
@@ -10,8 +10,11 @@ import torch
 
 import leaks
 import shoal
+from shoal.cli.demo import _FAILURE, _MISMATCH
+from shoal.cli.tour import play, visit
 from shoal.comm.bootstrap import store_for_one_host
 from shoal.launch.forkserver import fork_server
+from shoal.launch.run import run_outcomes
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SHOAL = str(Path(sys.executable).with_name("shoal"))
@@ -80,3 +83,31 @@ def test_collectives_alone():
     text = output_of(sys.executable, str(EXAMPLES / "collectives.py"))
     assert "rank 0 of 1" in text
     assert "average: [0.0, 0.0, 0.0]" in text
+
+
+def test_tour_shows_every_collective(backend):
+    visits = shoal.run(visit, 4, backend, args=((4096,),), timeout=TIMEOUT_S)
+    got = {shown.call: shown.got for shown in visits[1].shown}
+    assert got["all_reduce(t)"] == "6 60"
+    assert got["reduce(t, root=1)"] == "6 60"
+    assert got["all_gather(t)"] == "0 1 1 2 3 3"
+    assert got["scatter(t, root=0)"] == "2 3"
+    assert got["send, recv: a ring"] == "0 0"
+    assert min(visits[0].seconds.values()) > 0
+
+
+def test_tour_names_the_failing_rank(backend):
+    outcomes = run_outcomes(play, (_FAILURE,), 4, backend, TIMEOUT_S)
+    assert [outcome.failed for outcome in outcomes] == [False, False, True, False]
+    assert isinstance(outcomes[2].error, OSError)
+    for rank in (0, 1, 3):
+        assert outcomes[rank].value.kind == "PeerError"
+        assert "rank 2 failed: OSError: no space left on device (train.py:7)" in (
+            outcomes[rank].value.text
+        )
+
+
+def test_tour_catches_a_mismatch(backend):
+    for outcome in run_outcomes(play, (_MISMATCH,), 4, backend, TIMEOUT_S):
+        assert outcome.value.kind == "MismatchError"
+        assert "rank 1: all_reduce(float32[8], op=max) at train.py:6" in outcome.value.text

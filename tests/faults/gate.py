@@ -28,12 +28,12 @@ class Gate:
         finally:
             os.close(fd)
 
-    def wait(self) -> None:
+    def wait(self, seconds: float = PATIENCE_S) -> None:
         """Returns once the gate was opened."""
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            if not select.select([fd], [], [], PATIENCE_S)[0]:
-                raise TimeoutError(f"{self.path} was not opened within {PATIENCE_S} s")
+            if not select.select([fd], [], [], seconds)[0]:
+                raise TimeoutError(f"{self.path} was not opened within {seconds} s")
             os.read(fd, 1)
         finally:
             os.close(fd)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from faults.gate import Gate
-from faults.worlds import memfds_of_shoal, world
+from faults.worlds import memfds_of_shoal, still_running, world
 
 import shoal
 from shoal.errors import PeerError
@@ -36,7 +36,7 @@ def test_processes_are_killed_and_reaped(
         shoal.run(interrupt_the_caller, ranks, backend, (os.getpid(), str(tmp_path), gate))
     pids = [path.read_text() for path in tmp_path.glob("rank-*")]
     assert len(pids) == ranks
-    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+    assert still_running(pids) == []
     assert memfds_of_shoal() == []
 
 

@@ -17,6 +17,7 @@ from faults.worlds import (
     kill,
     memfds_of_shoal,
     outcomes,
+    still_running,
     timed,
     world,
 )
@@ -161,7 +162,7 @@ def test_all_at_once_leaves_nothing(backend: str, ranks: int, tmp_path: Path) ->
     assert all(outcome.failed for outcome in results)
     pids = [path.read_text() for path in tmp_path.iterdir()]
     assert len(pids) == ranks
-    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+    assert still_running(pids) == []
     assert {name for name in os.listdir("/dev/shm") if "shoal" in name} <= before
     assert memfds_of_shoal() == []
 

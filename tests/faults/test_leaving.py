@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
+from faults.gate import Gate
 from faults.worlds import ALL, MOST, NEWS_S, assert_blames, outcomes, timed, values, world
 
 import shoal
+from shoal.comm import segments
 from shoal.errors import ClosedError
 
 pytestmark = pytest.mark.timeout(60)
@@ -107,6 +110,32 @@ def uneven_ends() -> float:
 def test_leaving_finishes_what_was_started(backend: str, ranks: int) -> None:
     results = values(outcomes(uneven_ends, backend=backend, ranks=ranks))
     assert results == [float(ranks), 7.0, *[0.0] * (ranks - 2)]
+
+
+def leave_while_another_reads(gate: Gate) -> list[int]:
+    """Rank 1 looks for the others' memory only when they have left, or try to for a while."""
+    world = shoal.world()
+    if world.rank == 1:
+        open_memory = segments.Peer._map
+
+        def open_late(*args: Any) -> Any:
+            with contextlib.suppress(TimeoutError):
+                gate.wait(seconds=0.5)
+            return open_memory(*args)
+
+        segments.Peer._map = open_late
+    found = world.all_gather(torch.tensor([world.rank])).tolist()
+    world.shutdown()
+    gate.open()
+    return found
+
+
+@pytest.mark.parametrize(("backend", "ranks"), [world("shm", 3)])
+def test_leaving_takes_nothing_along_that_others_need(
+    backend: str, ranks: int, gate: Gate
+) -> None:
+    results = outcomes(leave_while_another_reads, gate, backend=backend, ranks=ranks)
+    assert values(results) == [[0, 1, 2]] * ranks
 
 
 def use_after_shutdown() -> None:

@@ -53,8 +53,9 @@ def demo_command() -> None:
     if not console.is_terminal:
         console = Console(highlight=False, width=110)
     visits = _visit_all(console)
-    _show_failure(console)
-    _show_mismatch(console)
+    backend = next(name for name in ("shm", "gloo", "memory") if name in visits)
+    _show_failure(console, backend)
+    _show_mismatch(console, backend)
     console.rule("[bold]How fast it was", align="left")
     console.print(_bandwidths(visits))
     console.print(
@@ -121,8 +122,8 @@ def _collectives(visits: list[Visit]) -> Table:
 # What goes wrong ------------------------------------------------------------------------
 
 
-def _show_failure(console: Console) -> None:
-    outcomes = _play(console, "A rank fails; the others say so", _FAILURE)
+def _show_failure(console: Console, backend: str) -> None:
+    outcomes = _play(console, "A rank fails; the others say so", _FAILURE, backend)
     culprit = next(outcome for outcome in outcomes if outcome.failed)
     console.print(f"rank {culprit.rank} raised [red]{culprit.error!r}[/red]")
     for outcome in outcomes:
@@ -132,28 +133,22 @@ def _show_failure(console: Console) -> None:
             console.print(f"rank {outcome.rank}, {late_ms:.0f} ms later: {_error(heard)}")
 
 
-def _show_mismatch(console: Console) -> None:
-    outcomes = _play(console, "Ranks disagree; nothing is moved", _MISMATCH)
+def _show_mismatch(console: Console, backend: str) -> None:
+    outcomes = _play(console, "Ranks disagree; nothing is moved", _MISMATCH, backend)
     heard: list[Heard] = [outcome.value for outcome in outcomes]
     same = len({each.text for each in heard}) == 1
     console.print(f"{'every rank' if same else 'rank 0'}: {_error(heard[0])}")
 
 
-def _play(console: Console, title: str, source: str) -> list[Any]:
+def _play(console: Console, title: str, source: str, backend: str) -> list[Any]:
     from rich.syntax import Syntax
 
     from shoal.cli.tour import play
     from shoal.launch.run import run_outcomes
 
-    console.rule(f"[bold]{title}", align="left")
+    console.rule(f"[bold]{title} ({backend})", align="left")
     console.print(Syntax(source.rstrip(), "python", line_numbers=True, background_color="default"))
-    return run_outcomes(play, (source,), _RANKS, _process_backend(), _TIMEOUT_S)
-
-
-def _process_backend() -> str:
-    from shoal.launch.joining import choose_for_cpu
-
-    return choose_for_cpu(is_one_host=True)
+    return run_outcomes(play, (source,), _RANKS, backend, _TIMEOUT_S)
 
 
 def _error(heard: Heard) -> str:

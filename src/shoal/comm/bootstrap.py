@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("shoal")
 
-FAILURE_KEY = "shoal/failed-before-joining"
+_FAILURE_KEY = "shoal/failed-before-joining"
 _JOINED = "shoal/joined"
 _LINGER_S = 5.0
 _FIRST_WARNING_S = 10.0
@@ -51,10 +51,21 @@ class StoreBootstrap(Bootstrap):
     """Over a torch store that all ranks reach."""
 
     def __init__(
-        self, store: Store, rank: int, size: int, timeout: float, *, holds_store: bool = False
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: float,
+        *,
+        holds_store: bool = False,
+        news: Store | None = None,
     ) -> None:
-        """``store`` must be fresh for this world, and may live in this process."""
+        """``store`` must be fresh for this world, and may live in this process.
+
+        ``news`` is where `report_failure` leaves word of ranks that will never join.
+        """
         self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
+        self._news = store if news is None else news
         self._holds_store = holds_store
         self._round = 0
 
@@ -86,7 +97,10 @@ class StoreBootstrap(Bootstrap):
         pause = _POLL_S
         while missing := self._missing():
             now = time.monotonic()
-            self._check_failure()
+            failure = self._failure()
+            # Whoever ended may have joined first: what counts is whether somebody is missing.
+            if failure is not None and self._missing():
+                raise failure
             if now - begin > self.timeout:
                 raise DeadlineError(
                     f"rank {self.rank} waited {self.timeout:.0f} s for {_named(missing)} of "
@@ -104,10 +118,17 @@ class StoreBootstrap(Bootstrap):
             return []
         return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
 
-    def _check_failure(self) -> None:
-        if self.store.check([FAILURE_KEY]):
-            report = json.loads(self.store.get(FAILURE_KEY))
-            raise PeerError(report["rank"], report["reason"], "shoal.init, waiting for all to join")
+    def _failure(self) -> PeerError | None:
+        if not self._news.check([_FAILURE_KEY]):
+            return None
+        report = json.loads(self._news.get(_FAILURE_KEY))
+        return PeerError(report["rank"], report["reason"], "shoal.init, waiting for all to join")
+
+
+def report_failure(news: Store, rank: int, reason: str) -> None:
+    """Tells ranks that are joining, or will, of one that does not; the first report counts."""
+    report = json.dumps({"rank": rank, "reason": reason})
+    news.compare_set(_FAILURE_KEY, "", report)
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -17,6 +17,8 @@ forward                 backward
 `join` and `gather` look alike and differ in what follows: after `join` every rank goes on
 with the same computation on the same values, so each holds the whole gradient already; after
 `gather` each rank does something of its own, so the gradients have to be summed.
+
+Gradients of gradients are refused: autograd does not see what a backward communicates.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from shoal.comm.backend import Backend
 from shoal.comm.operation import AllGather, AllToAll
@@ -84,6 +87,7 @@ class _Copy(_Function):
         return tensor.view_as(tensor)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Context, *gradients: Tensor) -> Gradients:
         return ctx.group.all_reduce(gradients[0].clone()), None
 
@@ -95,6 +99,7 @@ class _Reduce(_Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Context, *gradients: Tensor) -> Gradients:
         return gradients[0], None
 
@@ -108,6 +113,7 @@ class _Split(_Function):
         return tensor.narrow(dim, starts[group.rank], length).clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Context, *gradients: Tensor) -> Gradients:
         return _all_gather(gradients[0], ctx.group, ctx.dim)[0], None, None
 
@@ -120,6 +126,7 @@ class _Join(_Function):
         return joined
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Context, *gradients: Tensor) -> Gradients:
         return gradients[0].narrow(ctx.dim, ctx.start, ctx.length).clone(), None, None
 
@@ -132,6 +139,7 @@ class _Gather(_Function):
         return joined
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Context, *gradients: Tensor) -> Gradients:
         part = _reduce_scatter(gradients[0], ctx.group, ctx.dim, ctx.sizes)
         return part, None, None
@@ -146,6 +154,7 @@ class _ReduceScatter(_Function):
         return _reduce_scatter(tensor, group, dim, sizes)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Context, *gradients: Tensor) -> Gradients:
         return _all_gather(gradients[0], ctx.group, ctx.dim)[0], None, None, None
 
@@ -162,6 +171,7 @@ class _Exchange(_Function):
         return arrived
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Context, *gradients: Tensor) -> Gradients:
         return ctx.group.all_to_all(gradients[0], sizes=ctx.arrived), None, None
 

@@ -81,14 +81,13 @@ class InMemoryBackend(Backend):
         meeting.arrive(self._world_rank, operation, header)
         return SimulatedWork(self, operation.kind, meeting)
 
-    def _wait(self, kind: str, meeting: Meeting) -> Tensor | None:
-        begin = time.perf_counter()
+    def _wait(self, meeting: Meeting) -> Tensor | None:
         self._simulator.wait(self._world_rank, meeting)
-        result = meeting.result(self._world_rank)
-        seconds = time.perf_counter() - begin
+        return meeting.result(self._world_rank)
+
+    def _count(self, kind: str, meeting: Meeting, seconds: float) -> None:
         num_bytes = meeting.num_bytes[self._world_rank]
         self._state.statistics.count(kind, num_bytes, seconds, seconds)
-        return result
 
     def _make_group(self, members: Sequence[int], slot: int) -> InMemoryBackend:
         ranks = [self.ranks[member] for member in members]
@@ -112,6 +111,7 @@ class SimulatedWork(Work[Any]):
     def __init__(self, backend: InMemoryBackend, kind: str, meeting: Meeting) -> None:
         """The meeting knows when it is over."""
         self._backend, self._kind, self._meeting = backend, kind, meeting
+        self._is_counted = False
 
     def wait(self, timeout: float | None = None) -> Any:
         """Lets the others run until all have arrived.
@@ -119,7 +119,12 @@ class SimulatedWork(Work[Any]):
         Time stands still while others run, so ``timeout`` does not matter: what would never
         end is known at once.
         """
-        return self._backend._wait(self._kind, self._meeting)
+        begin = time.perf_counter()
+        result = self._backend._wait(self._meeting)
+        if not self._is_counted:
+            self._is_counted = True
+            self._backend._count(self._kind, self._meeting, time.perf_counter() - begin)
+        return result
 
     def is_done(self) -> bool:
         """Whether all have arrived."""

@@ -20,6 +20,8 @@ from shoal.errors import UntrustedPickleError
 
 _PLAIN, _PICKLED = b"P", b"C"
 _LENGTH = struct.Struct("<Q")
+# Python refuses to write much longer ones as decimals.
+_LONGEST_INT_BITS = 1024
 
 
 class _NotPlain(Exception):
@@ -31,7 +33,7 @@ def encode(value: Any) -> bytes:
     blobs: list[bytes] = []
     try:
         text = json.dumps(_to_json(value, blobs)).encode()
-    except _NotPlain:
+    except (_NotPlain, RecursionError):  # or an object that contains itself
         pickled: bytes = cloudpickle.dumps(value)
         return _PICKLED + pickled
     parts = [_PLAIN, _LENGTH.pack(len(text)), text]
@@ -66,8 +68,10 @@ def _pieces(data: bytes) -> list[bytes]:
 
 def _to_json(value: Any, blobs: list[bytes]) -> Any:
     kind = type(value)
-    if value is None or kind in (bool, int, str):
+    if value is None or kind in (bool, str):
         return value
+    if kind is int:
+        return value if value.bit_length() <= _LONGEST_INT_BITS else {"int": hex(value)}
     if kind is float:
         return {"f": value.hex()}
     if kind is list:
@@ -92,8 +96,8 @@ def _keep(blob: bytes, blobs: list[bytes]) -> int:
 def _tensor_to_json(tensor: Tensor, blobs: list[bytes]) -> Any:
     if tensor.is_quantized or tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
         raise _NotPlain
-    raw = tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else None
-    blob = b"" if raw is None else raw.numpy().tobytes()
+    flat = torch.empty(tensor.numel(), 1, dtype=tensor.dtype).copy_(tensor.reshape(-1, 1))
+    blob = flat.view(torch.uint8).numpy().tobytes()
     dtype = str(tensor.dtype).removeprefix("torch.")
     return {"tensor": [dtype, list(tensor.shape), _keep(blob, blobs)]}
 
@@ -108,6 +112,8 @@ def _from_json(value: Any, blobs: list[bytes]) -> Any:
         return {_from_json(k, blobs): _from_json(v, blobs) for k, v in content}
     if tag == "f":
         return float.fromhex(content)
+    if tag == "int":
+        return int(content, 16)
     if tag == "bytes":
         return blobs[content]
     if tag == "tensor":
@@ -119,6 +125,8 @@ def _from_json(value: Any, blobs: list[bytes]) -> Any:
 def _tensor_from_json(content: Any, blobs: list[bytes]) -> Tensor:
     name, shape, index = content
     dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"a peer sent a tensor of a dtype that there is not: {name!r}")
     if not blobs[index]:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(0, dtype=dtype).view(shape)
     return torch.frombuffer(bytearray(blobs[index]), dtype=torch.uint8).view(dtype).view(shape)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -102,7 +103,14 @@ class Operation(ABC):
 
 def flatten(tensor: Tensor) -> Tensor:
     """A flat contiguous view, or a copy where there can be no view; bool as bytes."""
+    if tensor.dim() == 1 and not tensor.requires_grad and tensor.is_contiguous():
+        if tensor.is_floating_point() and tensor.stride(0) == 1:
+            return tensor  # the usual case, and worth a few microseconds
     flat = tensor.detach().contiguous().view(-1)
+    if flat.dtype.is_complex:
+        flat = flat.resolve_conj()
+    if flat.stride(0) != 1:  # a single element of a longer row keeps that row's stride
+        flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8) if flat.dtype is torch.bool else flat
 
 
@@ -110,8 +118,15 @@ def write_back(flat: Tensor, tensor: Tensor) -> None:
     """Copies a result into the caller's tensor where `flatten` had to copy."""
     if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
         values = flat.view(torch.bool) if tensor.dtype is torch.bool else flat
-        with torch.no_grad():
+        with writing(tensor):
             tensor.detach().copy_(values.view(tensor.shape))
+
+
+def writing(*tensors: Tensor | None) -> AbstractContextManager[object]:
+    """Allows to write to tensors from a thread that is not the one that made them."""
+    if any(tensor is not None and tensor.is_inference() for tensor in tensors):
+        return torch.inference_mode()
+    return torch.no_grad()
 
 
 def num_rows(tensor: Tensor) -> int:

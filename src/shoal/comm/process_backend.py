@@ -2,6 +2,11 @@
 
 A subclass carries payloads (`_all_reduce` and so on, see `Payload`) and need not know that
 ranks may disagree, fail or be late.
+
+[Note: leaving with what others need]
+Ranks of one host reach each other's memory through the owner's process, some of them later than
+others. So a rank that shuts down waits for a moment until the others are done with the last
+operation it took part in.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from torch import Tensor
 
 from shoal.comm import operation as ops
 from shoal.comm.backend import Backend, WorldState
+from shoal.comm.control.page import PageChannel
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Channel, Control, Failure, Message
 from shoal.comm.header import Header, check_equal, decode, encode
@@ -28,6 +34,7 @@ from shoal.errors import MismatchError, PeerError, ShoalError, TransportError
 
 # How long to wait for the news of a rank's death after the transport already failed over it.
 _NEWS_S = 3.0
+_FAREWELL_S = 5.0
 
 
 class ProcessBackend(Backend):
@@ -40,7 +47,9 @@ class ProcessBackend(Backend):
         super().__init__(state, ranks, list(ranks).index(control.rank))
         self._control = control
         self._channel = channel
+        self._local_channel = channel if isinstance(channel, PageChannel) else None
         self._number = 0
+        self._last_moved = 0
         self._messages: dict[tuple[str, int, int], int] = defaultdict(int)
         self._queue = WorkQueue(f"shoal-{self.name}-{control.rank}")
         self._errands: list[PendingWork[Any]] = []
@@ -114,6 +123,9 @@ class ProcessBackend(Backend):
         payload.wires = [header.wire for header in headers]
         if payload.total:
             self._move(operation.kind, payload, patience)
+            if self._local_channel is not None:
+                self._local_channel.done(number)
+                self._last_moved = number
         result = operation.result()
         self._count(operation.kind, payload, begin, waited)
         return result
@@ -254,6 +266,17 @@ class ProcessBackend(Backend):
         self._queue.close()
         for errand in self._errands:
             errand.join()
+        if self._local_channel is not None:
+            self._await_readers(self._local_channel)
+
+    def _await_readers(self, channel: PageChannel) -> None:
+        """See [Note: leaving with what others need]."""
+        deadline = time.monotonic() + _FAREWELL_S
+        while late := channel.not_done(self._last_moved):
+            is_pointless = all(self._control.absence(rank) is not None for rank in late)
+            if is_pointless or self._control.failure() is not None or time.monotonic() > deadline:
+                return
+            time.sleep(0.001)
 
 
 def _move_alone(payload: Payload) -> None:

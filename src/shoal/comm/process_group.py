@@ -171,7 +171,7 @@ class ProcessGroupBackend(ProcessBackend):
         return torch.empty(numel, dtype=like.dtype, device=like.device)
 
     def _broadcast(self, payload: Payload, patience: Patience) -> None:
-        data = _bytes(_given(payload.target))
+        data = as_bytes(_given(payload.target))
         self._carry_all(lambda: self._start_broadcast(data, payload.root), patience)
 
     def _start_broadcast(self, data: Tensor, root: int) -> Work:
@@ -186,7 +186,7 @@ class ProcessGroupBackend(ProcessBackend):
 
     def _spread(self, target: Tensor, counts: Sequence[int], patience: Patience) -> None:
         """Everybody's own part of ``target`` to everybody, by broadcasts that go on at once."""
-        parts = enumerate(_bytes(target).split(_in_bytes(counts, target)))
+        parts = enumerate(as_bytes(target).split(_in_bytes(counts, target)))
 
         def works() -> Iterator[Work]:
             for root, part in parts:
@@ -242,7 +242,7 @@ class ProcessGroupBackend(ProcessBackend):
         """Parts of ``source`` to all, parts of ``target`` from all, by rank."""
         sizes = _in_bytes(arriving, target), _in_bytes(leaving, source)
         options = _timed(dist.AllToAllOptions())
-        received, sent = _bytes(target), _bytes(source)
+        received, sent = as_bytes(target), as_bytes(source)
         self._carry_all(
             lambda: self._group.alltoall_base(received, sent, *sizes, options), patience
         )
@@ -285,8 +285,9 @@ def _given(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8)
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory; an empty tensor may have strides that allow no such view."""
+    return tensor.view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
 
 
 def _in_bytes(counts: Sequence[int], tensor: Tensor) -> list[int]:

@@ -47,10 +47,14 @@ _COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
     ReduceOp.PRODUCT: torch.mul,
 }
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+# They can be stored and moved; torch has no arithmetic for them.
+_STORAGE_ONLY = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64)
 
 
 def check_dtype(op: ReduceOp, dtype: torch.dtype) -> None:
-    """Refuses the pairs whose result would surprise."""
+    """Refuses the pairs whose result would surprise, and those that have none."""
+    if dtype in _STORAGE_ONLY:
+        raise TypeError(f"torch cannot compute with {dtype}: convert the tensor before reducing it")
     if op is ReduceOp.AVERAGE and not (dtype.is_floating_point or dtype.is_complex):
         raise TypeError(
             f"an average needs a floating point tensor, got {dtype}: "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
 import weakref
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch import Tensor
 _ALIGNMENT = 128
 _SLAB_BYTES = 8 << 20
 _LARGEST_IN_SLAB = 1 << 20
+_MOST_VIEWS = 1024
 _WIRE = struct.Struct("<QQQQQ")
 
 
@@ -68,18 +70,21 @@ class Arena:
         self._addresses: list[int] = []
         self._slab: mmap.mmap | None = None
         self._slab_used = 0
+        # Messages are sent from threads of their own; tensors die in any thread, at any time.
+        self._lock = threading.RLock()
         self.num_freed = 0
 
     def empty(self, num_bytes: int) -> Tensor:
         """Bytes in a segment; small requests share one."""
         if num_bytes > _LARGEST_IN_SLAB:
             return torch.frombuffer(self._new_segment(num_bytes), dtype=torch.uint8)[:num_bytes]
-        if self._slab is None or self._slab_used + num_bytes > _SLAB_BYTES:
-            self._slab, self._slab_used = self._new_segment(_SLAB_BYTES), 0
-        start = self._slab_used
-        self._slab_used += max(num_bytes, 1) + -max(num_bytes, 1) % _ALIGNMENT
+        with self._lock:
+            if self._slab is None or self._slab_used + num_bytes > _SLAB_BYTES:
+                self._slab, self._slab_used = self._new_segment(_SLAB_BYTES), 0
+            slab, start = self._slab, self._slab_used
+            self._slab_used += max(num_bytes, 1) + -max(num_bytes, 1) % _ALIGNMENT
         # A slice of the whole keeps the segment alive and its storage begins at its address.
-        return torch.frombuffer(self._slab, dtype=torch.uint8)[start : start + num_bytes]
+        return torch.frombuffer(slab, dtype=torch.uint8)[start : start + num_bytes]
 
     def _new_segment(self, num_bytes: int) -> mmap.mmap:
         num_bytes += -num_bytes % mmap.PAGESIZE
@@ -87,16 +92,18 @@ class Arena:
         os.ftruncate(fd, num_bytes)
         memory = mmap.mmap(fd, num_bytes)
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-        self._segments[address] = _Segment(fd, os.fstat(fd).st_ino, num_bytes, address)
-        self._addresses = sorted(self._segments)
+        with self._lock:
+            self._segments[address] = _Segment(fd, os.fstat(fd).st_ino, num_bytes, address)
+            self._addresses = sorted(self._segments)
         weakref.finalize(memory, self._free, address).atexit = False
         return memory
 
     def _free(self, address: int) -> None:
-        segment = self._segments.pop(address)
-        self._addresses = sorted(self._segments)
+        with self._lock:
+            segment = self._segments.pop(address)
+            self._addresses = sorted(self._segments)
+            self.num_freed += 1
         os.close(segment.fd)
-        self.num_freed += 1
 
     def locate(self, tensor: Tensor) -> Location | None:
         """Where a tensor lies if it is in a segment of this process."""
@@ -105,11 +112,17 @@ class Arena:
         index = bisect_right(addresses, address) - 1
         if index < 0:
             return None
-        segment = self._segments[addresses[index]]
-        offset = address - segment.address
-        if offset + tensor.nbytes > segment.num_bytes:
+        segment = self._segments.get(addresses[index])  # none if it was freed just now
+        if segment is None or address + tensor.nbytes > segment.address + segment.num_bytes:
             return None
+        offset = address - segment.address
         return Location(segment.inode, segment.fd, segment.num_bytes, offset, self.num_freed)
+
+    def wire_of(self, memory: Tensor) -> bytes:
+        """What peers need to find memory of this arena."""
+        location = self.locate(memory)
+        assert location is not None
+        return location.encode()
 
     def close(self) -> None:
         """Lets go of the slab; segments live as long as their tensors."""
@@ -123,10 +136,24 @@ class Peer:
         """``pid`` is the owner's process."""
         self._pid = pid
         self._mapped: dict[int, tuple[int, Tensor]] = {}
+        self._views: dict[tuple[bytes, int, torch.dtype], Tensor] = {}
         self._num_freed = 0
+        self._lock = threading.Lock()
 
-    def view(self, location: Location, num_bytes: int) -> Tensor:
-        """The peer's bytes at a location, writable."""
+    def view(self, wire: bytes, num_bytes: int, dtype: torch.dtype) -> Tensor:
+        """The peer's memory at a location, writable."""
+        key = (wire, num_bytes, dtype)
+        view = self._views.get(key)
+        if view is None:
+            with self._lock:
+                view = self._find(Location.decode(wire), num_bytes).view(dtype)
+                if len(self._views) >= _MOST_VIEWS:
+                    self._views.clear()
+                self._views[key] = view
+        return view
+
+    def _find(self, location: Location, num_bytes: int) -> Tensor:
+        # A location names how much its owner has freed, so an old view is never found again.
         if location.num_freed != self._num_freed:
             self._forget_freed(location.num_freed)
         if location.inode not in self._mapped:
@@ -147,6 +174,7 @@ class Peer:
 
     def _forget_freed(self, num_freed: int) -> None:
         self._num_freed = num_freed
+        self._views.clear()
         for inode, (fd, _) in list(self._mapped.items()):
             try:
                 is_there = os.stat(self._path(fd)).st_ino == inode
@@ -157,4 +185,5 @@ class Peer:
 
     def close(self) -> None:
         """Unmaps everything."""
+        self._views.clear()
         self._mapped.clear()

@@ -30,8 +30,8 @@ from shoal.comm.partition import offsets, split_sizes
 from shoal.comm.process_backend import ProcessBackend
 from shoal.comm.reduction import reduce_into
 from shoal.comm.segments import Arena, Location, Peer
+from shoal.comm.staging import HALF_BYTES, Staging
 
-_HALF_BYTES = 1 << 20
 # Up to here copying is cheaper than the extra meeting that a shared tensor needs.
 _SMALL_BYTES = 32 << 10
 # Small enough for the cache: what was just reduced is still there when it is handed out.
@@ -66,8 +66,7 @@ class SharedMemoryBackend(ProcessBackend):
         super().__init__(state, control, channel, ranks)
         self._page_control, self._page_channel = control, channel
         self._arena, self._peers = arena, peers
-        self._staging: Tensor | None = None
-        self._turn = 0
+        self._staging = Staging(arena)
 
     def empty(
         self, numel: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
@@ -86,14 +85,14 @@ class SharedMemoryBackend(ProcessBackend):
         )
 
     def _check_tensor(self, tensor: Tensor) -> None:
-        if tensor.device.type != "cpu":
+        if not tensor.is_cpu:
             raise TypeError(
                 f"the shm backend carries CPU tensors; got one on {tensor.device}. "
                 "Use backend='nccl' or 'gloo' for it, or move it to the CPU."
             )
 
     def _close_transport(self) -> None:
-        self._staging = None
+        self._staging.close()
         self._arena.close()
         for peer in self._peers:
             peer.close()
@@ -109,23 +108,11 @@ class SharedMemoryBackend(ProcessBackend):
             location = self._arena.locate(source)
             if location is not None:
                 return _SHARED + location.encode()
-        self._turn += 1
-        half = self._half(self._turn)
-        if source.nbytes > _HALF_BYTES:
-            return _WINDOWED + self._locate(half)
-        half[: source.nbytes].view(source.dtype).copy_(source)
-        return _STAGED + self._locate(half)
-
-    def _half(self, turn: int) -> Tensor:
-        if self._staging is None:
-            self._staging = self._arena.empty(2 * _HALF_BYTES)
-        start = (turn % 2) * _HALF_BYTES
-        return self._staging[start : start + _HALF_BYTES]
-
-    def _locate(self, memory: Tensor) -> bytes:
-        location = self._arena.locate(memory)
-        assert location is not None
-        return location.encode()
+        self._staging.turn += 1
+        if source.nbytes > HALF_BYTES:
+            return _WINDOWED + self._staging.wire()
+        self._staging.put(source)
+        return _STAGED + self._staging.wire()
 
     def _exposures(self, payload: Payload, parts: Sequence[Sequence[int]]) -> list[Exposure]:
         """Everybody's source; ``parts`` are the counts of each rank's."""
@@ -139,19 +126,20 @@ class SharedMemoryBackend(ProcessBackend):
     def _exposure(
         self, rank: int, wire: bytes, parts: Sequence[int], dtype: torch.dtype
     ) -> Exposure:
-        kind, location = wire[:1], wire[1:]
+        kind = wire[:1]
         if not kind:
             return Exposure([], [], is_shared=False)
         if kind == _WINDOWED:
-            first = Location.decode(location)
-            second = first._replace(offset=_HALF_BYTES - first.offset)
-            halves = [self._view(rank, half, _HALF_BYTES, dtype) for half in (first, second)]
+            first = Location.decode(wire[1:])
+            second = first._replace(offset=HALF_BYTES - first.offset)
+            wires = (first.encode(), second.encode())
+            halves = [self._view(rank, half, HALF_BYTES, dtype) for half in wires]
             return Exposure(halves, parts, is_shared=False)
-        whole = self._view(rank, Location.decode(location), sum(parts) * dtype.itemsize, dtype)
+        whole = self._view(rank, wire[1:], sum(parts) * dtype.itemsize, dtype)
         return Exposure([whole], parts, is_shared=kind == _SHARED)
 
-    def _view(self, rank: int, location: Location, num_bytes: int, dtype: torch.dtype) -> Tensor:
-        return self._peers[self.ranks[rank]].view(location, num_bytes).view(dtype)
+    def _view(self, rank: int, wire: bytes, num_bytes: int, dtype: torch.dtype) -> Tensor:
+        return self._peers[self.ranks[rank]].view(wire, num_bytes, dtype)
 
     def _windows(
         self, exposures: Sequence[Exposure], source: Tensor | None, patience: Patience
@@ -163,8 +151,10 @@ class SharedMemoryBackend(ProcessBackend):
         windowed = [exposure for exposure in exposures if exposure.is_windowed]
         if not windowed:
             yield Window(0, 0, max(exposure.longest for exposure in exposures))
-        width = min((exposure.width for exposure in windowed), default=0)
-        rounds = max((-(-exposure.longest // width) for exposure in windowed), default=0)
+        width = min((exposure.width for exposure in windowed), default=1)
+        # What is not windowed may be longer than what is, and is worked on in the same windows.
+        longest = max(exposure.longest for exposure in exposures) if windowed else 0
+        rounds = -(-longest // width)
         for number in range(rounds):
             window = Window(number, number * width, (number + 1) * width)
             if exposures[self.rank].is_windowed and source is not None:
@@ -172,7 +162,7 @@ class SharedMemoryBackend(ProcessBackend):
             self._page_channel.sync(patience)
             yield window
         if exposures[self.rank].is_windowed:
-            self._turn += rounds - 1
+            self._staging.turn += rounds - 1
         if any(exposure.is_shared for exposure in exposures):
             self._page_channel.sync(patience)
 
@@ -181,11 +171,21 @@ class SharedMemoryBackend(ProcessBackend):
     def _all_reduce(self, payload: Payload, patience: Patience) -> None:
         source, target = payload.source, payload.target
         assert source is not None and target is not None
-        is_private = all(wire[:1] != _SHARED for wire in payload.wires)
-        if is_private and (self.size == 2 or source.nbytes <= _SMALL_BYTES):
+        kinds = {wire[:1] for wire in payload.wires}
+        if source.nbytes <= _SMALL_BYTES:
+            self._reduce_small(payload, target)
+        elif self.size == 2 and _SHARED not in kinds:
             self._reduce_everywhere(payload, source, target, patience)
         else:
             self._reduce_in_slices(payload, source, range(self.size), patience)
+
+    def _reduce_small(self, payload: Payload, target: Tensor) -> None:
+        """Everything is staged already: the shortest way for what is all overhead."""
+        inputs = [
+            self._view(rank, wire[1:], target.nbytes, target.dtype)
+            for rank, wire in enumerate(payload.wires)
+        ]
+        reduce_into(payload.op, inputs, target)
 
     def _reduce_everywhere(
         self, payload: Payload, source: Tensor, target: Tensor, patience: Patience
@@ -300,9 +300,7 @@ class SharedMemoryBackend(ProcessBackend):
     def _recv(self, payload: Payload, message: Message, patience: Patience) -> None:
         target = payload.target
         assert target is not None
-        location = Location.decode(payload.wires[0])
-        peer = self._peers[self.ranks[payload.root]]
-        copy(target, peer.view(location, target.nbytes).view(target.dtype))
+        copy(target, self._view(payload.root, payload.wires[0], target.nbytes, target.dtype))
 
 
 def _reduce_and_hand_out(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shoal.comm.operation import Payload
+from shoal.comm.operation import Payload, writing
 from shoal.comm.partition import offsets
 from shoal.comm.reduction import reduce_into
 
@@ -21,14 +21,14 @@ Payloads = Sequence[Payload]
 def perform(kind: str, payloads: Payloads) -> None:
     """Carries out one operation; the payloads are in group order."""
     if payloads[0].total:
-        with torch.no_grad():
+        with writing(*(payload.target for payload in payloads)):
             _PERFORM[kind](payloads)
 
 
 def deliver(sent: Payload, received: Payload) -> None:
     """Carries a message over."""
-    received_tensor, sent_tensor = _target(received), _source(sent)
-    received_tensor.copy_(sent_tensor)
+    with writing(received.target):
+        _target(received).copy_(_source(sent))
 
 
 def _all_reduce(payloads: Payloads) -> None:

@@ -185,6 +185,12 @@ class Simulator:
         if self.failure is None:
             self.failure = failure
 
+    def interrupt(self, error: BaseException) -> None:
+        """The caller was interrupted: every rank ends at its next operation."""
+        rank = self._holder
+        reason = f"the caller was interrupted by {error!r} while it was at {self._position(rank)}"
+        self.publish(Failure(rank, reason, time.monotonic_ns()))
+
     def is_abandoned(self, threads_alive: Iterable[bool]) -> bool:
         """Whether only the rank that keeps the baton is left, and the others gave up on it."""
         if self.failure is None or sum(threads_alive) != 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -9,9 +10,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from shoal.comm.backend import Backend
-from shoal.comm.bootstrap import Bootstrap, StoreBootstrap
+from shoal.comm.bootstrap import Bootstrap, StoreBootstrap, report_failure
 from shoal.comm.connect import NAMES, connect_backend
 from shoal.comm.control.page import is_supported
+from shoal.comm.failure import describe
 from shoal.comm.memory import InMemoryBackend
 from shoal.errors import BackendUnavailableError, LaunchError
 from shoal.launch.environment import RankInfo, discover
@@ -19,6 +21,7 @@ from shoal.launch.environment import RankInfo, discover
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+_REPORT_S = 5.0
 _MPI_SOURCES = ("openmpi", "pmi")
 # Worlds of one process after another: each has keys of its own in a store they share.
 _generation = 0
@@ -78,8 +81,19 @@ def _bootstrap(name: str, info: RankInfo, timeout: float) -> Bootstrap:
 
         return MPIBootstrap(timeout)
     store, holds_store = _base_store(info, timeout)
-    store = _fresh(store)
-    return StoreBootstrap(store, info.rank, info.size, timeout, holds_store=holds_store)
+    news = news_of_run(store)
+    return StoreBootstrap(
+        _fresh(news), info.rank, info.size, timeout, holds_store=holds_store, news=news
+    )
+
+
+def news_of_run(store: Store, run: str | None = None) -> Store:
+    """The store under a prefix that only this run uses, for all its worlds."""
+    import torch.distributed as dist
+
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    run = run or os.environ.get("SHOAL_RUN_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "run")
+    return dist.PrefixStore(f"shoal/{run}/{restart}", store)
 
 
 def _fresh(store: Store) -> Store:
@@ -88,10 +102,17 @@ def _fresh(store: Store) -> Store:
     import torch.distributed as dist
 
     _generation += 1
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    run = os.environ.get("SHOAL_RUN_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "run")
-    prefix = f"shoal/{run}/{restart}/{_generation}"
-    return dist.PrefixStore(prefix, store)
+    return dist.PrefixStore(str(_generation), store)
+
+
+def report_absence(name: str, error: BaseException) -> None:
+    """Tells the others why this rank will not join; without a store, its end has to do."""
+    info = discover()
+    if name == "mpi" or info.size == 1:
+        return
+    with contextlib.suppress(Exception):  # the rank has a better error to show than this one's
+        store, _ = _base_store(info, _REPORT_S)
+        report_failure(news_of_run(store), info.rank, describe(error))
 
 
 def _base_store(info: RankInfo, timeout: float) -> tuple[Store, bool]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 from collections.abc import Callable
 from typing import Any
 
-from shoal.comm.bootstrap import FAILURE_KEY, store_for_one_host
+from shoal.comm.bootstrap import report_failure, store_for_one_host
 from shoal.comm.control.patience import num_cores
 from shoal.launch import mpiexec
 from shoal.launch.connect_back import run_command
+from shoal.launch.joining import news_of_run
 from shoal.launch.outcome import Outcome
 from shoal.launch.processes import run_processes
 from shoal.launch.threads import run_threads
@@ -46,6 +46,7 @@ def _run_processes(
     fn: Callable[..., Any], args: tuple[Any, ...], ranks: int, settings: dict[str, str]
 ) -> list[Outcome]:
     store, port = store_for_one_host()
+    news = news_of_run(store, settings["SHOAL_RUN_ID"])
 
     def variables(rank: int) -> dict[str, str]:
         return {
@@ -62,11 +63,8 @@ def _run_processes(
         }
 
     def tell_others(rank: int, code: int) -> None:
-        """A rank that died before it joined is on no control plane: the store knows."""
-        if code != 0:
-            reason = f"its process ended with exit code {code}"
-            prefix = f"shoal/{settings['SHOAL_RUN_ID']}/0/1"
-            report = json.dumps({"rank": rank, "reason": reason})
-            store.set(f"{prefix}/{FAILURE_KEY}", report)
+        """A rank that ended before it joined is on no control plane: the store knows."""
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        report_failure(news, rank, f"its process {how} before it joined")
 
     return run_processes(fn, args, ranks, env_for=variables, on_exit=tell_others)

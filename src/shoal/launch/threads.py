@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from shoal.comm.backend import WorldState
-from shoal.comm.control.plane import Failure
 from shoal.comm.memory import InMemoryBackend
 from shoal.comm.random_state import RandomState
 from shoal.comm.simulator import Simulator
@@ -20,6 +19,9 @@ from shoal.comm.world import World, set_current
 from shoal.errors import DeadlineError
 from shoal.launch.call import copy_call
 from shoal.launch.outcome import Outcome
+
+# How long ranks get to come to their next operation, where they end, after an interrupt.
+_GRACE_S = 2.0
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -45,7 +47,8 @@ def run_threads(
             thread.start()
         _join(threads, simulator)
     except BaseException as error:
-        simulator.publish(Failure(0, f"the caller was interrupted: {error!r}", 0))
+        simulator.interrupt(error)
+        _join_for(threads, _GRACE_S)
         raise
     finally:
         random.restore()
@@ -82,3 +85,9 @@ def _join(threads: list[threading.Thread], simulator: Simulator) -> None:
             thread.join(1.0)
             if simulator.is_abandoned(thread.is_alive() for thread in threads):
                 raise DeadlineError(simulator.abandonment())
+
+
+def _join_for(threads: list[threading.Thread], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))

@@ -6,10 +6,9 @@ import os
 import socket
 import traceback
 
-
 from shoal.comm.world import World, set_current
 from shoal.launch.call import decode_call
-from shoal.launch.joining import join
+from shoal.launch.joining import join, report_absence
 from shoal.launch.outcome import send_error, send_value
 
 
@@ -20,6 +19,7 @@ def main(channel: socket.socket, payload: bytes) -> int:
         fn, args = decode_call(payload)
         backend = join(os.environ["SHOAL_BACKEND"], timeout)
     except BaseException as error:
+        report_absence(os.environ["SHOAL_BACKEND"], error)
         send_error(channel, error)
         return 1
     world = World(backend)

@@ -1,0 +1,55 @@
+"""Where a rank copies what does not lie in shared memory by itself: two halves in turn."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoal.comm.segments import Arena
+
+HALF_BYTES = 1 << 20
+
+
+class Staging:
+    """Two halves of a segment, so that one can be filled while the other is still read.
+
+    Everything that is asked for again and again is kept, for small operations are all overhead.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        """The segment is made when it is first used."""
+        self._arena = arena
+        self._halves: list[Tensor] = []
+        self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        self._wires: list[bytes] = []
+        self._num_freed = -1
+        self.turn = 0
+
+    def put(self, source: Tensor) -> None:
+        """Copies a source that fits into the half whose turn it is."""
+        key = (self.turn % 2, source.nbytes, source.dtype)
+        view = self._views.get(key)
+        if view is None:
+            self._allocate()
+            view = self._halves[key[0]][: source.nbytes].view(source.dtype)
+            if len(self._views) < 1024:
+                self._views[key] = view
+        view.copy_(source)
+
+    def wire(self) -> bytes:
+        """Where the half lies whose turn it is."""
+        if self._num_freed != self._arena.num_freed:
+            self._allocate()
+            self._num_freed = self._arena.num_freed
+            self._wires = [self._arena.wire_of(half) for half in self._halves]
+        return self._wires[self.turn % 2]
+
+    def _allocate(self) -> None:
+        if not self._halves:
+            whole = self._arena.empty(2 * HALF_BYTES)
+            self._halves = [whole[:HALF_BYTES], whole[HALF_BYTES:]]
+
+    def close(self) -> None:
+        """Lets go of the segment."""
+        self._halves, self._views, self._wires = [], {}, []
+        self._num_freed = -1

@@ -1,0 +1,104 @@
+"""Tensors on a GPU: threads as ranks, processes over Gloo, and NCCL at world size one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import shoal
+from shoal.comm import Mesh
+from shoal.comm import differentiable as d
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def collectives(dtype_name):
+    """Every collective on CUDA tensors, against what it must give."""
+    backend = shoal.world().backend
+    rank, size = backend.rank, backend.size
+    dtype = getattr(torch, dtype_name)
+    device = torch.device("cuda", 0)
+    values = [torch.arange(7, device=device).to(dtype) + r for r in range(size)]
+    total = torch.stack(values).sum(0)
+    x = values[rank].clone()
+    assert backend.all_reduce(x) is x
+    assert torch.equal(x, total), "all_reduce"
+    rows = torch.full((rank + 1, 2), rank, device=device).to(dtype)
+    joined = backend.all_gather(rows)
+    assert joined.device.type == "cuda"
+    assert joined[:, 0].tolist() == [r for r in range(size) for _ in range(r + 1)], "all_gather"
+    part = backend.reduce_scatter(values[rank].clone())
+    assert torch.equal(part, total.tensor_split(size)[rank]), "reduce_scatter"
+    y = values[rank].clone()
+    backend.broadcast(y, root=size - 1)
+    assert torch.equal(y, values[size - 1]), "broadcast"
+    gathered = backend.gather(values[rank], root=0)
+    assert (gathered is None) == (rank != 0), "gather"
+    reduced = backend.reduce(values[rank].clone(), root=0)
+    assert rank != 0 or torch.equal(reduced, total), "reduce"
+    arrived = backend.all_to_all(torch.arange(size * 2, device=device).to(dtype))
+    assert arrived.tolist() == [2 * rank, 2 * rank + 1] * size, "all_to_all"
+    if size > 1:
+        if rank == 0:
+            backend.send(values[0], 1)
+        if rank == 1:
+            z = torch.empty_like(values[1])
+            backend.recv(z, src=0)
+            assert torch.equal(z, values[0]), "recv"
+    works = [backend.all_reduce(values[rank].clone(), async_op=True) for _ in range(3)]
+    assert all(torch.equal(work.wait(), total) for work in works), "async"
+    assert backend.all_gather_object({"rank": rank}) == [{"rank": r} for r in range(size)]
+    backend.barrier()
+    return "ok"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_threads_as_ranks_on_one_gpu(dtype, ranks):
+    assert shoal.run(collectives, ranks=ranks, backend="memory", args=(dtype,)) == ["ok"] * ranks
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
+def test_processes_over_gloo_on_one_gpu(dtype):
+    assert shoal.run(collectives, ranks=2, backend="gloo", args=(dtype,)) == ["ok"] * 2
+
+
+def test_nccl_alone():
+    assert shoal.run(collectives, ranks=1, backend="nccl", args=("float32",)) == ["ok"]
+
+
+def test_nccl_refuses_cpu_tensors():
+    def refused():
+        with pytest.raises(TypeError, match="nccl"):
+            shoal.world().all_reduce(torch.ones(2))
+        return "refused"
+
+    assert shoal.run(refused, ranks=1, backend="nccl") == ["refused"]
+
+
+def test_side_streams_in_threads():
+    def work():
+        backend = shoal.world().backend
+        with torch.cuda.stream(torch.cuda.Stream()):
+            x = torch.ones(1 << 22, device="cuda")
+            for _ in range(20):
+                x = x * 1.0 + 1.0
+            backend.all_reduce(x)
+            torch.cuda.current_stream().synchronize()
+        return x.unique().tolist()
+
+    assert shoal.run(work, ranks=2, backend="memory") == [[42.0], [42.0]]
+
+
+def test_gradients_through_collectives():
+    def work():
+        group = Mesh(tensor=2).group("tensor")
+        x = torch.ones(4, 3, device="cuda", requires_grad=True)
+        d.join(d.split(x, group, 1) * 2, group, 1).sum().backward()
+        return x.grad.unique().tolist()
+
+    assert shoal.run(work, ranks=2, backend="memory") == [[2.0], [2.0]]
