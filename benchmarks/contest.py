@@ -15,7 +15,7 @@ from contenders import (
     Shoal,
     ShoalOnItsOwnMemory,
     TorchGloo,
-    copy_call,
+    copy_calls,
     floor_s,
 )
 from timing import alternate
@@ -107,13 +107,16 @@ def _measure(
     meeting: Backend,
     contenders: dict[str, Contender],
 ) -> list[dict[str, Any]]:
-    calls = {"copy": copy_call(num_bytes)}
+    copies = copy_calls(num_bytes)
+    calls = dict(copies)
     for name, contender in contenders.items():
         calls[name] = contender.prepare(operation, num_bytes)
     alternate(calls, meeting, 2)  # the first calls pay for what is made on demand
-    by_the_wall = ("copy",) if meeting.size > num_cores() else ()
+    by_the_wall = tuple(copies) if meeting.size > num_cores() else ()
     times = alternate(calls, meeting, plan.repetitions_at(num_bytes), by_the_wall)
-    floor = floor_s(operation, meeting.size, times.pop("copy").median)
+    copied = {name: times.pop(name).median for name in copies}
+    floor = floor_s(operation, meeting.size, min(copied.values()))
+    torch_floor = floor_s(operation, meeting.size, copied["copy by torch"])
     return [
         {
             "operation": operation,
@@ -121,6 +124,7 @@ def _measure(
             "bytes": num_bytes,
             "contender": name,
             "floor_s": floor,
+            "torch_floor_s": torch_floor,
             **{f"{key}_s" if key != "count" else key: value for key, value in t.as_dict().items()},
         }
         for name, t in times.items()

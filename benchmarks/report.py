@@ -50,7 +50,10 @@ def print_tables(console: Console, rows: Sequence[Row]) -> None:
     for ranks, operation in keys:
         mine = [row for row in rows if (row["ranks"], row["operation"]) == (ranks, operation)]
         console.print(_table(f"{operation}, {ranks} processes", mine))
-    console.print("median (quartiles); x floor and x torch gloo are for shm on its own memory")
+    console.print(
+        "median (quartiles); x floor and x torch gloo are for shm on its own memory. The floor is "
+        "at the rate of the fastest copy, the torch floor (to compare) at that of torch's copy_."
+    )
 
 
 def _table(title: str, rows: Sequence[Row]) -> Table:
@@ -59,7 +62,7 @@ def _table(title: str, rows: Sequence[Row]) -> Table:
     table.add_column("size", justify="right")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
-    for name in ("floor", "x floor", "x torch gloo"):
+    for name in ("floor", "x floor", "torch floor", "x torch gloo"):
         table.add_column(name, justify="right", style="cyan")
     for num_bytes in dict.fromkeys(row["bytes"] for row in rows):
         by_name = {row["contender"]: row for row in rows if row["bytes"] == num_bytes}
@@ -69,6 +72,7 @@ def _table(title: str, rows: Sequence[Row]) -> Table:
             *(_cell(by_name[name]) for name in names),
             readable_time(own["floor_s"]),
             f"{own['median_s'] / own['floor_s']:.2f}",
+            readable_time(own["torch_floor_s"]),
             f"{by_name[_BASE]['median_s'] / own['median_s']:.1f}",
         )
     return table

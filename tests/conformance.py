@@ -196,7 +196,9 @@ def run_cases(check: Check, cases: Sequence[Case]) -> list[str]:
     return failures
 
 
-def _call(case: Case, backend: Backend, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def _call(
+    case: Case, backend: Backend, method: Callable[..., Any], *args: Any, **options: Any
+) -> Any:
     if not case.is_async[backend.rank]:
         return method(*args, **options)
     return method(*args, **options, async_op=True).wait()

@@ -57,9 +57,7 @@ class Pool:
 
     def _host(self) -> None:
         try:
-            shoal.run(
-                _serve, self.size, self.backend, args=(self._address,), timeout=TIMEOUT_S
-            )
+            shoal.run(_serve, self.size, self.backend, args=(self._address,), timeout=TIMEOUT_S)
         except BaseException as error:
             self._error = error
 

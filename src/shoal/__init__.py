@@ -4,17 +4,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal import comm, errors, sharding
-    from shoal.api import init, run, world
+    from shoal import comm, errors, optim, sharding, strategies
+    from shoal.api import as_distributed, init, run, world
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["__version__", "comm", "errors", "init", "run", "sharding", "world"]
+_MODULES = ("comm", "errors", "optim", "sharding", "strategies")
+
+__all__ = [
+    "__version__",
+    "as_distributed",
+    "comm",
+    "errors",
+    "init",
+    "optim",
+    "run",
+    "sharding",
+    "strategies",
+    "world",
+]
 
 
 def __getattr__(name: str) -> Any:
     """Imports on first use: ``shoal --help`` need not wait for torch."""
-    if name in ("comm", "errors", "sharding"):
+    if name in _MODULES:
         return import_module(f"shoal.{name}")
     if name in __all__:
         return getattr(import_module("shoal.api"), name)

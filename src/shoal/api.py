@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
+
 from shoal.comm.backend import DEFAULT_TIMEOUT_S
 from shoal.comm.world import World, current, find_current, set_current
 from shoal.errors import PeerError, ShoalError
@@ -12,6 +15,8 @@ from shoal.launch.exit import watch_exit
 from shoal.launch.joining import check_name, choose_for_cpu, join
 from shoal.launch.outcome import Outcome
 from shoal.launch.run import run_outcomes
+from shoal.optim import PAIRS, ShardedOptimizer
+from shoal.strategies import ShardedModel
 
 
 def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT_S) -> World:
@@ -120,3 +125,79 @@ def _ending(outcome: Outcome) -> str:
         return f"it ended without a word. {outcome.traceback}"
     how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
     return f"its process {how} before it returned"
+
+
+def as_distributed(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    strategy: str = "auto",
+    backend: str = "auto",
+    enabled: bool = True,
+    **options: Any,
+) -> Any:
+    """Turns a model, and the optimizer that was built for it, into distributed ones.
+
+    Starts communication where nobody has. Wrapping twice with the same strategy returns what is
+    there.
+
+    Args:
+        model: Any module.
+        optimizer: A torch optimizer over the model's parameters, or a list of them.
+        strategy: "ddp", "zero1", "zero2", "zero3", "fsdp", or "auto" to choose by size.
+        backend: What to start communication with, if it has to be started.
+        enabled: If false, model and optimizer come back untouched.
+        options: For the model's class, for example ``min_group_bytes``.
+
+    Returns:
+        The wrapped model, or the wrapped model and optimizer (a list if one was given).
+
+    Example:
+        >>> model, optimizer = shoal.as_distributed(model, optimizer, strategy="zero3")
+    """
+    if not enabled:
+        return model if optimizer is None else (model, optimizer)
+    world = find_current() or init(backend)
+    name = _strategy_for(model, world) if strategy == "auto" else strategy
+    if name not in PAIRS:
+        raise ValueError(f"strategy must be one of {', '.join(PAIRS)} or auto; got {strategy!r}")
+    model_class, optimizer_class = PAIRS[name]
+    wrapped = _wrap_model(model, model_class, world, options)
+    if optimizer is None:
+        return wrapped
+    if isinstance(optimizer, Sequence):
+        return wrapped, [_wrap_optimizer(one, optimizer_class, wrapped) for one in optimizer]
+    return wrapped, _wrap_optimizer(optimizer, optimizer_class, wrapped)
+
+
+def _strategy_for(model: nn.Module, world: World) -> str:
+    """Replicated below a billion parameters, all but these sharded up to ten, then everything."""
+    if isinstance(model, ShardedModel):
+        return model.strategy
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if world.size == 1 or num_parameters < 10**9:
+        return "ddp"
+    return "zero2" if num_parameters < 10**10 else "zero3"
+
+
+def _wrap_model(
+    model: nn.Module, kind: type[ShardedModel], world: World, options: dict[str, Any]
+) -> ShardedModel:
+    if not isinstance(model, ShardedModel):
+        return kind(model, world, **options)
+    if type(model) is not kind or options:
+        raise ValueError(
+            f"the model is wrapped already, as {type(model).__name__}: "
+            "wrap the plain module once, with the options you want"
+        )
+    return model
+
+
+def _wrap_optimizer(
+    optimizer: Optimizer, kind: type[ShardedOptimizer], model: ShardedModel
+) -> ShardedOptimizer:
+    if isinstance(optimizer, ShardedOptimizer):
+        if type(optimizer) is kind and optimizer.model is model:
+            return optimizer
+        raise ValueError("the optimizer is wrapped already, with another strategy or model")
+    return kind(optimizer, model)

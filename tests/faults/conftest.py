@@ -7,10 +7,10 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import leaks
 import pytest
-from faults.gate import Gate
 
+import leaks
+from faults.gate import Gate
 from shoal.comm.bootstrap import store_for_one_host
 from shoal.launch.forkserver import fork_server
 

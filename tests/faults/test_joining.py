@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from faults.worlds import assert_blames, outcomes, site_of, world
 
 import shoal
+from faults.worlds import assert_blames, outcomes, site_of, world
 from shoal.errors import DeadlineError, PeerError
 from shoal.launch.forkserver import fork_server
 from shoal.launch.run import _run_processes, _settings
@@ -108,7 +108,9 @@ def test_a_rank_that_never_comes_is_named_at_the_deadline(
     from shoal.launch import run
 
     monkeypatch.setattr(
-        run, "run_processes", lambda fn, args, ranks, **options: start_all_but_one(fn, args, options)
+        run,
+        "run_processes",
+        lambda fn, args, ranks, **options: start_all_but_one(fn, args, options),
     )
     results = _run_processes(never_mind, (), 3, _settings(3, backend, 1.5))
     for outcome in results:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+import shoal
 from faults.gate import Gate
 from faults.worlds import (
     MOST_PROCESSES,
@@ -21,8 +23,6 @@ from faults.worlds import (
     timed,
     world,
 )
-
-import shoal
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -94,9 +94,7 @@ def die_in_a_transfer(num_bytes: int, gate: Gate) -> None:
         pytest.param("gloo", 2, 64 << 20, id="gloo-2-64M"),
         pytest.param("gloo", 3, 8 << 20, id="gloo-3-8M", marks=pytest.mark.full),
         pytest.param("mpi", 2, 64 << 20, id="mpi-2-64M", marks=pytest.mark.mpi),
-        pytest.param(
-            "mpi", 3, 8 << 20, id="mpi-3-8M", marks=[pytest.mark.mpi, pytest.mark.full]
-        ),
+        pytest.param("mpi", 3, 8 << 20, id="mpi-3-8M", marks=[pytest.mark.mpi, pytest.mark.full]),
     ],
 )
 def test_during_a_transfer(backend: str, ranks: int, num_bytes: int, gate: Gate) -> None:

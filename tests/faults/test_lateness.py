@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
-from faults.gate import Gate
-from faults.worlds import ALL, MOST, outcomes, site_of, timed, values, warnings_of_shoal, world
 
 import shoal
+from faults.gate import Gate
+from faults.worlds import ALL, MOST, outcomes, site_of, timed, values, warnings_of_shoal, world
 from shoal.errors import DeadlineError, PeerError, ShoalError
 
 pytestmark = pytest.mark.timeout(60)
@@ -70,6 +71,33 @@ def assert_names_the_late_rank(message: str, here: str, number: int) -> None:
     assert re.search(r"\d\.\d s", message)
     assert re.search(r"arrived: (ranks? )?\[?[02]", message)
     assert "missing: rank 1" in message
+
+
+def give_up(gates: list[Gate]) -> list[float]:
+    gave_up, was_late = gates
+    world = shoal.world()
+    mine = torch.full((3,), float(world.rank))
+    for _ in range(num_before(world.size)):
+        world.barrier()
+    if world.rank == 1:
+        gave_up.wait()
+        try:
+            world.all_reduce(mine)
+        finally:
+            was_late.open()
+    with pytest.raises(DeadlineError):
+        world.all_reduce(mine)
+    gave_up.open()
+    was_late.wait()
+    return mine.tolist()
+
+
+def test_whoever_gave_up_takes_no_part(new_gate: Callable[[], Gate]) -> None:
+    """In memory the last to come does the work for all, but not on tensors of those who left."""
+    gates = [new_gate(), new_gate()]
+    results = outcomes(give_up, gates, backend="memory", ranks=2, timeout=0.5)
+    assert results[0].value == [0.0, 0.0, 0.0]
+    assert isinstance(results[1].error, PeerError | DeadlineError), results[1].traceback
 
 
 def wait_for_a_late_sender(gate: Gate) -> None:
@@ -149,4 +177,4 @@ def test_a_deadlock_of_processes_ends_at_the_deadline(backend: str, ranks: int) 
     assert any(isinstance(error, DeadlineError) for error in errors)
     assert all(isinstance(error, DeadlineError | PeerError) for error in errors)
     text = str(next(error for error in errors if isinstance(error, DeadlineError)))
-    assert f"was last in send(float32[1], dst=" in text
+    assert "was last in send(float32[1], dst=" in text

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from faults.gate import Gate
-from faults.worlds import ALL, MOST, NEWS_S, assert_blames, outcomes, timed, values, world
 
 import shoal
+from faults.gate import Gate
+from faults.worlds import ALL, MOST, NEWS_S, assert_blames, outcomes, timed, values, world
 from shoal.comm import segments
 from shoal.errors import ClosedError
 
@@ -131,9 +131,7 @@ def leave_while_another_reads(gate: Gate) -> list[int]:
 
 
 @pytest.mark.parametrize(("backend", "ranks"), [world("shm", 3)])
-def test_leaving_takes_nothing_along_that_others_need(
-    backend: str, ranks: int, gate: Gate
-) -> None:
+def test_leaving_takes_nothing_along_that_others_need(backend: str, ranks: int, gate: Gate) -> None:
     results = outcomes(leave_while_another_reads, gate, backend=backend, ranks=ranks)
     assert values(results) == [[0, 1, 2]] * ranks
 

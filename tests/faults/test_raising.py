@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+
+import shoal
 from faults.gate import Gate
 from faults.worlds import (
     ALL,
@@ -20,8 +22,6 @@ from faults.worlds import (
     timed,
     world,
 )
-
-import shoal
 from shoal.comm.world import World
 from shoal.errors import PeerError
 
@@ -328,7 +328,9 @@ def raise_awkwardly() -> None:
     world.barrier()
 
 
-@pytest.mark.parametrize(("backend", "ranks"), [world("memory", 2), world("shm", 2), world("gloo", 2)])
+@pytest.mark.parametrize(
+    ("backend", "ranks"), [world("memory", 2), world("shm", 2), world("gloo", 2)]
+)
 def test_an_exception_that_hardly_travels(backend: str, ranks: int) -> None:
     results = outcomes(raise_awkwardly, backend=backend, ranks=ranks)
     assert_all_blame(results, 1, "Awkward: Größe ≠ 3 Größe")

@@ -9,6 +9,8 @@ import time
 
 import pytest
 import torch
+
+import shoal
 from faults.worlds import (
     MOST_PROCESSES,
     all_pids,
@@ -19,8 +21,6 @@ from faults.worlds import (
     values,
     world,
 )
-
-import shoal
 from shoal.errors import PeerError
 from shoal.launch.outcome import Outcome
 from shoal.launch.processes import run_processes

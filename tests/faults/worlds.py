@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import leaks
 import pytest
 
+import leaks
 import shoal
+from shoal.comm import bootstrap
 from shoal.errors import PeerError, ShoalError
 from shoal.launch.outcome import Outcome
 from shoal.launch.run import run_outcomes
@@ -56,6 +57,21 @@ def outcomes(
 ) -> list[Outcome]:
     """What became of each rank."""
     return run_outcomes(fn, args, ranks, backend, timeout)
+
+
+def outcomes_between_hosts(
+    fn: Callable[..., Any], *args: Any, ranks: int, timeout: float = TIMEOUT_S
+) -> list[Outcome]:
+    """The same for ranks that take each other for strangers: control goes over sockets."""
+    return run_outcomes(_run_on_a_host_of_its_own, (fn, args, timeout), ranks, "gloo", TIMEOUT_S)
+
+
+def _run_on_a_host_of_its_own(fn: Callable[..., Any], args: Any, timeout: float) -> Any:
+    rank = shoal.world().rank
+    shoal.world().shutdown()
+    bootstrap.host_id = lambda: f"host {rank}"
+    with shoal.init("gloo", timeout):
+        return fn(*args)
 
 
 def values(results: Sequence[Outcome]) -> list[Any]:

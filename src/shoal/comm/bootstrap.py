@@ -35,6 +35,8 @@ class Bootstrap(ABC):
     rank: int
     size: int
     timeout: float
+    is_private: bool = False
+    """Whether only this run's own ranks can read it. A store on the network is open to all."""
 
     @abstractmethod
     def all_gather(self, data: bytes) -> list[bytes]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from shoal.comm.backend import Backend, WorldState
-from shoal.comm.bootstrap import Bootstrap, StoreBootstrap, connect
+from shoal.comm.bootstrap import Bootstrap, connect
 from shoal.errors import BackendUnavailableError
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,12 +18,12 @@ from shoal.comm.backend import WorldState
 from shoal.comm.bootstrap import Bootstrap, connect
 from shoal.comm.control.page import PageControl
 from shoal.comm.control.patience import Patience
-from shoal.comm.control.plane import Control, Message
+from shoal.comm.control.plane import Message
 from shoal.comm.operation import Payload
-from shoal.comm.process_group import NEVER, Origin, ProcessGroupBackend
+from shoal.comm.process_group import NEVER, Origin, ProcessGroupBackend, as_bytes
 from shoal.comm.reduction import ReduceOp
-from shoal.comm.torch_groups import Links, Maker, ProcessGroup, find_group, meet
-from shoal.comm.watchdog import Flight, Watchdog
+from shoal.comm.torch_groups import Maker, ProcessGroup, find_group, link
+from shoal.comm.watchdog import Flight
 from shoal.errors import BackendUnavailableError
 
 if TYPE_CHECKING:
@@ -80,18 +81,16 @@ class GlooBackend(ProcessGroupBackend):
 
     def _send(self, payload: Payload, message: Message, patience: Patience) -> None:
         assert payload.source is not None
-        data = payload.source.cpu().view(torch.uint8)
-        tag = _FIRST_TAG + message.ticket
-        works = (self._group.send([data], payload.root, tag) for _ in range(1))
-        self._carry(works, patience, [self.ranks[payload.root]])
+        data = as_bytes(payload.source.cpu())
+        peer, tag = payload.root, _FIRST_TAG + message.ticket
+        self._carry_one(lambda: self._group.send([data], peer, tag), patience, peer)
 
     def _recv(self, payload: Payload, message: Message, patience: Patience) -> None:
         target = payload.target
         assert target is not None
         data = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
-        tag = _FIRST_TAG + message.ticket
-        works = (self._group.recv([data.view(torch.uint8)], payload.root, tag) for _ in range(1))
-        self._carry(works, patience, [self.ranks[payload.root]])
+        peer, tag = payload.root, _FIRST_TAG + message.ticket
+        self._carry_one(lambda: self._group.recv([as_bytes(data)], peer, tag), patience, peer)
         if data is not target:
             target.copy_(data)
 
@@ -111,26 +110,26 @@ class GlooBackend(ProcessGroupBackend):
 
     # Waiting --------------------------------------------------------------------------------
 
-    def _carry(self, works: Iterable[Work], patience: Patience, others: Sequence[int]) -> None:
+    def _carry(self, works: Iterable[Work], patience: Patience, peer: int | None = None) -> None:
         """Blocks, deaf to everything; the watchdog makes it return if need be."""
         begun: list[Work] = []
-        flight = Flight(patience, others, self._abort)
+        flight = Flight(patience, self._needed(peer), self._abort)
         self._links.watchdog.watch(flight)
         try:
             begun.extend(works)
             for work in begun:
                 work.wait()
-        except RuntimeError as error:
+        except BaseException as error:
             self._abort(error)
             _await_end(begun)  # the caller's memory is in use until then
-            verdict = flight.await_verdict()
+            verdict = flight.await_verdict() if isinstance(error, RuntimeError) else None
             if verdict is None:
                 raise
             raise verdict from error
         finally:
             self._links.watchdog.release(flight)
 
-    def _abort(self, reason: Exception) -> None:
+    def _abort(self, reason: BaseException) -> None:
         """Gloo ends all connections of a group when a receive of one message is late."""
         for number in range(_num_interfaces()):
             for peer in range(self.size):
@@ -169,29 +168,18 @@ def connect_gloo(bootstrap: Bootstrap, state: WorldState) -> GlooBackend:
         )
     control = connect(bootstrap)
     try:
-        return _connect(bootstrap, state, control)
+        found = find_group(dist.ProcessGroupGloo, "cpu", bootstrap)
+        maker = partial(_maker, isinstance(control, PageControl))
+        links = link(bootstrap, control, state.timeout, found, maker)
+        ranks = range(bootstrap.size)
+        group = links.connect_world()
+        return GlooBackend(state, control.channel(0, ranks), ranks, links, group)
     except BaseException:
         control.close()
         raise
 
 
-def _connect(bootstrap: Bootstrap, state: WorldState, control: Control) -> GlooBackend:
-    found = find_group(dist.ProcessGroupGloo, "cpu", bootstrap)
-    meeting = meet(bootstrap, control, found is not None)
-    links = Links(
-        control,
-        Watchdog(control),
-        meeting.store,
-        _maker(meeting.address, isinstance(control, PageControl)),
-        state.timeout,
-        found if meeting.has_group else None,
-    )
-    ranks = range(bootstrap.size)
-    group = links.found if links.found is not None else links.connect("world", ranks)
-    return GlooBackend(state, control.channel(0, ranks), ranks, links, group)
-
-
-def _maker(address: str, is_one_host: bool) -> Maker:
+def _maker(is_one_host: bool, address: str) -> Maker:
     def make(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
         kind: Any = dist.ProcessGroupGloo  # torch's types do not know its options
         options = kind._Options()

@@ -68,18 +68,14 @@ class Meeting:
             self._results[rank] = operation.result()
             self.num_bytes[rank] = payload.num_bytes
 
-    def _perform(
-        self, operations: Sequence[Operation], headers: Sequence[Header]
-    ) -> list[Payload]:
+    def _perform(self, operations: Sequence[Operation], headers: Sequence[Header]) -> list[Payload]:
         check_equal(headers, self._ranks, self._number)
         operations[0].check(headers, self._ranks)
         payloads = [self._prepared(i, operations[i], headers) for i in range(len(operations))]
         simulated.perform(operations[0].kind, payloads)
         return payloads
 
-    def _deliver(
-        self, operations: Sequence[Operation], headers: Sequence[Header]
-    ) -> list[Payload]:
+    def _deliver(self, operations: Sequence[Operation], headers: Sequence[Header]) -> list[Payload]:
         """``ranks`` of a message are its sender and its receiver."""
         check_message(headers[0], headers[1], (self._ranks[0], self._ranks[1]))
         sent = operations[0].prepare([headers[1]], 0)
@@ -87,9 +83,7 @@ class Meeting:
         simulated.deliver(sent, received)
         return [sent, received]
 
-    def _prepared(
-        self, member: int, operation: Operation, headers: Sequence[Header]
-    ) -> Payload:
+    def _prepared(self, member: int, operation: Operation, headers: Sequence[Header]) -> Payload:
         try:
             return operation.prepare(headers, member)
         except Exception as error:

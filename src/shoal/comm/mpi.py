@@ -56,6 +56,8 @@ _LAST_BYTES_S = 0.2
 class MPIBootstrap(Bootstrap):
     """The first words between the ranks of an MPI job, over MPI itself."""
 
+    is_private = True
+
     def __init__(self, timeout: float) -> None:
         """Starts MPI; every rank of the job must do so."""
         self._mpi = runtime.load(timeout)

@@ -7,8 +7,9 @@ do. No call made under the lock waits for another rank.
 
 [Note: the end of MPI]
 `MPI_Finalize` waits for every rank, and nothing can interrupt it. So it is called only when this
-rank saw no failure and all others have come to their end too. A process that ends without it is
-reported by `mpiexec` as one that failed, which is what it is.
+rank saw no failure and all others have come to their end too. If a rank failed, the process ends
+without it. Where the user imported mpi4py first, mpi4py calls it at the very end of the process and
+cannot be told not to: then the process ends just before.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import atexit
 import ctypes
 import importlib.util
 import logging
+import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +46,6 @@ _abandoned: list[Any] = []
 class _Ending:
     """What decides how this process leaves MPI."""
 
-    is_ours = False
     has_failed = False
     timeout = 0.0
     pids: Sequence[int] = ()
@@ -66,6 +68,7 @@ def load(timeout: float) -> ModuleType:
     if not module.Is_initialized():
         _start(module, timeout)
     _check_threads(module)
+    _prepare(module)
     return module
 
 
@@ -94,27 +97,27 @@ def _start(module: ModuleType, timeout: float) -> None:
     arguments = (None, None, module.THREAD_MULTIPLE, ctypes.byref(provided))
     thread = threading.Thread(target=library.MPI_Init_thread, args=arguments, daemon=True)
     thread.start()
-    thread.join(min(_FIRST_WARNING_S, timeout / 2))
+    quiet = min(_FIRST_WARNING_S, timeout / 2)
+    thread.join(quiet)
     if thread.is_alive():
         logger.warning("MPI is still starting: it waits until every rank of the job has come here")
-        thread.join(timeout)
+        thread.join(timeout - quiet)
     if thread.is_alive():
         raise DeadlineError(
             f"MPI did not start within {timeout:.0f} s: some rank of this job died, or has not "
             "come to shoal.init()"
         )
     module.COMM_WORLD.Set_errhandler(module.ERRORS_RETURN)
-    _expect_signal(module)
-    _Ending.is_ours = True
+
+
+@cache
+def _prepare(module: ModuleType) -> None:
+    """What is done once for the process: see [Note: the end of MPI]."""
     atexit.register(finalize)
-
-
-def _expect_signal(module: ModuleType) -> None:
-    """MPICH's mpiexec tells the survivors of a death by a signal that would kill them."""
-    if module.get_vendor()[0] == "Open MPI":
-        return
+    # MPICH's mpiexec tells the survivors of a death by a signal that would kill them.
     is_main = threading.current_thread() is threading.main_thread()
-    if is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+    is_deadly = is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    if is_deadly and module.get_vendor()[0] != "Open MPI":
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
@@ -144,17 +147,23 @@ def mark_failed() -> None:
 
 
 def finalize() -> None:
-    """Ends MPI if it is ours to end and nothing failed; for the very end of the process.
+    """Ends MPI if nothing failed; for the very end of the process.
 
     See [Note: the end of MPI].
     """
+    import mpi4py
     from mpi4py import MPI
 
+    if MPI.Is_finalized():
+        return
     # An uncaught exception is a failure as well: the others must not have to wait for it.
     has_failed = _Ending.has_failed or getattr(sys, "last_value", None) is not None
-    if not _Ending.is_ours or has_failed or MPI.Is_finalized():
-        return
-    if _all_at_end(MPI.COMM_WORLD):
+    is_ours = mpi4py.rc.finalize is False
+    if has_failed and not is_ours:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    if is_ours and not has_failed and _all_at_end(MPI.COMM_WORLD):
         MPI.Finalize()
 
 

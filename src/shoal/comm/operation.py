@@ -103,9 +103,9 @@ class Operation(ABC):
 
 def flatten(tensor: Tensor) -> Tensor:
     """A flat contiguous view, or a copy where there can be no view; bool as bytes."""
-    if tensor.dim() == 1 and not tensor.requires_grad and tensor.is_contiguous():
-        if tensor.is_floating_point() and tensor.stride(0) == 1:
-            return tensor  # the usual case, and worth a few microseconds
+    is_flat = tensor.dim() == 1 and tensor.is_contiguous() and tensor.stride(0) == 1
+    if is_flat and tensor.is_floating_point() and not tensor.requires_grad:
+        return tensor  # the usual case, and worth a few microseconds
     flat = tensor.detach().contiguous().view(-1)
     if flat.dtype.is_complex:
         flat = flat.resolve_conj()
@@ -257,7 +257,8 @@ class Broadcast(Operation):
 
     def result(self) -> Tensor:
         """The tensor, now equal to the root's."""
-        assert self.source is not None and self._tensor is not None
+        assert self.source is not None
+        assert self._tensor is not None
         if not self._is_root:
             write_back(self.source, self._tensor)
         return self._tensor

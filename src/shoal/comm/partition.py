@@ -32,6 +32,7 @@ def check_sizes(sizes: Sequence[int], length: int, num_parts: int) -> list[int]:
     parts = [int(size) for size in sizes]
     if len(parts) != num_parts or min(parts) < 0 or sum(parts) != length:
         raise ValueError(
-            f"sizes must be {num_parts} non-negative numbers that add up to {length} rows; got {parts}"
+            f"sizes must be {num_parts} non-negative numbers that add up to {length} rows; "
+            f"got {parts}"
         )
     return parts

@@ -47,6 +47,7 @@ class ProcessBackend(Backend):
         super().__init__(state, ranks, list(ranks).index(control.rank))
         self._control = control
         self._channel = channel
+        state.allow_pickle = control.is_private
         self._local_channel = channel if isinstance(channel, PageChannel) else None
         self._number = 0
         self._last_moved = 0
@@ -281,6 +282,6 @@ class ProcessBackend(Backend):
 
 def _move_alone(payload: Payload) -> None:
     """A group of one: the result is the input."""
-    if payload.target is not None and payload.source is not None:
-        if payload.target is not payload.source:
-            payload.target.copy_(payload.source)
+    source, target = payload.source, payload.target
+    if source is not None and target is not None and target is not source:
+        target.copy_(source)

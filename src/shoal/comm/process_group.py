@@ -61,6 +61,9 @@ class Origin(NamedTuple):
 class ProcessGroupBackend(ProcessBackend):
     """A backend whose transport is a process group of torch's."""
 
+    _place = "world"
+    """What tells this group from all others of the world."""
+
     def __init__(
         self,
         state: WorldState,
@@ -71,6 +74,7 @@ class ProcessGroupBackend(ProcessBackend):
     ) -> None:
         """``group`` connects the ranks; one rank alone needs none."""
         super().__init__(state, links.control, channel, ranks)
+        self._local_channel = None  # for transports through memory; see [Note: leaving]
         self._links = links
         self._group: Any = group
         self._others = [rank for rank in ranks if rank != links.control.rank]
@@ -81,17 +85,20 @@ class ProcessGroupBackend(ProcessBackend):
     def _make_group(self, members: Sequence[int], slot: int) -> Self:
         ranks = [self.ranks[member] for member in members]
         channel = self._control.channel(slot, ranks)
-        group = self._links.connect(f"{slot}-{ranks[0]}", ranks)
-        return type(self)(self._state, channel, ranks, self._links, group)
+        place = f"{slot}-{ranks[0]}"
+        group = self._links.connect(place, ranks)
+        made = type(self)(self._state, channel, ranks, self._links, group)
+        made._place = place
+        return made
 
     # What a kind of process group adds ----------------------------------------------------
 
     @abstractmethod
-    def _carry(self, works: Iterable[Work], patience: Patience, others: Sequence[int]) -> None:
-        """Sees works through that begin as they are drawn; ``others`` are who they need."""
+    def _carry(self, works: Iterable[Work], patience: Patience, peer: int | None = None) -> None:
+        """Sees works through that begin as they are drawn, of all ranks or with one peer."""
 
     @abstractmethod
-    def _abort(self, reason: Exception) -> None:
+    def _abort(self, reason: BaseException) -> None:
         """Ends all transfers of this group, for good."""
 
     @abstractmethod
@@ -114,7 +121,7 @@ class ProcessGroupBackend(ProcessBackend):
 
     def _note_origin(self, operation: Operation) -> None:
         if torch.cuda.is_initialized():
-            stream = torch.cuda.current_stream()
+            stream = torch.cuda.current_stream(self.device if self.device.type == "cuda" else None)
             self._origins[operation] = Origin(stream, stream.record_event())
 
     def _perform(self, operation: Operation, number: int, site: str, eager: bool) -> Any:
@@ -139,7 +146,7 @@ class ProcessGroupBackend(ProcessBackend):
         if self._can_reduce(payload.op, target.dtype):
             options = _timed(dist.AllreduceOptions())
             options.reduceOp = _REDUCE_OPS[payload.op]
-            self._carry_all(lambda: self._group.allreduce([target], options), patience)
+            self._carry_one(lambda: self._group.allreduce([target], options), patience)
             finish(payload.op, target, self.size)
         else:
             counts = split_sizes(target.numel(), self.size)
@@ -172,7 +179,7 @@ class ProcessGroupBackend(ProcessBackend):
 
     def _broadcast(self, payload: Payload, patience: Patience) -> None:
         data = as_bytes(_given(payload.target))
-        self._carry_all(lambda: self._start_broadcast(data, payload.root), patience)
+        self._carry_one(lambda: self._start_broadcast(data, payload.root), patience)
 
     def _start_broadcast(self, data: Tensor, root: int) -> Work:
         options = _timed(dist.BroadcastOptions())
@@ -193,7 +200,7 @@ class ProcessGroupBackend(ProcessBackend):
                 if part.numel():
                     yield self._start_broadcast(part, root)
 
-        self._carry(works(), patience, self._others)
+        self._carry(works(), patience)
 
     def _gather(self, payload: Payload, patience: Patience) -> None:
         source = _given(payload.source)
@@ -243,13 +250,18 @@ class ProcessGroupBackend(ProcessBackend):
         sizes = _in_bytes(arriving, target), _in_bytes(leaving, source)
         options = _timed(dist.AllToAllOptions())
         received, sent = as_bytes(target), as_bytes(source)
-        self._carry_all(
+        self._carry_one(
             lambda: self._group.alltoall_base(received, sent, *sizes, options), patience
         )
 
-    def _carry_all(self, start: Callable[[], Work], patience: Patience) -> None:
-        """One work of the whole group."""
-        self._carry((start() for _ in range(1)), patience, self._others)
+    def _carry_one(
+        self, start: Callable[[], Work], patience: Patience, peer: int | None = None
+    ) -> None:
+        self._carry((start() for _ in range(1)), patience, peer)
+
+    def _needed(self, peer: int | None) -> Sequence[int]:
+        """The world ranks without whom a work cannot end."""
+        return self._others if peer is None else [self.ranks[peer]]
 
     # The end --------------------------------------------------------------------------------
 
@@ -259,7 +271,11 @@ class ProcessGroupBackend(ProcessBackend):
 
     def _finish_started(self) -> None:
         super()._finish_started()
+        self._finish_transfers()
         self._await_others()
+
+    def _finish_transfers(self) -> None:
+        """Waits for transfers that nobody waits for."""
 
     def _await_others(self) -> None:
         """See [Note: leaving]."""

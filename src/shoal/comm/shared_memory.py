@@ -170,7 +170,8 @@ class SharedMemoryBackend(ProcessBackend):
 
     def _all_reduce(self, payload: Payload, patience: Patience) -> None:
         source, target = payload.source, payload.target
-        assert source is not None and target is not None
+        assert source is not None
+        assert target is not None
         kinds = {wire[:1] for wire in payload.wires}
         if source.nbytes <= _SMALL_BYTES:
             self._reduce_small(payload, target)

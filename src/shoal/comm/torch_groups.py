@@ -55,6 +55,12 @@ class Links:
     timeout: float
     found: ProcessGroup | None = None
 
+    def connect_world(self) -> ProcessGroup | None:
+        """The process group of all ranks: the script's own, or one that is made."""
+        if self.found is not None:
+            return self.found
+        return self.connect("world", range(self.control.size))
+
     def connect(self, name: str, ranks: Sequence[int]) -> ProcessGroup | None:
         """A process group of some world ranks; all of them call this, with the same new name.
 
@@ -102,34 +108,33 @@ def find_group(kind: type, device: str, bootstrap: Bootstrap) -> ProcessGroup | 
     return group if isinstance(group, kind) and (group.rank(), group.size()) == place else None
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """What the ranks told each other before they connect.
+def link(
+    bootstrap: Bootstrap,
+    control: Control,
+    timeout: float,
+    found: ProcessGroup | None,
+    maker: Callable[[str], Maker],
+) -> Links:
+    """What the groups of a new world need; every rank of it calls this.
 
-    Attributes:
-        address: This host's, as the other ranks reach it.
-        store: One that all ranks reach.
-        has_group: Whether every rank found a process group that the script made.
+    Args:
+        bootstrap: Where the ranks met.
+        control: The world's control plane.
+        timeout: Seconds that making a process group may take.
+        found: A process group that the script made; it counts if every rank has one.
+        maker: From this host's address to what makes process groups.
     """
-
-    address: str
-    store: Store
-    has_group: bool
-
-
-def meet(bootstrap: Bootstrap, control: Control, has_group: bool) -> Meeting:
-    """Agrees on a store and an address for each rank; every rank of the world calls this."""
     is_one_host = isinstance(control, PageControl)
     address = LOOPBACK if is_one_host else own_address(bootstrap)
     store, port = _open_store(bootstrap, address)
-    mine = {"address": address, "port": port, "has_group": has_group}
+    mine = {"address": address, "port": port, "has_group": found is not None}
     everybody = [json.loads(data) for data in bootstrap.all_gather(json.dumps(mine).encode())]
-    first = everybody[0]
     if store is None:
-        store = dist.TCPStore(first["address"], first["port"], is_master=False)
-    addresses = [each["address"] for each in everybody]
-    agreed = all(each["has_group"] for each in everybody)
-    return Meeting(settled_address(address, addresses), store, agreed)
+        store = dist.TCPStore(everybody[0]["address"], everybody[0]["port"], is_master=False)
+    if not all(each["has_group"] for each in everybody):
+        found = None
+    address = settled_address(address, [each["address"] for each in everybody])
+    return Links(control, Watchdog(control), store, maker(address), timeout, found)
 
 
 def _open_store(bootstrap: Bootstrap, address: str) -> tuple[Store | None, int]:

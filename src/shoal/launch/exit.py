@@ -21,9 +21,7 @@ def watch_exit() -> None:
     """Has an uncaught exception reach all ranks, and a normal end count as leaving."""
     previous = sys.excepthook
 
-    def hook(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         world = find_current()
         if world is not None:
             world.fail(error.with_traceback(trace))

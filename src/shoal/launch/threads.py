@@ -57,9 +57,7 @@ def run_threads(
 
 def _run_rank(call: Call, simulator: Simulator, outcome: Outcome, timeout: float) -> None:
     ranks = range(simulator.size)
-    world = World(
-        InMemoryBackend(WorldState(timeout=timeout), simulator, ranks, outcome.rank)
-    )
+    world = World(InMemoryBackend(WorldState(timeout=timeout), simulator, ranks, outcome.rank))
     set_current(world, process_wide=False)
     # Autograd has one backward thread per device. Ranks that are threads would share it, and
     # a hook that waits for another rank there would stop that rank's backward as well.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -128,14 +128,14 @@ def _without_repeats(layers: list[ParameterGroup]) -> list[ParameterGroup]:
     seen: set[str] = set()
     unique = []
     for layer in layers:
-        fresh = _without(layer, dict.fromkeys(seen))
+        fresh = _without(layer, seen)
         seen.update(layer.names)
         if fresh.parameters:
             unique.append(fresh)
     return unique
 
 
-def _without(layer: ParameterGroup, names: dict[str, nn.Parameter] | dict[str, None]) -> ParameterGroup:
+def _without(layer: ParameterGroup, names: Container[str]) -> ParameterGroup:
     kept = [
         (name, parameter)
         for name, parameter in zip(layer.names, layer.parameters, strict=True)
@@ -164,7 +164,7 @@ def _merged(layers: list[ParameterGroup]) -> ParameterGroup:
     return ParameterGroup(names, tuple(p for layer in layers for p in layer.parameters))
 
 
-def _position(layers: list[ParameterGroup]):  # type: ignore[no-untyped-def]
+def _position(layers: list[ParameterGroup]) -> Callable[[ParameterGroup], int]:
     order: dict[str, int] = {}
     for layer in layers:
         for name in layer.names:

@@ -30,8 +30,8 @@ class Patience:
     """
 
     __slots__ = (
-        "_begin", "_control", "_deadline", "_first_poll", "_next_look", "_polls", "_ranks", "_sleep",
-        "_spins", "_warn_at", "_what",
+        "_begin", "_control", "_deadline", "_first_poll", "_next_look", "_polls", "_ranks",
+        "_sleep", "_spins", "_warn_at", "_what",
     )  # fmt: skip
 
     def __init__(

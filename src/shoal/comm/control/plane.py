@@ -42,6 +42,8 @@ class Control(ABC):
 
     rank: int
     size: int
+    is_private: bool = True
+    """Whether nobody but this run's own ranks can take part, so that their pickles may be read."""
 
     @abstractmethod
     def channel(self, slot: int, ranks: Sequence[int]) -> Channel:
@@ -87,15 +89,11 @@ class Channel(ABC):
         """Shows ``header`` as this group's operation ``number``; returns everybody's."""
 
     @abstractmethod
-    def offer(
-        self, peer: int, key: tuple[int, int], header: bytes, patience: Patience
-    ) -> Message:
+    def offer(self, peer: int, key: tuple[int, int], header: bytes, patience: Patience) -> Message:
         """Offers group rank ``peer`` a message; returns once the peer has shown its header."""
 
     @abstractmethod
-    def accept(
-        self, peer: int, key: tuple[int, int], header: bytes, patience: Patience
-    ) -> Message:
+    def accept(self, peer: int, key: tuple[int, int], header: bytes, patience: Patience) -> Message:
         """Waits for the message that ``peer`` offers under ``key`` and shows it our header."""
 
     def settle(self, number: int) -> list[int]:

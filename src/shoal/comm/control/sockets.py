@@ -32,7 +32,7 @@ from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Control, Failure
 from shoal.comm.control.reader import Reader
 from shoal.comm.control.socket_channel import SocketChannel, SocketMessage, Tickets
-from shoal.comm.control.wiring import connect_all
+from shoal.comm.control.wiring import TOKEN_VARIABLE, connect_all
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
@@ -76,7 +76,10 @@ class SocketControl(Control):
         silence_s = _silence_s()
         sockets = connect_all(bootstrap)
         connections = [Connection(rank, sock) for rank, sock in sockets.items()]
-        return cls(bootstrap.rank, bootstrap.size, connections, silence_s)
+        control = cls(bootstrap.rank, bootstrap.size, connections, silence_s)
+        # Whoever can read the bootstrap knows the key, so it must be private or a secret added.
+        control.is_private = bootstrap.is_private or bool(os.environ.get(TOKEN_VARIABLE))
+        return control
 
     def channel(self, slot: int, ranks: Sequence[int]) -> SocketChannel:
         """No communication needed: what arrives early for the slot is kept."""

@@ -1,0 +1,248 @@
+"""`ShardedOptimizer`: the user's optimizer, stepping only what this rank owns."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shoal.optim.kinds import Kind, find_kind
+from shoal.optim.segments import Segment, make_segments, split_state
+from shoal.strategies.model import (
+    DDPModel,
+    FSDPModel,
+    ShardedModel,
+    ZeRO1Model,
+    ZeRO2Model,
+    ZeRO3Model,
+)
+
+
+class ShardedOptimizer(Optimizer):
+    """Wraps any torch optimizer, built before or after the model was wrapped.
+
+    The user's object is kept: its ``param_groups`` are pointed at this rank's memory, so
+    hyperparameters and learning-rate schedulers go on working. What an optimizer needs to see
+    at once (`Kind`) is found by trying, or declared.
+    """
+
+    model_class: ClassVar[type[ShardedModel]] = ShardedModel
+
+    def __init__(
+        self, optimizer: Optimizer, model: ShardedModel, *, kind: Kind | str | None = None
+    ) -> None:
+        """Points the optimizer at this rank's memory.
+
+        Args:
+            optimizer: The user's.
+            model: The wrapped model whose parameters it has.
+            kind: "element-wise", "per-parameter" or "global", if it need not be found out.
+        """
+        self._check_pair(optimizer, model)
+        self.optimizer, self.model = optimizer, model
+        self.kind = find_kind(optimizer) if kind is None else Kind(kind)
+        self._check_parameters()
+        if self.kind is Kind.PER_PARAMETER:
+            model.keep_whole([p for group in optimizer.param_groups for p in group["params"]])
+        if self.kind is Kind.GLOBAL and model.sharding.optimizer:
+            warnings.warn(
+                f"{type(optimizer).__name__} may couple any of its parameters, so every rank steps "
+                "all of them: the result is right, but no memory is saved. If it works element by "
+                'element or parameter by parameter, say so with kind="element-wise" or '
+                '"per-parameter".',
+                stacklevel=2,
+            )
+        self._segments = [] if self.kind is Kind.GLOBAL else self._make_segments()
+
+    def _check_pair(self, optimizer: Optimizer, model: ShardedModel) -> None:
+        if isinstance(optimizer, ShardedOptimizer):
+            raise TypeError("the optimizer is wrapped already")
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"need a torch.optim.Optimizer to wrap; got {type(optimizer).__name__}")
+        if not isinstance(model, self.model_class):
+            raise TypeError(
+                f"{type(self).__name__} goes with {self.model_class.__name__}; "
+                f"got a {type(model).__name__}"
+            )
+
+    def _check_parameters(self) -> None:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if self._engine.locate(parameter) is None:
+                    raise ValueError(
+                        f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is "
+                        "not part of the model: build it from this model's parameters"
+                    )
+
+    # An Optimizer in all but its own state ------------------------------------------------
+
+    @property
+    def _engine(self) -> Any:
+        return self.model.engine
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The user's, with this rank's memory for parameters."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The user's optimizer's."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The user's optimizer's."""
+        return self.optimizer.defaults
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else the user's optimizer has."""
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    # Steps --------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step on this rank's memory; then everybody has the new parameters."""
+        if self.kind is Kind.GLOBAL:
+            return self._step_everything(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = self._mean(closure())
+        for which in range(len(self._segments)):
+            for segment in list(self._segments[which]):
+                self._hand_out(which, segment)
+        self.optimizer.step()
+        self._engine.publish_step()
+        return loss
+
+    def _step_everything(self, closure: Callable[[], Any] | None) -> Any:
+        """Every rank makes the same step on everything."""
+
+        def evaluate() -> Any:
+            loss = self._mean(closure()) if closure is not None else None
+            self._engine.gather_gradients()
+            return loss
+
+        if closure is None:
+            evaluate()
+        with self._engine.full_parameters():
+            return self.optimizer.step(evaluate if closure is not None else None)
+
+    def _mean(self, loss: Any) -> Any:
+        """The loss of the whole batch: what a closure returns is this rank's."""
+        if not isinstance(loss, Tensor):
+            return loss
+        return self._engine.backend.all_reduce(loss.detach().clone(), "average")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets all gradients of the model."""
+        self._engine.clear_gradients()
+        for segments in self._segments:
+            for segment in segments:
+                segment.parameter.grad = None
+
+    def _hand_out(self, which: int, segment: Segment) -> None:
+        """Gives a segment its gradient, if its parameters have one."""
+        gradients = self._engine.gradients[segment.group.index]
+        used = [place in gradients.used for place in segment.places]
+        if any(used) and not all(used):
+            for part in self._split(which, segment, used):
+                self._hand_out(which, part)
+            return
+        buffer = gradients.own() if self._engine.sharding.optimizer else gradients.held()
+        segment.show(buffer if used[0] else None)
+
+    # Segments -----------------------------------------------------------------------------
+
+    def _make_segments(self) -> list[list[Segment]]:
+        membership = {
+            id(parameter): which
+            for which, group in enumerate(self.param_groups)
+            for parameter in group["params"]
+        }
+        segments: list[list[Segment]] = [[] for _ in self.param_groups]
+        for group in self._engine.groups:
+            kinds: list[Any] = [membership.get(id(parameter)) for parameter in group.parameters]
+            if self.kind is Kind.PER_PARAMETER:  # no two may share a segment
+                kinds = [None if k is None else (k, place) for place, k in enumerate(kinds)]
+            for _, segment in make_segments(group, *self._memory(group), kinds):
+                if self.kind is Kind.PER_PARAMETER:
+                    segment.restore_shape()
+                first = group.parameters[segment.places[0]]
+                segments[membership[id(first)]].append(segment)
+        for which, own in enumerate(segments):
+            self._move_state(which, own)
+            self.param_groups[which]["params"] = [segment.parameter for segment in own]
+        return segments
+
+    def _memory(self, group: Any) -> tuple[Tensor, tuple[int, int]]:
+        """What this rank steps of a group, and where that lies in the group's buffer."""
+        if not self._engine.sharding.optimizer:
+            return group.whole, (0, group.layout.num_elements)
+        rank = self._engine.backend.rank
+        return group.shard, (group.layout.bounds[rank], group.layout.bounds[rank + 1])
+
+    def _move_state(self, which: int, segments: list[Segment]) -> None:
+        """State from before the wrapping cannot be taken along yet: refuse rather than lose it."""
+        if any(self.optimizer.state.get(p) for p in self.param_groups[which]["params"]):
+            raise ValueError(
+                "the optimizer has stepped before it was wrapped: wrap it before its first step"
+            )
+
+    def _split(self, which: int, segment: Segment, used: list[bool]) -> list[Segment]:
+        """See [Note: segments]."""
+        kinds: list[object] = [None] * len(segment.group.parameters)
+        for place, is_used in zip(segment.places, used, strict=True):
+            kinds[place] = ("used" if is_used else "unused",)
+        memory, (base, _) = self._memory(segment.group)
+        bounds = (base + segment.start, base + segment.start + segment.parameter.numel())
+        own = memory[segment.start :]
+        parts = [part for _, part in make_segments(segment.group, own, bounds, kinds)]
+        for part in parts:
+            part.start += segment.start
+        state = self.optimizer.state.pop(segment.parameter, {})
+        sizes = [part.parameter.numel() for part in parts]
+        for part, part_state in zip(parts, split_state(state, sizes), strict=True):
+            if part_state:
+                self.optimizer.state[part.parameter] = part_state
+        place = self._segments[which].index(segment)
+        self._segments[which][place : place + 1] = parts
+        self.param_groups[which]["params"] = [s.parameter for s in self._segments[which]]
+        return parts
+
+
+class DDPOptimizer(ShardedOptimizer):
+    """The same step everywhere, on averaged gradients."""
+
+    model_class = DDPModel
+
+
+class ZeRO1Optimizer(ShardedOptimizer):
+    """Each rank steps its part and has its part of the state; new parameters are gathered."""
+
+    model_class = ZeRO1Model
+
+
+class ZeRO2Optimizer(ShardedOptimizer):
+    """As `ZeRO1Optimizer`, on gradients that were only kept for the rank's part."""
+
+    model_class = ZeRO2Model
+
+
+class ZeRO3Optimizer(ShardedOptimizer):
+    """Parameters, gradients and state are all the rank's part."""
+
+    model_class = ZeRO3Model
+
+
+class FSDPOptimizer(ZeRO3Optimizer):
+    """The partner of `FSDPModel`."""
+
+    model_class = FSDPModel

@@ -1,0 +1,100 @@
+"""What the user's optimizer steps: runs of flat memory instead of single parameters.
+
+[Note: segments]
+An optimizer that works element by element does not care where parameters begin and end. So it
+is given *segments*: runs of this rank's memory whose parameters have the same hyperparameters.
+Few long tensors are stepped much faster than many short ones. When some parameters of a
+segment have a gradient and others have not, it is cut there, its state with it, and stays so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal.strategies.flat_group import FlatGroup
+
+
+@dataclass
+class Segment:
+    """A run of one group's memory that the optimizer steps as one tensor.
+
+    Attributes:
+        group: The group it is part of.
+        places: The parameters it covers, by place in the group.
+        start: Where it begins in this rank's part of the buffer, in elements.
+        parameter: What the optimizer has in place of the parameters.
+    """
+
+    group: FlatGroup
+    places: list[int]
+    start: int
+    parameter: nn.Parameter
+
+    def show(self, buffer: Tensor | None) -> None:
+        """Gives the parameter its part of this rank's gradient, or none."""
+        gradient = None
+        if buffer is not None:
+            gradient = buffer[self.start : self.start + self.parameter.numel()]
+            gradient = gradient.view(self.parameter.shape)
+        self.parameter.grad = gradient
+
+    def restore_shape(self) -> None:
+        """For a segment that is one whole parameter: that parameter's shape."""
+        (place,) = self.places
+        self.parameter = nn.Parameter(
+            self.parameter.detach().view(self.group.layout.slots[place].shape)
+        )
+
+
+def make_segments(
+    group: FlatGroup, memory: Tensor, bounds: tuple[int, int], kinds: Sequence[object]
+) -> Iterator[tuple[object, Segment]]:
+    """Cuts ``memory``, which holds ``bounds`` of the group, where neighbours' kinds differ.
+
+    Args:
+        group: The group.
+        memory: The part of the buffer that this rank steps.
+        bounds: Where that part begins and ends in the buffer.
+        kinds: For each parameter by place what must be equal inside a segment; None: not stepped.
+    """
+    run: list[tuple[int, int, int]] = []
+    for place, slot in enumerate(group.layout.slots):
+        start, stop = max(slot.start, bounds[0]), min(slot.stop, bounds[1])
+        if start >= stop:
+            continue
+        if run and kinds[run[-1][0]] != kinds[place]:
+            yield from _segment(group, memory, bounds[0], run, kinds)
+            run = []
+        run.append((place, start, stop))
+    yield from _segment(group, memory, bounds[0], run, kinds)
+
+
+def _segment(
+    group: FlatGroup,
+    memory: Tensor,
+    base: int,
+    run: Sequence[tuple[int, int, int]],
+    kinds: Sequence[object],
+) -> Iterator[tuple[object, Segment]]:
+    if run and kinds[run[0][0]] is not None:
+        start, stop = run[0][1] - base, run[-1][2] - base
+        parameter = nn.Parameter(memory[start:stop].detach())
+        yield kinds[run[0][0]], Segment(group, [place for place, _, _ in run], start, parameter)
+
+
+def split_state(state: dict[str, Any], sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """The optimizer's state of one tensor, for the parts it was cut into."""
+    total = sum(sizes)
+    parts: list[dict[str, Any]] = [{} for _ in sizes]
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.numel() == total and value.dim() == 1:
+            for part, piece in zip(parts, value.split(list(sizes)), strict=True):
+                part[key] = piece.clone()
+        else:
+            for part in parts:
+                part[key] = value.clone() if isinstance(value, Tensor) else value
+    return parts

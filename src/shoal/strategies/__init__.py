@@ -1,0 +1,12 @@
+"""Strategies: who holds what, and when it travels."""
+
+from shoal.strategies.model import (
+    DDPModel,
+    FSDPModel,
+    ShardedModel,
+    ZeRO1Model,
+    ZeRO2Model,
+    ZeRO3Model,
+)
+
+__all__ = ["DDPModel", "FSDPModel", "ShardedModel", "ZeRO1Model", "ZeRO2Model", "ZeRO3Model"]

@@ -1,0 +1,357 @@
+"""The engine of all data-parallel strategies: three switches decide what is sharded.
+
+[Note: passes]
+A *pass* is one forward or one backward. In a pass groups are gathered as they are needed; in
+backward their gradients leave as soon as they are complete. Gathers and reductions run on two
+groups of ranks of their own, so that the order of one does not depend on the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shoal.comm import Backend
+from shoal.comm.header import Header
+from shoal.comm.operation import Barrier, Payload
+from shoal.sharding.analyzer import MIN_GROUP_BYTES, ParameterAnalyzer, ParameterGroup
+from shoal.sharding.layout import GroupLayout, balanced_owners
+from shoal.strategies.flat_group import FlatGroup
+from shoal.strategies.gathering import Gathering, Plan
+from shoal.strategies.gradients import BufferPool, GroupGradients
+from shoal.strategies.schedule import Rounds
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What is cut into shards, one for each rank; the rest every rank has whole."""
+
+    optimizer: bool = False
+    gradients: bool = False
+    parameters: bool = False
+
+
+class Engine:
+    """Parameters, gradients and their way between the ranks, for one model on one rank."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        backend: Backend,
+        sharding: Sharding,
+        min_group_bytes: int = MIN_GROUP_BYTES,
+        undivided: Collection[nn.Parameter] = (),
+    ) -> None:
+        """Takes the module's parameters over; rank 0's values count.
+
+        Args:
+            module: The user's module.
+            backend: The ranks that train it together.
+            sharding: What is sharded.
+            min_group_bytes: See `ParameterAnalyzer`.
+            undivided: Parameters that must not be cut: their optimizer looks at all of one.
+        """
+        self.module, self.backend, self.sharding = module, backend, sharding
+        self.min_group_bytes = min_group_bytes
+        self.auto_sync = True
+        self._undivided = {id(parameter) for parameter in undivided}
+        self._gather_group, self._reduce_group = _twin(backend), _twin(backend)
+        self.groups = self._make_groups(min_group_bytes)
+        pool = BufferPool(backend)
+        self.gradients = [
+            GroupGradients(group, pool, self._reduce_group, sharding.gradients)
+            for group in self.groups
+        ]
+        self._place = {
+            id(parameter): (group.index, place)
+            for group in self.groups
+            for place, parameter in enumerate(group.parameters)
+        }
+        self.gathering = Gathering(self.groups, self._gather_group)
+        self._forward_plan = Plan([group.index for group in self.groups])
+        self._backward_plan = Plan(self._backward_order())
+        self._reductions = Rounds(self._backward_order())
+        self._complete: set[int] = set()
+        self._in_backward = False
+        self._saving: list[Any] = []
+        self._hooks = self._install()
+        self.gathering.free_all()
+
+    def _make_groups(self, min_group_bytes: int) -> list[FlatGroup]:
+        groups = []
+        load = [0] * self.backend.size
+        for index, found in enumerate(ParameterAnalyzer(self.module, min_group_bytes).groups):
+            for parameter in found.parameters:
+                self.backend.broadcast(parameter.data)
+            layout = self._lay_out(found, load)
+            by_name = dict(zip(found.names, found.parameters, strict=True))
+            parameters = [by_name[slot.name] for slot in layout.slots]
+            is_sharded = self.sharding.parameters and self.backend.size > 1
+            group = FlatGroup(index, layout, parameters, self.backend, is_sharded=is_sharded)
+            groups.append(group)
+        return groups
+
+    def _lay_out(self, group: ParameterGroup, load: list[int]) -> GroupLayout:
+        """Slices of one size, or whole parameters if some of the group's must stay whole."""
+        num_ranks = self.backend.size
+        shapes = [(n, p.shape) for n, p in zip(group.names, group.parameters, strict=True)]
+        if self._undivided.isdisjoint(map(id, group.parameters)):
+            return GroupLayout.even(shapes, num_ranks, group.dtype.itemsize)
+        owners = balanced_owners([shape.numel() for _, shape in shapes], num_ranks, load)
+        return GroupLayout.whole(shapes, owners, num_ranks)
+
+    def dissolve(self) -> None:
+        """Gives the parameters memory of their own again, and lets go of the module."""
+        with self.full_parameters(keep_changes=False):
+            for group in self.groups:
+                for parameter in group.parameters:
+                    parameter.data = parameter.data.clone()
+        for handle in self._hooks:
+            handle.remove()
+
+    def locate(self, parameter: nn.Parameter) -> tuple[int, int] | None:
+        """Group and place of a parameter of the model; None for a stranger."""
+        return self._place.get(id(parameter))
+
+    # Forward ----------------------------------------------------------------------------
+
+    def _install(self) -> list[Any]:
+        handles: list[Any] = [
+            self.module.register_forward_pre_hook(self._begin_forward, prepend=True),
+            self.module.register_forward_hook(self._end_forward, always_call=True),
+        ]
+        for group, gradients in zip(self.groups, self.gradients, strict=True):
+            for place, parameter in enumerate(group.parameters):
+                handles.append(self._watch(parameter, gradients, place))
+        if self.sharding.parameters:
+            handles += self._pin_parents()
+        return handles
+
+    def _watch(self, parameter: nn.Parameter, gradients: GroupGradients, place: int) -> Any:
+        was_trainable = parameter.requires_grad
+        parameter.requires_grad_(True)  # the hook can only be hung on what wants gradients
+
+        def arrived(_: Tensor) -> None:
+            self._gradient_arrived(gradients, place)
+
+        handle = parameter.register_post_accumulate_grad_hook(arrived)
+        parameter.requires_grad_(was_trainable)
+        return handle
+
+    def _pin_parents(self) -> list[Any]:
+        """A module with parameters and children may hold on to a view of one across a child."""
+        handles = []
+        for module in self.module.modules():
+            own = {self._place[id(p)][0] for p in module.parameters(recurse=False)}
+            if own and any(True for _ in module.children()):
+                groups = [self.groups[index] for index in own]
+                handles.append(module.register_forward_pre_hook(_pinning(groups, 1)))
+                handles.append(module.register_forward_hook(_pinning(groups, -1), always_call=True))
+        return handles
+
+    def _begin_forward(self, module: nn.Module, args: object) -> None:
+        if self._in_backward:  # a recomputation: the pass that is under way goes on
+            return
+        if module.training:
+            self._share_buffers()
+        self.gathering.begin_pass(self._forward_plan)
+        saving: Any = contextlib.nullcontext()
+        if self.sharding.parameters and torch.is_grad_enabled():
+            saving = self.gathering.saving()
+        saving.__enter__()
+        self._saving.append(saving)
+
+    def _end_forward(self, module: nn.Module, args: object, output: object) -> None:
+        if self._in_backward:
+            return
+        self._saving.pop().__exit__(None, None, None)
+        self._end_pass(self.gathering.num_rounds, 0)
+        if torch.is_grad_enabled():
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn:
+                    tensor.register_hook(self._begin_backward)
+
+    def _share_buffers(self) -> None:
+        """Running statistics and the like: every rank goes on with rank 0's."""
+        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for buffer in self.module.buffers():
+            if buffer.numel():
+                kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+        for buffers in kinds.values():
+            joined = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
+            self._gather_group.broadcast(joined)
+            parts = joined.split([buffer.numel() for buffer in buffers])
+            with torch.no_grad():
+                for buffer, part in zip(buffers, parts, strict=True):
+                    buffer.copy_(part.view(buffer.shape))
+
+    # Backward ---------------------------------------------------------------------------
+
+    def _begin_backward(self, _: Tensor | None = None) -> None:
+        if self._in_backward:
+            return
+        self._in_backward = True
+        self.gathering.begin_pass(self._backward_plan)
+        self._reductions = Rounds(self._backward_order())
+        self._complete.clear()
+        for gradients in self.gradients:
+            gradients.expect()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _backward_order(self) -> list[int]:
+        return [group.index for group in reversed(self.groups)]
+
+    def _gradient_arrived(self, gradients: GroupGradients, place: int) -> None:
+        self._begin_backward()
+        is_complete = gradients.collect(place)
+        if is_complete and self.auto_sync:
+            self._complete.add(gradients.group.index)
+            self._reduce_complete()
+
+    def _reduce_complete(self) -> None:
+        """Sends off what is complete, in the agreed order."""
+        while (index := self._next_reduction()) in self._complete:
+            self._complete.discard(index)
+            for turn in self._reductions.until(index):
+                self.gradients[turn].start_reduction()
+
+    def _next_reduction(self) -> int:
+        following = self._reductions.following()
+        return self._backward_order()[0] if following is None else following
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        late = self._reductions.count + 1 if self._complete else 1
+        num_reductions = max(self._reductions.count, late) if self.auto_sync else 0
+        self._end_pass(self.gathering.num_rounds, num_reductions)
+        for gradients in self.gradients:
+            gradients.finish_reduction()
+            if self.auto_sync:
+                gradients.show()
+
+    def _end_pass(self, num_gathers: int, num_reductions: int) -> None:
+        """All ranks agree on how often everything takes its turn, and catch up."""
+        agreement = _Agreement((num_gathers, num_reductions), self.gathering.again)
+        self._reduce_group.run(agreement)
+        gathers, reductions = agreement.most
+        self.gathering.end_pass(gathers, agreement.united)
+        if reductions:
+            for index in self._reductions.rest(reductions):
+                self.gradients[index].start_reduction()
+
+    # What users ask for -----------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Averages the gradients now, where that was not done in backward."""
+        for index in self._backward_order():
+            self.gradients[index].start_reduction()
+        for gradients in self.gradients:
+            gradients.finish_reduction()
+            gradients.show()
+
+    def gradient_buffers(self) -> list[Tensor]:
+        """All averaged gradients that this rank holds."""
+        held = [gradients.held() for gradients in self.gradients]
+        return [buffer for buffer in held if buffer is not None]
+
+    def gradient_shard(self, name: str) -> Tensor | None:
+        """This rank's part of a parameter's averaged gradient."""
+        parameter = dict(self.module.named_parameters()).get(name)
+        found = None if parameter is None else self.locate(parameter)
+        if found is None:
+            raise KeyError(f"the model has no parameter named {name!r}")
+        group, place = found
+        own = self.gradients[group].own()
+        if own is None or place not in self.gradients[group].used:
+            return None
+        layout = self.groups[group].layout
+        first_name = layout.slots[place].name
+        for piece in layout.pieces(self.backend.rank):
+            if piece.name == first_name:
+                return own[piece.offset : piece.offset + piece.stop - piece.start]
+        return own[:0]
+
+    def clip_norm(self, max_norm: float, norm_type: float) -> Tensor:
+        """Scales the gradients so that their norm over all elements is at most ``max_norm``."""
+        buffers = self.gradient_buffers()
+        norms = [torch.linalg.vector_norm(buffer, norm_type) for buffer in buffers]
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        if self.sharding.gradients:
+            total = self._norm_over_ranks(total, norm_type)
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for buffer in buffers:
+            buffer.mul_(factor)
+        return total
+
+    def _norm_over_ranks(self, norm: Tensor, norm_type: float) -> Tensor:
+        if norm_type == float("inf"):
+            largest: Tensor = self.backend.all_reduce(norm.clone(), "max")
+            return largest
+        total: Tensor = self.backend.all_reduce(norm**norm_type) ** (1.0 / norm_type)
+        return total
+
+    def clear_gradients(self) -> None:
+        """Forgets all gradients."""
+        for gradients in self.gradients:
+            gradients.clear()
+
+    def gather_gradients(self) -> None:
+        """Every rank gets the whole averaged gradient, for optimizers that need all of it."""
+        for gradients in self.gradients:
+            gradients.gather(self._gather_group)
+
+    @contextlib.contextmanager
+    def full_parameters(self, *, keep_changes: bool = True) -> Iterator[None]:
+        """All parameters whole on every rank; what is changed is kept."""
+        with self.gathering.keeping():
+            self.gathering.begin_pass(Plan(self._forward_plan.order, is_learned=True))
+            for group in self.groups:
+                self.gathering.need(group)
+            yield
+            if keep_changes:
+                for group in self.groups:
+                    group.keep_changes()
+        self.gathering.free_all()
+
+    def publish_step(self) -> None:
+        """The optimizer has stepped this rank's shards: everybody else needs them."""
+        if self.sharding.parameters:
+            self.gathering.free_all()
+        elif self.sharding.optimizer:
+            for group in self.groups:
+                self._gather_group.all_gather(group.shard, out=group.whole)
+
+
+class _Agreement(Barrier):
+    """A barrier at which ranks take the largest of some numbers and unite some groups."""
+
+    def __init__(self, numbers: tuple[int, int], members: set[int]) -> None:
+        self.meta = (*numbers, *members)
+        self.most = numbers
+        self.united = members
+
+    def prepare(self, headers: Sequence[Header], rank: int) -> Payload:
+        metas = [header.meta for header in headers]
+        self.most = (max(meta[0] for meta in metas), max(meta[1] for meta in metas))
+        self.united = {member for meta in metas for member in meta[2:]}
+        return super().prepare(headers, rank)
+
+
+def _twin(backend: Backend) -> Backend:
+    twin = backend.split(0)
+    assert twin is not None
+    return twin
+
+
+def _pinning(groups: Sequence[FlatGroup], step: int) -> Any:
+    def hook(*_: object) -> None:
+        for group in groups:
+            group.pins += step
+
+    return hook

@@ -1,0 +1,170 @@
+"""Parameters on demand: gathers groups when they are needed and frees them afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from shoal.comm import Backend, Work
+from shoal.comm.operation import AllGather
+from shoal.strategies.flat_group import FlatGroup
+from shoal.strategies.schedule import Rounds
+
+
+@dataclass
+class Plan:
+    """What was learned of a kind of pass, the same on every rank.
+
+    Attributes:
+        order: In which order groups take their turns.
+        lasting: Groups that are needed again later in the pass, so that freeing them is a waste.
+        is_learned: Whether the order is one that was seen, not the order of registration.
+    """
+
+    order: list[int]
+    lasting: set[int] = field(default_factory=set)
+    is_learned: bool = False
+
+
+class Gathering:
+    """The sharded groups of a model: which are here, which are on their way.
+
+    Needing a group gathers it, and the one after it in the background; whatever is not in use
+    any more is freed then. See [Note: the round] for the order.
+    """
+
+    def __init__(self, groups: Sequence[FlatGroup], backend: Backend) -> None:
+        """``backend`` must carry nothing else: the order of its operations is the schedule's."""
+        self._groups = {group.index: group for group in groups if group.is_sharded}
+        self._backend = backend
+        self._coming: dict[int, Work[Tensor]] = {}
+        self._plan = Plan(list(self._groups))
+        self._rounds = Rounds(self._plan.order)
+        self._seen: list[int] = []
+        self.again: set[int] = set()
+        """Groups that were needed again after they had been freed, in this pass."""
+        self._keep_all = False
+        self._storages = {
+            group.whole.untyped_storage()._cdata: group for group in self._groups.values()
+        }
+        self.num_gathers = 0
+
+    # Passes -----------------------------------------------------------------------------
+
+    def begin_pass(self, plan: Plan) -> None:
+        """Groups take their turns by a plan from now on."""
+        self._plan = plan
+        self._rounds = Rounds([index for index in plan.order if index in self._groups])
+        self._seen, self.again = [], set()
+
+    @property
+    def num_rounds(self) -> int:
+        """How many rounds this pass has begun."""
+        return self._rounds.count
+
+    def end_pass(self, num_rounds: int, again: set[int]) -> None:
+        """Finishes the last round with the others, frees everything, and learns.
+
+        Args:
+            num_rounds: The most rounds that any rank has begun.
+            again: Groups that any rank needed again after they had been freed.
+        """
+        for index in self._rounds.rest(num_rounds):
+            self._start(index)
+        for group in self._groups.values():
+            self._finish(group)
+        if not self._keep_all:
+            self.free_all()
+        self._plan.lasting |= again
+        if self._groups and not self._plan.is_learned:
+            self._learn()
+
+    def _learn(self) -> None:
+        """Rank 0's order counts; groups it did not need come last."""
+        seen = self._backend.broadcast_object(list(self._seen))
+        self._plan.order = [*seen, *(index for index in self._plan.order if index not in seen)]
+        self._plan.is_learned = True
+
+    def free_all(self) -> None:
+        """Frees every group that nobody holds on to."""
+        for group in self._groups.values():
+            if not group.pins and group.index not in self._coming:
+                group.vanish(self.need)
+
+    # Groups -----------------------------------------------------------------------------
+
+    def need(self, group: FlatGroup) -> None:
+        """Has the group's parameters here when it returns."""
+        if group.is_present:
+            return
+        if group.index in self._seen and group.index not in self._coming:
+            self.again.add(group.index)
+        if group.index not in self._coming:
+            for index in self._rounds.until(group.index):
+                self._start(index)
+        self._free_idle(group)
+        self._finish(group)
+        if group.index not in self._seen:
+            self._seen.append(group.index)
+        self._prefetch()
+
+    def _start(self, index: int) -> None:
+        group = self._groups[index]
+        self._finish(group)  # a second turn, for others' sake: take part as if it were gone
+        with torch.autograd._unsafe_preserve_version_counter(group.whole):
+            operation = AllGather(group.shard, group.allocate())
+            operation.signature = f"gather of parameter group {index}: {operation.signature}"
+            self._coming[index] = self._backend.run(operation, async_op=True)
+        self.num_gathers += 1
+
+    def _finish(self, group: FlatGroup) -> None:
+        work = self._coming.pop(group.index, None)
+        if work is not None:
+            with torch.autograd._unsafe_preserve_version_counter(group.whole):
+                work.wait()
+            group.appear()
+
+    def _prefetch(self) -> None:
+        following = self._rounds.following()
+        if following is not None and not self._groups[following].is_present:
+            for index in self._rounds.until(following):
+                self._start(index)
+
+    def _free_idle(self, needed: FlatGroup) -> None:
+        if self._keep_all:
+            return
+        for group in self._groups.values():
+            is_idle = group.is_present and not group.pins and group.index not in self._coming
+            if is_idle and group is not needed and group.index not in self._plan.lasting:
+                group.vanish(self.need)
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Inside, nothing is freed."""
+        before, self._keep_all = self._keep_all, True
+        try:
+            yield
+        finally:
+            self._keep_all = before
+
+    # Autograd ---------------------------------------------------------------------------
+
+    def saving(self) -> saved_tensors_hooks:
+        """While this is on, what autograd saves of sharded parameters is gathered when needed."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> object:
+        group = self._storages.get(tensor.untyped_storage()._cdata)
+        return tensor if group is None else (group, tensor)
+
+    def _unpack(self, packed: object) -> Tensor:
+        if isinstance(packed, tuple):
+            group, tensor = packed
+            self.need(group)
+            return tensor  # type: ignore[no-any-return]
+        return packed  # type: ignore[return-value]

@@ -1,0 +1,210 @@
+"""Gradients: collected into flat buffers, averaged over the ranks, kept whole or as shards.
+
+[Note: who used what]
+In plain PyTorch a parameter that took no part in the loss has no gradient and is not stepped.
+With ranks it counts if any rank used it. Which ones a rank used rides in the header of the
+reduction, as bits, so that knowing it costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.comm import Backend, ReduceOp, Work
+from shoal.comm.header import Header
+from shoal.comm.operation import AllReduce, Payload, ReduceScatter
+from shoal.strategies.flat_group import FlatGroup
+
+_BITS = 62
+
+
+class BufferPool:
+    """Flat buffers that are used again, in memory that the transport reaches without a copy."""
+
+    def __init__(self, backend: Backend) -> None:
+        """Nothing in it yet."""
+        self._backend = backend
+        self._free: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+
+    def take(self, like: Tensor, numel: int) -> Tensor:
+        """A buffer with any contents."""
+        free = self._free.get((numel, like.dtype, like.device))
+        return free.pop() if free else self._backend.empty(numel, like.dtype, like.device)
+
+    def give(self, buffer: Tensor) -> None:
+        """Takes a buffer back."""
+        key = (buffer.numel(), buffer.dtype, buffer.device)
+        self._free.setdefault(key, []).append(buffer)
+
+
+class GroupGradients:
+    """The gradients of one group on one rank."""
+
+    def __init__(self, group: FlatGroup, pool: BufferPool, backend: Backend, is_sharded: bool):
+        """``is_sharded``: only this rank's part outlives the reduction."""
+        self.group, self._pool, self._backend = group, pool, backend
+        self._is_sharded = is_sharded
+        self._whole: Tensor | None = None
+        self._shard: Tensor | None = None
+        self._collected: set[int] = set()
+        self._waiting = 0
+        self._work: tuple[Work[Tensor], _Flags] | None = None
+        self.used: set[int] = set()
+        """Parameters, by place in the group, that have a gradient on some rank."""
+
+    def expect(self) -> None:
+        """A backward pass begins: every trainable parameter may get a gradient."""
+        self._waiting = sum(parameter.requires_grad for parameter in self.group.parameters)
+
+    def collect(self, place: int) -> bool:
+        """A parameter's gradient is there; returns whether the group is complete now."""
+        parameter = self.group.parameters[place]
+        view = self._view(place)
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.data_ptr() != view.data_ptr():
+            if place in self._collected:
+                view.add_(gradient.to(view.dtype))
+            else:
+                view.copy_(gradient)
+        self._collected.add(place)
+        parameter.grad = None if self._is_sharded else view
+        self._waiting -= 1
+        return self._waiting == 0
+
+    def _view(self, place: int) -> Tensor:
+        slot = self.group.layout.slots[place]
+        return self.whole()[slot.start : slot.stop].view(slot.shape)
+
+    def whole(self) -> Tensor:
+        """The buffer of the group's whole gradient."""
+        if self._whole is None:
+            numel = self.group.layout.num_elements
+            self._whole = self._pool.take(self.group.shard, numel)
+            self._whole[self.group.layout.slots[-1].stop :].zero_()
+        return self._whole
+
+    def start_reduction(self) -> None:
+        """Averages over the ranks in the background."""
+        self.finish_reduction()
+        whole = self.whole()
+        for place, slot in enumerate(self.group.layout.slots):
+            if place not in self._collected:
+                whole[slot.start : slot.stop].zero_()
+        flags = _Flags(self._collected, len(self.group.parameters))
+        operation = self._operation(whole, flags)
+        operation.signature += f" of gradient group {self.group.index}"
+        self._work = (self._backend.run(operation, async_op=True), flags)
+
+    def _operation(self, whole: Tensor, flags: _Flags) -> AllReduce | ReduceScatter:
+        if not self._is_sharded:
+            return _FlaggedAllReduce(whole, flags)
+        place = (self._backend.rank, self._backend.size)
+        return _FlaggedReduceScatter(whole, self.group.layout.sizes, place, flags)
+
+    def finish_reduction(self) -> None:
+        """Waits for the average."""
+        if self._work is None:
+            return
+        (work, flags), self._work = self._work, None
+        result = work.wait()
+        self.used |= flags.union
+        if self._is_sharded:
+            self._shard = result if self._shard is None else self._shard.add_(result)
+            self._drop_whole()
+
+    def _drop_whole(self) -> None:
+        if self._whole is not None:
+            self._pool.give(self._whole)
+            self._whole = None
+        self._collected.clear()
+
+    def own(self) -> Tensor | None:
+        """This rank's part of the averaged gradient."""
+        if self._is_sharded:
+            return self._shard
+        return None if self._whole is None else self.group.own_slice(self._whole)
+
+    def held(self) -> Tensor | None:
+        """All that this rank holds of the averaged gradient: whole, or its part."""
+        return self._shard if self._is_sharded else self._whole
+
+    def show(self) -> None:
+        """Lets the parameters show what they have: whole gradients only, and only if used."""
+        if self._is_sharded:
+            return
+        for place, parameter in enumerate(self.group.parameters):
+            parameter.grad = self._view(place) if place in self.used else None
+
+    def gather(self, backend: Backend) -> None:
+        """Puts the whole averaged gradient where the parameters show it."""
+        whole = self._whole
+        if self._is_sharded and self.used:
+            assert self._shard is not None
+            whole = backend.all_gather(self._shard)
+        for place, parameter in enumerate(self.group.parameters):
+            slot = self.group.layout.slots[place]
+            has_gradient = place in self.used and whole is not None
+            parameter.grad = (
+                whole[slot.start : slot.stop].view(slot.shape) if has_gradient else None  # type: ignore[index]
+            )
+
+    def clear(self) -> None:
+        """Forgets all gradients."""
+        self.finish_reduction()
+        for parameter in self.group.parameters:
+            parameter.grad = None
+        self.used.clear()
+        self._collected.clear()
+        self._shard = None
+        if self._is_sharded:
+            self._drop_whole()
+
+    @property
+    def num_bytes_held(self) -> int:
+        """Bytes of gradients that this rank holds now."""
+        held = [buffer for buffer in (self._whole, self._shard) if buffer is not None]
+        return sum(buffer.nbytes for buffer in held)
+
+
+class _Flags:
+    """Which parameters of a group this rank used, and once known which any rank did."""
+
+    def __init__(self, used: set[int], count: int) -> None:
+        words = [0] * (-(-count // _BITS))
+        for place in used:
+            words[place // _BITS] |= 1 << (place % _BITS)
+        self.words = tuple(words)
+        self.union: set[int] = set()
+
+    def unite(self, headers: Sequence[Header]) -> None:
+        for index in range(len(self.words)):
+            union = 0
+            for header in headers:
+                union |= header.meta[index]
+            self.union |= {index * _BITS + bit for bit in range(_BITS) if union >> bit & 1}
+
+
+class _FlaggedAllReduce(AllReduce):
+    def __init__(self, whole: Tensor, flags: _Flags) -> None:
+        super().__init__(whole, ReduceOp.AVERAGE)
+        self.meta, self._flags = flags.words, flags
+
+    def prepare(self, headers: Sequence[Header], rank: int) -> Payload:
+        self._flags.unite(headers)
+        return super().prepare(headers, rank)
+
+
+class _FlaggedReduceScatter(ReduceScatter):
+    def __init__(
+        self, whole: Tensor, sizes: Sequence[int], place: tuple[int, int], flags: _Flags
+    ) -> None:
+        super().__init__(whole, ReduceOp.AVERAGE, None, sizes, place)
+        self.meta, self._flags = flags.words, flags
+
+    def prepare(self, headers: Sequence[Header], rank: int) -> Payload:
+        self._flags.unite(headers)
+        return super().prepare(headers, rank)

@@ -1,0 +1,223 @@
+"""`ShardedModel`: the user's module, unchanged inside, trained by many ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from shoal.comm import Backend, World
+from shoal.comm.world import current
+from shoal.sharding.analyzer import MIN_GROUP_BYTES
+from shoal.strategies.engine import Engine, Sharding
+from shoal.strategies.training import (
+    LossFunction,
+    call_module,
+    count_items,
+    weighted_backward,
+)
+
+# What a module offers about its parts, answered by the wrapped module under its own names.
+_DELEGATED = (
+    "parameters", "named_parameters", "buffers", "named_buffers", "children", "named_children",
+    "modules", "named_modules", "get_parameter", "get_buffer", "get_submodule", "requires_grad_",
+    "extra_repr", "__getitem__", "__len__", "__iter__",
+)  # fmt: skip
+
+
+class ShardedModel(nn.Module):
+    """A module wrapped for data-parallel training; names and attributes stay the module's own.
+
+    Use one of its kinds (`DDPModel`, `ZeRO3Model`, ...), which differ in what they shard.
+    """
+
+    strategy: ClassVar[str]
+    sharding: ClassVar[Sharding]
+
+    def __init__(
+        self,
+        module: nn.Module,
+        world: World | Backend | None = None,
+        *,
+        min_group_bytes: int = MIN_GROUP_BYTES,
+        auto_sync: bool = True,
+    ) -> None:
+        """Takes over the module's parameters; every rank starts from rank 0's values."""
+        super().__init__()
+        if isinstance(module, ShardedModel):
+            raise TypeError("the model is wrapped already; wrap the plain module once")
+        backend = world if isinstance(world, Backend) else (world or current()).backend
+        # Not registered as a child, so that names get no prefix.
+        object.__setattr__(self, "module", module)
+        self.engine = Engine(module, backend, self.sharding, min_group_bytes)
+        self.engine.auto_sync = auto_sync
+        self.training = module.training
+
+    def keep_whole(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Lays the memory out anew so that these parameters are not cut between ranks."""
+        old = self.engine
+        old.dissolve()
+        self.engine = Engine(
+            self.module, old.backend, self.sharding, old.min_group_bytes, parameters
+        )
+        self.engine.auto_sync = old.auto_sync
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module."""
+        return self.module(*args, **kwargs)
+
+    def train_step(
+        self, inputs: Any, targets: Any, loss_fn: LossFunction, *, weight: float | None = None
+    ) -> Tensor:
+        """Forward and backward of one local batch; neither zeroes gradients nor steps.
+
+        Args:
+            inputs: What the module is called with. A tuple is expanded into arguments; a dict is
+                passed as one argument unless its keys name forward's parameters.
+            targets: The second argument of ``loss_fn``.
+            loss_fn: ``loss_fn(output, targets)``, the mean over the local batch.
+            weight: How much the local batch counts; by default its number of items. May be zero.
+
+        Returns:
+            The mean loss over the global batch, the same on every rank.
+        """
+        output = call_module(self, self.module, inputs)
+        loss = loss_fn(output, targets)
+        count = count_items(inputs) if weight is None else weight
+        return weighted_backward(loss, output, count, self.engine.backend)
+
+    # Gradients --------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients add up locally; the next backward outside averages them all."""
+        before, self.engine.auto_sync = self.engine.auto_sync, False
+        try:
+            yield
+        finally:
+            self.engine.auto_sync = before
+
+    def synchronize_gradients(self) -> None:
+        """Averages the gradients over the ranks now; for ``auto_sync=False``."""
+        self.engine.synchronize()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets all gradients."""
+        self.engine.clear_gradients()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scales the gradients so that their norm over all ranks is at most ``max_norm``."""
+        return self.engine.clip_norm(max_norm, norm_type)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamps every element of the gradients."""
+        for buffer in self.engine.gradient_buffers():
+            buffer.clamp_(-clip_value, clip_value)
+
+    # Parameters -------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def full_parameters(self) -> Iterator[None]:
+        """Inside, all parameters are whole on every rank; changes to them are kept."""
+        with self.engine.full_parameters():
+            yield
+
+    @contextlib.contextmanager
+    def predicting(self) -> Iterator[None]:
+        """Inside, what was gathered for one prediction is kept for the next, without gradients.
+
+        Training ends it early: an optimizer's step frees what was gathered.
+        """
+        with torch.no_grad(), self.engine.gathering.keeping():
+            yield
+        self.engine.gathering.free_all()
+
+    def gradient_shard(self, name: str) -> Tensor | None:
+        """This rank's part of a parameter's averaged gradient, flat; None if it has none."""
+        return self.engine.gradient_shard(name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The module's full state under its own names; every rank calls it."""
+        with self.engine.full_parameters(keep_changes=False):
+            state = self.module.state_dict(*args, **kwargs)
+            return {
+                name: value.detach().clone() if isinstance(value, Tensor) else value
+                for name, value in state.items()
+            }
+
+    full_state_dict = state_dict
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Loads a full state under the module's own names; every rank calls it."""
+        with self.engine.full_parameters():
+            return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+    # The module's own -------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> ShardedModel:
+        """Sets the mode of the module."""
+        self.module.train(mode)
+        self.training = mode
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        """The module's attributes."""
+        return getattr(self.__dict__["module"], name)
+
+    def __bool__(self) -> bool:
+        """A model is something, however many parts it has."""
+        return True
+
+    def __repr__(self) -> str:
+        """The strategy around the module."""
+        return f"{type(self).__name__}({self.module!r})"
+
+
+def _delegate(name: str) -> Any:
+    def method(self: ShardedModel, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.module, name)(*args, **kwargs)
+
+    method.__name__ = name
+    method.__doc__ = f"See `torch.nn.Module.{name}`."
+    return method
+
+
+for _name in _DELEGATED:
+    setattr(ShardedModel, _name, _delegate(_name))
+
+
+class DDPModel(ShardedModel):
+    """Everything replicated; gradients are averaged."""
+
+    strategy = "ddp"
+    sharding = Sharding()
+
+
+class ZeRO1Model(ShardedModel):
+    """Parameters and gradients replicated; each rank has its part of the optimizer's state."""
+
+    strategy = "zero1"
+    sharding = Sharding(optimizer=True)
+
+
+class ZeRO2Model(ShardedModel):
+    """Parameters replicated; each rank has its part of the gradients and the state."""
+
+    strategy = "zero2"
+    sharding = Sharding(optimizer=True, gradients=True)
+
+
+class ZeRO3Model(ShardedModel):
+    """Parameters, gradients and state sharded; parameters are gathered while they are used."""
+
+    strategy = "zero3"
+    sharding = Sharding(optimizer=True, gradients=True, parameters=True)
+
+
+class FSDPModel(ZeRO3Model):
+    """As `ZeRO3Model`, in units that are grouped automatically."""
+
+    strategy = "fsdp"
