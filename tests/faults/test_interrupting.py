@@ -26,7 +26,9 @@ def interrupt_the_caller(caller: int, pids_to: str, gate: Gate) -> None:
     gate.wait()  # which nobody opens
 
 
-@pytest.mark.parametrize(("backend", "ranks"), [world("shm", 3), world("gloo", 2), world("mpi", 2)])
+@pytest.mark.parametrize(
+    ("backend", "ranks"), [world("shm", 3), world("gloo", 2), world("mpi", 2, full=True)]
+)
 def test_processes_are_killed_and_reaped(
     backend: str, ranks: int, tmp_path: Path, gate: Gate
 ) -> None:

@@ -60,7 +60,7 @@ def die_first() -> None:
         world.barrier()
 
 
-@pytest.mark.parametrize(("backend", "ranks"), PROCESSES)
+@pytest.mark.parametrize(("backend", "ranks"), MOST_PROCESSES)
 def test_before_the_first_operation(backend: str, ranks: int) -> None:
     assert_noticed(outcomes(die_first, backend=backend, ranks=ranks), 1)
 

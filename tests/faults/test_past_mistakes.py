@@ -323,7 +323,8 @@ def test_p09_bytes_travel_as_they_are(backend: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "ranks"), [world("memory", 2), world("shm", 2), world("gloo", 2), world("mpi", 2)]
+    ("backend", "ranks"),
+    [world("memory", 2), world("shm", 2), world("gloo", 2), world("mpi", 2, full=True)],
 )
 def test_p10_what_is_installed_works(backend: str, ranks: int) -> None:
     """A native library was detected, and then the answer was "not implemented"."""

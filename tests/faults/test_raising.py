@@ -209,7 +209,7 @@ def raise_in_a_group() -> None:
     world.barrier()
 
 
-@pytest.mark.parametrize(("backend", "ranks"), ALL)
+@pytest.mark.parametrize(("backend", "ranks"), MOST)
 def test_in_a_group_while_others_wait_in_the_world(backend: str, ranks: int) -> None:
     results = outcomes(raise_in_a_group, backend=backend, ranks=ranks)
     assert_all_blame(results, 1, "ValueError: boom in the group")

@@ -63,7 +63,7 @@ def test_before_an_operation(backend: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "ranks"), [world("shm", 2), world("gloo", 3, full=True), world("mpi", 2)]
+    ("backend", "ranks"), [world("shm", 2), world("gloo", 3, full=True), world("mpi", 2, full=True)]
 )
 def test_one_that_goes_on_too_late_is_told(backend: str, ranks: int) -> None:
     """The others have given up, so there is nobody left to work with."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.header import Header, mismatch, spec
-from shoal.comm.partition import check_sizes, split_sizes
+from shoal.comm.partition import check_sizes, offsets, split_sizes
 from shoal.comm.reduction import ReduceOp, check_dtype
 
 # The order is part of what ranks tell each other, so it may only ever grow at the end.
@@ -152,6 +152,32 @@ def _check_out(out: Tensor, like: Tensor) -> None:
             f"out must have the dtype, device and trailing shape of the input, "
             f"{spec(like.dtype, ('rows', *_row_shape(like)))} on {like.device}; "
             f"got {spec(out.dtype, tuple(out.shape))} on {out.device}"
+        )
+
+
+# [Note: results inside inputs]
+# A result may lie where this rank's own rows are (a shard inside its buffer), and nowhere else
+# in the input: transports write one while peers still read the other.
+_APART = -1
+
+
+def _overlap(whole: Tensor, part: Tensor) -> int:
+    """How many bytes into ``whole`` an overlapping part begins; `_APART` if none does."""
+    if not (whole.is_contiguous() and part.is_contiguous() and whole.numel() and part.numel()):
+        return _APART  # what is not contiguous is copied
+    start = part.data_ptr() - whole.data_ptr()
+    if not -part.nbytes < start < whole.nbytes:
+        return _APART
+    return start if start >= 0 else _APART - 1
+
+
+def _check_overlap(whole: Tensor, part: Tensor, own_rows: int) -> None:
+    """Allows a part of some input only where this rank's own rows begin."""
+    own_start = own_rows * _row_elements(whole) * whole.itemsize
+    if _overlap(whole, part) not in (_APART, own_start):
+        raise ValueError(
+            "out may share memory with the input only where this rank's own rows are; "
+            "give it memory of its own, or clone the input"
         )
 
 
@@ -297,19 +323,25 @@ class AllGather(Operation):
             _check_out(out, tensor)
         self._like, self._out = tensor, out
         self.source = flatten(tensor)
-        self.meta = (num_rows(tensor), -1 if out is None else num_rows(out))
+        if out is None:
+            self.meta = (num_rows(tensor), -1, _APART)
+        else:
+            self.meta = (num_rows(tensor), num_rows(out), _overlap(out, tensor))
         self.signature = f"{self.kind}({spec(tensor.dtype, ('rows', *_row_shape(tensor)))})"
 
     def check(self, headers: Sequence[Header], ranks: Sequence[int]) -> None:
-        """An ``out`` has room for exactly the rows of all."""
-        total = sum(header.meta[0] for header in headers)
-        for header in headers:
-            if header.meta[1] not in (-1, total):
-                raise mismatch(
-                    [h._replace(signature=_gather_text(h)) for h in headers],
-                    ranks,
-                    f"{self.kind} of {total} rows in all needs an out of {total} rows",
-                )
+        """An ``out`` has room for exactly the rows of all: see [Note: results inside inputs]."""
+        starts = offsets([header.meta[0] for header in headers])
+        row_bytes = _row_elements(self._like) * self._like.itemsize
+        for header, start in zip(headers, starts, strict=False):
+            if header.meta[1] not in (-1, starts[-1]):
+                problem = f"{self.kind} of {starts[-1]} rows in all needs an out of as many"
+            elif header.meta[2] not in (_APART, start * row_bytes):
+                problem = f"{self.kind} of rows that lie in the out, but not in their own place"
+            else:
+                continue
+            shown = [h._replace(signature=_gather_text(h)) for h in headers]
+            raise mismatch(shown, ranks, problem)
 
     def prepare(self, headers: Sequence[Header], rank: int) -> Payload:
         """A result of everybody's rows."""
@@ -328,7 +360,7 @@ class AllGather(Operation):
 
 
 def _gather_text(header: Header) -> str:
-    rows, out_rows = header.meta
+    rows, out_rows, _ = header.meta
     out = "" if out_rows == -1 else f", out of {out_rows} rows"
     return f"{header.signature} with rows={rows}{out}"
 
@@ -380,6 +412,7 @@ class ReduceScatter(Operation):
         if out is not None:
             _check_out(out, tensor)
             _check_rows(out, self._rows[rank])
+            _check_overlap(tensor, out, sum(self._rows[:rank]))
         self._like, self._op, self._out = tensor, op, out
         self.source = flatten(tensor)
         split = "" if sizes is None else f", sizes={self._rows}"
@@ -432,8 +465,11 @@ class Scatter(Operation):
         self._root, self._device, self._out = root, device, out
         self.signature = f"scatter(root={root})"
         if rank == root and tensor is not None:
+            split = _split(tensor, sizes, size)
+            if out is not None:
+                _check_overlap(tensor, out, sum(split[:rank]))
             self.source = flatten(tensor)
-            self.meta = (*_split(tensor, sizes, size), *_encode_spec(tensor))
+            self.meta = (*split, *_encode_spec(tensor))
 
     def prepare(self, headers: Sequence[Header], rank: int) -> Payload:
         """The rows that the root's header promises this rank."""
@@ -476,6 +512,8 @@ class AllToAll(Operation):
         """``sizes`` are the rows for each rank; what arrives is read from the headers."""
         if out is not None:
             _check_out(out, tensor)
+            if _overlap(tensor, out) != _APART:
+                raise ValueError("out must not share memory with the input of an all_to_all")
         self._like, self._out = tensor, out
         self._parts = _split(tensor, sizes, place[1])
         self.source = flatten(tensor)

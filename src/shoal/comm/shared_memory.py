@@ -15,6 +15,7 @@ inside every part, so that all ranks have work in each window.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -172,21 +173,13 @@ class SharedMemoryBackend(ProcessBackend):
         source, target = payload.source, payload.target
         assert source is not None
         assert target is not None
-        kinds = {wire[:1] for wire in payload.wires}
         if source.nbytes <= _SMALL_BYTES:
-            self._reduce_small(payload, target)
-        elif self.size == 2 and _SHARED not in kinds:
+            wholes = self._staged_wholes(payload, [source.numel()] * self.size, target.dtype)
+            reduce_into(payload.op, wholes, target)
+        elif self.size == 2 and all(wire[:1] != _SHARED for wire in payload.wires):
             self._reduce_everywhere(payload, source, target, patience)
         else:
             self._reduce_in_slices(payload, source, range(self.size), patience)
-
-    def _reduce_small(self, payload: Payload, target: Tensor) -> None:
-        """Everything is staged already: the shortest way for what is all overhead."""
-        inputs = [
-            self._view(rank, wire[1:], target.nbytes, target.dtype)
-            for rank, wire in enumerate(payload.wires)
-        ]
-        reduce_into(payload.op, inputs, target)
 
     def _reduce_everywhere(
         self, payload: Payload, source: Tensor, target: Tensor, patience: Patience
@@ -219,6 +212,11 @@ class SharedMemoryBackend(ProcessBackend):
     def _reduce_scatter(self, payload: Payload, patience: Patience) -> None:
         target = payload.target
         assert target is not None
+        if _is_all_staged(payload):
+            start, stop = offsets(payload.counts)[self.rank : self.rank + 2]
+            wholes = self._staged_wholes(payload, [payload.total] * self.size, target.dtype)
+            reduce_into(payload.op, [whole[start:stop] for whole in wholes], target)
+            return
         exposures = self._exposures(payload, [payload.counts] * self.size)
         for window in self._windows(exposures, payload.source, patience):
             inputs = [exposure.piece(self.rank, window) for exposure in exposures]
@@ -261,8 +259,11 @@ class SharedMemoryBackend(ProcessBackend):
         patience: Patience,
     ) -> None:
         """Copies one part of each sender's source into the target, one after the other."""
-        exposures = self._exposures(payload, parts)
         starts = offsets(counts)
+        if _is_all_staged(payload):
+            self._collect_staged(payload, parts, senders, part, starts)
+            return
+        exposures = self._exposures(payload, parts)
         for window in self._windows(exposures, payload.source, patience):
             for place, sender in enumerate(senders):
                 assert payload.target is not None
@@ -271,6 +272,34 @@ class SharedMemoryBackend(ProcessBackend):
                 out = payload.target[start : start + piece.numel()]
                 if not self._is_own(sender, payload, out):
                     copy(out, piece)
+
+    def _collect_staged(
+        self,
+        payload: Payload,
+        parts: Sequence[Sequence[int]],
+        senders: Sequence[int],
+        part: int,
+        starts: Sequence[int],
+    ) -> None:
+        target = payload.target
+        if target is None:
+            return
+        wholes = self._staged_wholes(payload, [sum(counts) for counts in parts], target.dtype)
+        for place, sender in enumerate(senders):
+            first = sum(parts[sender][:part])
+            piece = wholes[sender][first : first + parts[sender][part]]
+            target[starts[place] : starts[place + 1]].copy_(piece)
+
+    def _staged_wholes(
+        self, payload: Payload, counts: Sequence[int], dtype: torch.dtype
+    ) -> list[Tensor]:
+        """Everybody's staged source, the short way: small operations are all overhead."""
+        return [
+            self._view(rank, wire[1:], counts[rank] * dtype.itemsize, dtype)
+            if wire
+            else _nothing(dtype)
+            for rank, wire in enumerate(payload.wires)
+        ]
 
     def _is_own(self, sender: int, payload: Payload, out: Tensor) -> bool:
         """Whether the rank would copy its own source onto itself."""
@@ -302,6 +331,15 @@ class SharedMemoryBackend(ProcessBackend):
         target = payload.target
         assert target is not None
         copy(target, self._view(payload.root, payload.wires[0], target.nbytes, target.dtype))
+
+
+def _is_all_staged(payload: Payload) -> bool:
+    return all(wire[:1] in (_STAGED, b"") for wire in payload.wires)
+
+
+@lru_cache
+def _nothing(dtype: torch.dtype) -> Tensor:
+    return torch.empty(0, dtype=dtype)
 
 
 def _reduce_and_hand_out(

@@ -69,7 +69,9 @@ class Links:
         """
         if len(ranks) == 1:
             return None
-        store = dist.PrefixStore(f"shoal-group/{name}", self.store)
+        # A store serves one thread at a time, and a thread that waits would keep out all others.
+        own: Store = self.store.clone()  # type: ignore[attr-defined]  # torch's types lack it
+        store = dist.PrefixStore(f"shoal-group/{name}", own)
         rank = list(ranks).index(self.control.rank)
         timeout = timedelta(seconds=self.timeout + _SPARE_S)
         work = PendingWork(partial(self.make, store, rank, len(ranks), timeout), name)

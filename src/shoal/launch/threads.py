@@ -46,6 +46,8 @@ def run_threads(
         for thread in threads:
             thread.start()
         _join(threads, simulator)
+    except DeadlineError:
+        raise
     except BaseException as error:
         simulator.interrupt(error)
         _join_for(threads, _GRACE_S)
