@@ -168,3 +168,25 @@ def input_is_taken_at_the_call():
 def test_asynchronous_gather_of_a_view(several: Team) -> None:
     expected = [float(rank) for rank in range(several.size) for _ in range(4)]
     assert several.run(input_is_taken_at_the_call) == [expected] * several.size
+
+
+def for_inference():
+    backend = shoal.world().backend
+    with torch.inference_mode():
+        whole, strided = torch.ones(4), torch.ones(4, 2)[:, 0]
+        works = [backend.all_reduce(tensor, async_op=True) for tensor in (whole, strided)]
+        return [work.wait().tolist() for work in works]
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "memory",
+        pytest.param(
+            "shm",
+            marks=pytest.mark.xfail(reason="the thread is not in inference mode", strict=True),
+        ),
+    ],
+)
+def test_tensors_made_for_inference(backend) -> None:
+    assert Team(backend, 2).run(for_inference) == [[[2.0] * 4] * 2] * 2

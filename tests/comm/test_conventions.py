@@ -216,6 +216,55 @@ def test_results_are_the_callers_own(several: Team) -> None:
     assert all(num_storages == 5 for num_storages, _, _ in results)
 
 
+def in_their_own_place(rows):
+    """A shard inside its buffer, as sharded training has it."""
+    backend = shoal.world().backend
+    size, rank = backend.size, backend.rank
+    for buffer in (torch.empty(size * rows), backend.empty(size * rows)):
+        own = buffer[rank * rows : (rank + 1) * rows]
+        own.fill_(rank)
+        assert backend.all_gather(own, out=buffer) is buffer
+        everybody = torch.arange(float(size)).repeat_interleave(rows)
+        assert torch.equal(buffer, everybody), "all_gather"
+        assert backend.reduce_scatter(buffer, out=own) is own
+        assert torch.equal(own, torch.full((rows,), float(rank * size))), "reduce_scatter"
+        buffer.copy_(everybody)
+        root = buffer if rank == 0 else None
+        part = backend.scatter(root, out=own)
+        assert torch.equal(part, torch.full((rows,), float(rank))), "scatter"
+        backend.gather(own, out=buffer if rank == 0 else None)
+        assert torch.equal(buffer, everybody), "gather"
+    return True
+
+
+@pytest.mark.parametrize("rows", [3, 200_003])
+def test_results_may_lie_in_their_own_place(several: Team, rows) -> None:
+    assert all(several.run(in_their_own_place, rows))
+
+
+def in_another_place():
+    """Elsewhere, one would be read while the other is written."""
+    backend = shoal.world().backend
+    size = backend.size
+    buffer = torch.zeros(2 * size + 2)
+    whole, shifted = buffer[: 2 * size], buffer[2 * backend.rank + 1 :][:2]
+    calls = [
+        lambda: backend.all_gather(shifted, out=whole),
+        lambda: backend.reduce_scatter(whole, out=shifted),
+        lambda: backend.all_to_all(whole, out=whole),
+        lambda: backend.all_to_all(whole, out=buffer[1 : 2 * size + 1]),
+    ]
+    errors = [_raised(call) for call in calls]
+    backend.barrier()
+    assert not buffer.any()
+    return [type(error) for error in errors]
+
+
+def test_results_elsewhere_in_the_input_are_refused(several: Team) -> None:
+    expected = [MismatchError, ValueError, ValueError, ValueError]
+    assert several.run(in_another_place) == [expected] * several.size
+
+
 # What is refused ------------------------------------------------------------------------
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
+import leaks
 import shoal
 from pools import Team
 from shoal.errors import DeadlockError, MismatchError
+from shoal.launch.forkserver import fork_server
 
 
 def ring(count):
@@ -164,3 +168,40 @@ def embrace():
 def test_two_sends_that_wait_for_each_other_are_a_deadlock_known_at_once() -> None:
     with pytest.raises(DeadlockError, match=r"rank 0 waits for rank 1 in send\(float32\[1\]"):
         shoal.run(embrace, 2, "memory")
+
+
+SHM_RUN_DRY = pytest.mark.xfail(reason="a control page has 32 places a pair", strict=True)
+
+
+@pytest.mark.parametrize("backend", ["memory", pytest.param("shm", marks=SHM_RUN_DRY)])
+def test_any_number_may_be_outstanding(backend) -> None:
+    fork_server()
+    leaks.baseline()
+    results = shoal.run(ring, 2, backend, args=(50,), timeout=2)
+    assert results[1] == [[0.0] * (tag + 1) for tag in range(50)]
+
+
+def answer_beside_a_barrier():
+    """A thread of rank 0 answers rank 1, which comes to the barrier only then."""
+    backend = shoal.world().backend
+    if backend.rank == 0:
+        question = backend.recv(src=1, async_op=True)
+        thread = threading.Thread(target=lambda: backend.send(question.wait() + 1, 1))
+        thread.start()
+        backend.barrier()
+        thread.join()
+        return None
+    while "barrier()" not in backend._control.whereabouts(0):
+        pass
+    backend.send(torch.tensor([41]), 0)
+    answer = backend.recv(src=0).item()
+    backend.barrier()
+    return answer
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.xfail(reason="a barrier holds the lock that messages need", strict=True)
+def test_a_thread_may_send_while_another_is_in_a_collective() -> None:
+    fork_server()
+    leaks.baseline()
+    assert shoal.run(answer_beside_a_barrier, 2, "shm", timeout=2) == [None, 42]

@@ -22,8 +22,8 @@ DEADLINE_S = 90
 # From a rank's last line to the end of mpiexec, on a machine that has other things to do.
 QUICK_S = 15
 
-# Hydra kills the other ranks when one dies by a signal, often even when told not to, so the rank
-# is a child of what hydra started.
+# Hydra kills the other ranks when one dies by a signal, often even when told not to. So where one
+# is to die, the ranks are children of what hydra started.
 SHIM = """
 import subprocess, sys
 subprocess.call([sys.executable, *sys.argv[1:]], close_fds=False, start_new_session=True)
@@ -116,15 +116,16 @@ write_report(world.rank)
 )
 
 
-def _open_mpi(script, folder):
+def _open_mpi(is_deadly):
     prefix, variables = mpiexec.command(3)
-    return [*prefix, sys.executable, script, folder], variables
+    return [*prefix, sys.executable], variables
 
 
-def _mpich(script, folder):
+def _mpich(is_deadly):
     options = ["-launcher", "fork", "-bind-to", "none", "-disable-auto-cleanup", "-n", "3"]
-    command = [str(MPICH / "bin" / "mpiexec"), *options, sys.executable, "-c", SHIM, script, folder]
-    return command, {"MPI4PY_LIBMPI": str(MPICH / "lib" / "libmpi.so.12")}
+    command = [str(MPICH / "bin" / "mpiexec"), *options, sys.executable]
+    variables = {"MPI4PY_LIBMPI": str(MPICH / "lib" / "libmpi.so.12")}
+    return [*command, "-c", SHIM] if is_deadly else command, variables
 
 
 @pytest.fixture(
@@ -140,12 +141,12 @@ def _mpich(script, folder):
 def start(request, tmp_path):
     """Runs a script on three ranks; returns the reports by rank, and the finished mpiexec."""
 
-    def run(text):
+    def run(text, *, is_deadly=False):
         script = tmp_path / "script.py"
         script.write_text(text)
-        command, variables = request.param(str(script), str(tmp_path))
+        command, variables = request.param(is_deadly)
         done = subprocess.run(
-            command,
+            [*command, str(script), str(tmp_path)],
             env={**_environment(), **variables},
             capture_output=True,
             text=True,
@@ -185,7 +186,7 @@ def test_collectives_and_worlds_one_after_the_other(start):
 @pytest.mark.mpi
 @pytest.mark.timeout(120)
 def test_a_rank_that_raises_and_one_that_is_killed(start):
-    found, done = start(FAILURES)
+    found, done = start(FAILURES, is_deadly=True)
     assert sorted(found) == [0, 2], done.stdout + done.stderr
     assert found[2]["raised"] == "boom"
     assert "rank 2 failed: ValueError: boom" in found[0]["raised"]

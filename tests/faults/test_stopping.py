@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import shoal
+from faults.gate import Gate
 from faults.worlds import (
     MOST_PROCESSES,
     all_pids,
@@ -35,7 +36,18 @@ def is_stopped(pid: int) -> bool:
         return stat.read().rpartition(") ")[2].startswith("T")
 
 
-def stop_between(num_elements: int, *, revive: bool) -> None:
+def end_once_all_noticed(victim: int, gate: Gate, number: int = signal.SIGKILL) -> None:
+    """The last to see the stop is rank 0, which ends it."""
+    world = shoal.world()
+    if world.rank > 1:
+        gate.open()
+    if world.rank == 0:
+        for _ in range(world.size - 2):
+            gate.wait()
+        os.kill(victim, number)
+
+
+def stop_between(num_elements: int, gate: Gate, *, revive: bool) -> None:
     world = shoal.world()
     victim = all_pids()[1]
     if world.rank == 1:
@@ -44,8 +56,7 @@ def stop_between(num_elements: int, *, revive: bool) -> None:
         with timed():
             world.all_reduce(torch.ones(num_elements))
     except PeerError:
-        if world.rank == 0:
-            os.kill(victim, signal.SIGCONT if revive else signal.SIGKILL)
+        end_once_all_noticed(victim, gate, signal.SIGCONT if revive else signal.SIGKILL)
         raise
 
 
@@ -57,22 +68,23 @@ def assert_noticed(results: list[Outcome]) -> None:
 
 
 @pytest.mark.parametrize(("backend", "ranks"), MOST_PROCESSES)
-def test_before_an_operation(backend: str, ranks: int) -> None:
-    results = outcomes(lambda: stop_between(3, revive=False), backend=backend, ranks=ranks)
+def test_before_an_operation(backend: str, ranks: int, gate: Gate) -> None:
+    results = outcomes(lambda: stop_between(3, gate, revive=False), backend=backend, ranks=ranks)
     assert_noticed(results)
 
 
 @pytest.mark.parametrize(
     ("backend", "ranks"), [world("shm", 2), world("gloo", 3, full=True), world("mpi", 2, full=True)]
 )
-def test_one_that_goes_on_too_late_is_told(backend: str, ranks: int) -> None:
+def test_one_that_goes_on_too_late_is_told(backend: str, ranks: int, gate: Gate) -> None:
     """The others have given up, so there is nobody left to work with."""
-    results = outcomes(lambda: stop_between(1 << 20, revive=True), backend=backend, ranks=ranks)
+    run = lambda: stop_between(1 << 20, gate, revive=True)  # noqa: E731
+    results = outcomes(run, backend=backend, ranks=ranks)
     assert_noticed(results)
     assert isinstance(results[1].error, PeerError), results[1].traceback
 
 
-def stop_during() -> None:
+def stop_during(gate: Gate) -> None:
     world = shoal.world()
     victim = all_pids()[1]
     data = torch.ones(1 << 20)
@@ -93,16 +105,15 @@ def stop_during() -> None:
             world.all_reduce(data)
     except PeerError as error:
         error.seconds = time.monotonic() - begin  # type: ignore[attr-defined]
-        if world.rank == 0:
-            os.kill(victim, signal.SIGKILL)
+        end_once_all_noticed(victim, gate)
         raise
 
 
 @pytest.mark.parametrize(
     ("backend", "ranks"), [world("shm", 2), world("shm", 3), world("gloo", 2), world("mpi", 2)]
 )
-def test_during_an_operation(backend: str, ranks: int) -> None:
-    assert_noticed(outcomes(stop_during, backend=backend, ranks=ranks))
+def test_during_an_operation(backend: str, ranks: int, gate: Gate) -> None:
+    assert_noticed(outcomes(stop_during, gate, backend=backend, ranks=ranks))
 
 
 def stop_for_a_moment(seconds: float, pauses: int) -> float:

@@ -99,7 +99,6 @@ class GlooBackend(ProcessGroupBackend):
     def _move(self, kind: str, payload: Payload, patience: Patience) -> None:
         staged = _on_host(payload)
         super()._move(kind, staged, patience)
-        self._settle()
         if staged is not payload and payload.target is not None:
             assert staged.target is not None
             payload.target.copy_(staged.target)

@@ -81,6 +81,10 @@ class MPIBootstrap(Bootstrap):
             time.sleep(pause)
         return [bytes(found[rank]) for rank in range(self.size)]
 
+    def joined(self) -> None:
+        """All have heard from all, so each has mapped what it shares with the others."""
+        runtime.unlink_segments()
+
     def _is_through(
         self, rank: int, found: dict[int, bytes | bytearray], requests: list[MPI.Request]
     ) -> bool:

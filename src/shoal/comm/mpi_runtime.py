@@ -15,6 +15,7 @@ cannot be told not to: then the process ends just before.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import importlib.util
 import logging
@@ -38,6 +39,7 @@ logger = logging.getLogger("shoal")
 LOCK = threading.Lock()
 _FIRST_WARNING_S = 10.0
 _LONGEST_PAUSE_S = 5e-3
+_SEGMENTS = ("/dev/shm/mpich_shm_", "/dev/shm/sm_segment.")
 # MPI may still write into the buffers of a request that nobody waits for any more, at any time
 # until the process ends; a request cannot be taken back once its peer is dead.
 _abandoned: list[Any] = []
@@ -128,6 +130,19 @@ def _check_threads(module: ModuleType) -> None:
             "with less than MPI_THREAD_SERIALIZED. Start it with MPI.Init_thread(), or leave it "
             "to shoal; if neither helps, this MPI was built without support for threads."
         )
+
+
+def unlink_segments() -> None:
+    """Unlinks the library's shared memory, which all ranks of this host have mapped by now.
+
+    The library does so in `MPI_Finalize`, and ranks that fail or are killed never come there.
+    """
+    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
+        paths = {line.split(maxsplit=5)[-1].strip() for line in maps}
+        for path in paths:
+            if path.startswith(_SEGMENTS):
+                with contextlib.suppress(OSError):  # another rank was first
+                    os.unlink(path)
 
 
 def watch(pids: Sequence[int]) -> None:

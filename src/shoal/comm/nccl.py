@@ -69,6 +69,7 @@ class NCCLBackend(ProcessGroupBackend):
     """
 
     name = "nccl"
+    _is_through_at_once = False
 
     def __init__(
         self,

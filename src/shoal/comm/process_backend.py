@@ -3,10 +3,10 @@
 A subclass carries payloads (`_all_reduce` and so on, see `Payload`) and need not know that
 ranks may disagree, fail or be late.
 
-[Note: leaving with what others need]
-Ranks of one host reach each other's memory through the owner's process, some of them later than
-others. So a rank that shuts down waits for a moment until the others are done with the last
-operation it took part in.
+[Note: leaving]
+A rank that has its own result may leave while others still work on theirs, and need its
+memory or its connections for that. So ranks count their transfers and show each other the
+count; one that shuts down waits for a while until the others have got as far as itself.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from shoal.comm import operation as ops
 from shoal.comm.backend import Backend, WorldState
-from shoal.comm.control.page import PageChannel
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Channel, Control, Failure, Message
 from shoal.comm.header import Header, check_equal, decode, encode
@@ -35,10 +34,14 @@ from shoal.errors import MismatchError, PeerError, ShoalError, TransportError
 # How long to wait for the news of a rank's death after the transport already failed over it.
 _NEWS_S = 3.0
 _FAREWELL_S = 5.0
+_POLL_S = 0.001
 
 
 class ProcessBackend(Backend):
     """A backend over a control plane and a transport."""
+
+    _is_through_at_once: ClassVar[bool] = True
+    """Whether a transfer is over when the call returns, not only queued on a device."""
 
     def __init__(
         self, state: WorldState, control: Control, channel: Channel, ranks: Sequence[int]
@@ -48,9 +51,8 @@ class ProcessBackend(Backend):
         self._control = control
         self._channel = channel
         state.allow_pickle = control.is_private
-        self._local_channel = channel if isinstance(channel, PageChannel) else None
         self._number = 0
-        self._last_moved = 0
+        self._num_settled = 0
         self._messages: dict[tuple[str, int, int], int] = defaultdict(int)
         self._queue = WorkQueue(f"shoal-{self.name}-{control.rank}")
         self._errands: list[PendingWork[Any]] = []
@@ -124,9 +126,8 @@ class ProcessBackend(Backend):
         payload.wires = [header.wire for header in headers]
         if payload.total:
             self._move(operation.kind, payload, patience)
-            if self._local_channel is not None:
-                self._local_channel.done(number)
-                self._last_moved = number
+            if self._is_through_at_once:
+                self._settle()
         result = operation.result()
         self._count(operation.kind, payload, begin, waited)
         return result
@@ -267,17 +268,25 @@ class ProcessBackend(Backend):
         self._queue.close()
         for errand in self._errands:
             errand.join()
-        if self._local_channel is not None:
-            self._await_readers(self._local_channel)
+        self._finish_transfers()
+        self._await_others()
 
-    def _await_readers(self, channel: PageChannel) -> None:
-        """See [Note: leaving with what others need]."""
+    def _finish_transfers(self) -> None:
+        """Waits for transfers that nobody waits for."""
+
+    def _settle(self) -> None:
+        """One more transfer is over here."""
+        self._num_settled += 1
+        self._channel.settle(self._num_settled)
+
+    def _await_others(self) -> None:
+        """See [Note: leaving]."""
         deadline = time.monotonic() + _FAREWELL_S
-        while late := channel.not_done(self._last_moved):
+        while late := self._channel.settle(self._num_settled):
             is_pointless = all(self._control.absence(rank) is not None for rank in late)
             if is_pointless or self._control.failure() is not None or time.monotonic() > deadline:
                 return
-            time.sleep(0.001)
+            time.sleep(_POLL_S)
 
 
 def _move_alone(payload: Payload) -> None:

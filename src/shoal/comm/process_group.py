@@ -4,16 +4,10 @@ A group of ranks has a process group of its own; torch's global state stays as i
 collectives are put together from the two that a process group does best, a broadcast and an
 all_to_all, both of bytes. So every dtype can travel, and what is reduced here is reduced in
 rank order.
-
-[Note: leaving]
-A process group ends with the first rank that leaves, and a rank that has its own result may
-leave while others still wait for theirs. So the ranks count their transfers and show each other
-the count; a rank that shuts down waits for a while until the others have got as far as itself.
 """
 
 from __future__ import annotations
 
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -39,8 +33,6 @@ if TYPE_CHECKING:
 
 # A process group that kept a deadline of its own would fail without naming anybody.
 NEVER = timedelta(days=30)
-_FAREWELL_S = 5.0
-_POLL_S = 0.002
 
 _REDUCE_OPS = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
@@ -74,12 +66,10 @@ class ProcessGroupBackend(ProcessBackend):
     ) -> None:
         """``group`` connects the ranks; one rank alone needs none."""
         super().__init__(state, links.control, channel, ranks)
-        self._local_channel = None  # for transports through memory; see [Note: leaving]
         self._links = links
         self._group: Any = group
         self._others = [rank for rank in ranks if rank != links.control.rank]
         self._origins: WeakKeyDictionary[Operation, Origin] = WeakKeyDictionary()
-        self._num_settled = 0
         self._settle()  # connected: from here on the others can do without the store
 
     def _make_group(self, members: Sequence[int], slot: int) -> Self:
@@ -264,27 +254,6 @@ class ProcessGroupBackend(ProcessBackend):
         return self._others if peer is None else [self.ranks[peer]]
 
     # The end --------------------------------------------------------------------------------
-
-    def _settle(self) -> None:
-        self._num_settled += 1
-        self._channel.settle(self._num_settled)
-
-    def _finish_started(self) -> None:
-        super()._finish_started()
-        self._finish_transfers()
-        self._await_others()
-
-    def _finish_transfers(self) -> None:
-        """Waits for transfers that nobody waits for."""
-
-    def _await_others(self) -> None:
-        """See [Note: leaving]."""
-        deadline = time.monotonic() + _FAREWELL_S
-        while late := self._channel.settle(self._num_settled):
-            is_pointless = all(self._control.absence(rank) is not None for rank in late)
-            if is_pointless or self._control.failure() is not None or time.monotonic() > deadline:
-                return
-            time.sleep(_POLL_S)
 
     def _close_transport(self) -> None:
         self._links.watchdog.close()

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from shoal.comm.agreement import agree
 from shoal.comm.backend import Backend
 from shoal.comm.failure import describe
 from shoal.comm.reduction import ReduceOp
@@ -58,6 +59,30 @@ class World:
     def all_gather(self, tensor: Tensor, **options: Any) -> Any:
         """See `Backend.all_gather`."""
         return self.backend.all_gather(tensor, **options)
+
+    def agree(self, value: Any, how: str | None = None) -> Any:
+        """The same decision on every rank, from what each of them thinks; all ranks call it.
+
+        Without ``how`` a bool is true if any rank says so, and a number (or scalar tensor) is the
+        mean over the ranks: `if world.agree(patience_is_over)`, `loss = world.agree(loss)`.
+
+        Args:
+            value: A bool, a number, a scalar tensor; for "same" and "first" any object.
+            how: "any", "all" (bools); "mean", "max", "min" (numbers; NaN if any rank has NaN);
+                "first" (rank 0's counts); "same" (what all have, or an error).
+
+        Returns:
+            The decision, a plain Python value and equal to the last bit on every rank.
+
+        Raises:
+            MismatchError: If ranks that must have the same value differ, or ask differently.
+
+        Example:
+            >>> import shoal
+            >>> shoal.run(lambda: shoal.world().agree(shoal.world().rank == 1), 2, "memory")
+            [True, True]
+        """
+        return agree(self.backend, value, how)
 
     def stats(self) -> Mapping[str, Counter]:
         """Counters of this rank by operation."""

@@ -28,9 +28,11 @@ def main(channel: socket.socket, payload: bytes) -> int:
         value = fn(*args)
         send_value(channel, value)
     except BaseException as error:
-        # The others first: they may be waiting, and the report can be long.
+        # The others first: they may be waiting, and the report can be long. But the text before
+        # that: who reports first counts as the first to fail, and they are quick to follow.
+        text = "".join(traceback.format_exception(error))
         world.fail(error)
-        send_error(channel, error, "".join(traceback.format_exception(error)))
+        send_error(channel, error, text)
         return 1
     finally:
         world.shutdown()

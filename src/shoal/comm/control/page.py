@@ -244,7 +244,6 @@ class PageChannel(Channel):
         self._numbers = [row // _WORD for row in self._rows]
         self._steps = [(row + _LINE) // _WORD for row in self._rows]
         self._settled = [step + 1 for step in self._steps]
-        self._done = [step + 2 for step in self._steps]
         self._mine = list(ranks).index(rank)
         self._step = 0
 
@@ -261,14 +260,6 @@ class PageChannel(Channel):
         """A counter beside the one of `sync`."""
         self._words[self._settled[self._mine]] = number
         return self._missing(self._settled, number)
-
-    def done(self, number: int) -> None:
-        """This rank needs nothing of the others' memory any more for that operation."""
-        self._words[self._done[self._mine]] = number
-
-    def not_done(self, number: int) -> list[int]:
-        """World ranks that still do."""
-        return self._missing(self._done, number)
 
     def sync(self, patience: Patience) -> None:
         """A barrier inside an operation, for transports that move data through memory."""

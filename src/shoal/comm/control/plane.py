@@ -96,11 +96,11 @@ class Channel(ABC):
     def accept(self, peer: int, key: tuple[int, int], header: bytes, patience: Patience) -> Message:
         """Waits for the message that ``peer`` offers under ``key`` and shows it our header."""
 
+    @abstractmethod
     def settle(self, number: int) -> list[int]:
-        """Says that this rank needs nothing more from the others for their first transfers.
+        """Says that this rank needs nothing more from the others for the first transfers.
 
-        A rank whose end closes connections asks before it goes: whoever is not through yet may
-        still need them. A channel that does not keep count has nobody to wait for.
+        A rank asks before it goes: whoever is not through yet may still need something of it.
 
         Args:
             number: How many transfers of the group this rank is through with.
@@ -108,7 +108,6 @@ class Channel(ABC):
         Returns:
             The world ranks that have not said the same of as many.
         """
-        return []
 
 
 class Message(ABC):

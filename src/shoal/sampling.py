@@ -1,0 +1,187 @@
+"""Which samples a rank gets: its part of each global batch, every sample once an epoch.
+
+[Note: global batches]
+An epoch is one order of all samples, the same on every rank, cut into *global batches*. A rank
+takes its contiguous part of each; where a batch does not divide, the first ranks get one sample
+more. So what is trained does not depend on who trains it, and a place in the epoch is a number of
+samples, whatever the number of ranks.
+
+Every rank has a part in every batch: a rank without samples would have nothing to call the model
+with, and one batch less than the others. So a last batch with fewer samples than there are ranks
+is joined to the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sized
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from shoal.comm.backend import Backend
+from shoal.comm.partition import offsets, split_sizes
+from shoal.comm.world import World, find_current
+from shoal.errors import ClosedError
+from shoal.launch.environment import discover
+
+
+class GlobalBatchSampler(Sampler[list[int]]):
+    """Yields lists of indices for ``DataLoader(dataset, batch_sampler=...)``; see `sampler`."""
+
+    def __init__(
+        self,
+        length: int,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        world: World | Backend | None = None,
+    ) -> None:
+        """Use `sampler`."""
+        if length < 1 or batch_size < 1:
+            raise ValueError(
+                f"need at least one sample and one sample a batch; got {length} samples and "
+                f"batch_size={batch_size}"
+            )
+        self.length, self.batch_size = length, batch_size
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.epoch = 0
+        self._world = world
+        self._begin = 0  # where in the epoch this iteration began
+        self._position = 0  # samples of the epoch that all ranks together were given
+        self._is_resumed = self._is_over = False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """This rank's part of each global batch of an epoch."""
+        rank, size = self._place()
+        if self._is_over:
+            self.set_epoch(self.epoch + 1)
+        elif not self._is_resumed:
+            self._begin = 0
+        self._is_resumed, self._position = False, self._begin
+        order, cuts = self._order(), self._cuts(self._begin, size)
+        for begin, end in pairwise(cuts):
+            low, high = offsets(split_sizes(end - begin, size))[rank : rank + 2]
+            self._position = end
+            yield order[begin + low : begin + high].tolist()
+        # Workers of a loader come here while the last batches are still trained on: only the
+        # next iteration takes the next epoch.
+        self._is_over = True
+
+    def __len__(self) -> int:
+        """Global batches in a whole epoch, also while one is resumed in the middle."""
+        return len(self._cuts(0, self._place()[1])) - 1
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of an epoch; without it each iteration takes the next epoch's.
+
+        Naming the epoch that was resumed leaves the place in it as it is.
+        """
+        if epoch != self.epoch:
+            self.epoch, self._begin, self._position, self._is_resumed = epoch, 0, 0, False
+        self._is_over = False
+
+    def state_dict(self, num_batches: int | None = None) -> dict[str, Any]:
+        """Where in which epoch training is; the same on every rank.
+
+        Args:
+            num_batches: How many batches of this iteration were trained on. Needed where a
+                `DataLoader` has workers: they fetch ahead, and what was yielded was not trained.
+        """
+        position = self._position
+        if num_batches is not None:
+            position = self._cuts(self._begin, self._place()[1])[num_batches]
+        return {
+            "epoch": self.epoch,
+            "position": position,
+            "length": self.length,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken, at any number of ranks and any batch size.
+
+        If more ranks go on than there are samples left in the epoch, these few are left out.
+        """
+        if state["length"] != self.length:
+            raise ValueError(
+                f"the state is of a dataset of {state['length']} samples; this one has "
+                f"{self.length}"
+            )
+        self.epoch, self.seed, self.shuffle = state["epoch"], state["seed"], state["shuffle"]
+        self._begin = self._position = state["position"]
+        self._is_resumed, self._is_over = True, False
+
+    def _order(self) -> torch.Tensor:
+        if not self.shuffle:
+            return torch.arange(self.length)
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
+        return torch.randperm(self.length, generator=generator)
+
+    def _cuts(self, begin: int, num_ranks: int) -> list[int]:
+        """Where global batches begin, and the end of the last; see [Note: global batches]."""
+        cuts = list(range(begin, self.length + 1, self.batch_size))
+        rest = self.length - cuts[-1]
+        if rest and not self.drop_last:
+            if rest >= num_ranks:
+                cuts.append(self.length)
+            elif len(cuts) > 1:
+                cuts[-1] = self.length
+        return cuts
+
+    def _place(self) -> tuple[int, int]:
+        """Rank and number of ranks, from the world of the moment if none was given."""
+        world = self._world or find_current()
+        rank, size = (0, 1) if world is None else (world.rank, world.size)
+        if world is None and discover().size > 1:
+            # As a world of one every rank would train on everything.
+            raise ClosedError(
+                f"this process was started as one of {discover().size} ranks, but there is no "
+                "world yet: call shoal.init() or shoal.as_distributed() before using the sampler"
+            )
+        if min(self.batch_size, self.length) < size:
+            raise ValueError(
+                f"every rank needs a sample of each batch; got batch_size={self.batch_size} and "
+                f"{self.length} samples for {size} ranks (batch_size counts all ranks' samples)"
+            )
+        return rank, size
+
+
+def sampler(
+    dataset: Sized | int,
+    batch_size: int,
+    *,
+    shuffle: bool = True,
+    seed: int = 0,
+    drop_last: bool = False,
+    world: World | Backend | None = None,
+) -> GlobalBatchSampler:
+    """A batch sampler over *global* batches: each sample once an epoch over all ranks.
+
+    Each rank gets its contiguous part of every batch, so all ranks make the same number of steps.
+    Parts differ by at most one sample, which `train_step` weights right. Without samples to spare
+    the last batch is smaller, or up to ``ranks - 1`` larger: every rank has a part in it.
+
+    Args:
+        dataset: What is sampled from, or its length.
+        batch_size: Samples in a global batch, of all ranks together.
+        shuffle: Whether each epoch has an order of its own.
+        seed: Chooses the orders; must be the same on every rank.
+        drop_last: Leaves out a last batch that is smaller than the others.
+        world: The ranks, for example the data axis of a mesh; by default the current world.
+
+    Example:
+        >>> import shoal
+        >>> from torch.utils.data import DataLoader
+        >>> loader = DataLoader(range(10), batch_sampler=shoal.sampler(10, 4, shuffle=False))
+        >>> [batch.tolist() for batch in loader]
+        [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    """
+    length = dataset if isinstance(dataset, int) else len(dataset)
+    return GlobalBatchSampler(
+        length, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, world=world
+    )

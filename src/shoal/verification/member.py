@@ -1,0 +1,86 @@
+"""One rank of the distributed training that is put to the test."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.comm.world import World
+from shoal.verification.batches import share
+from shoal.verification.dice import Dice
+from shoal.verification.single import BUILD_SEED, rank_dice
+from shoal.verification.trainee import Build, Parts, Seen, Trainee
+
+Wrap = Callable[..., Any]
+
+
+class Member(Trainee):
+    """Trains on its rows of each global batch, with everybody else.
+
+    Gradients and parameters are gathered to be looked at, so all ranks walk together.
+    """
+
+    def __init__(self, build: Build, num_steps: int, world: World, wrap: Wrap) -> None:
+        """``wrap(model, optimizers)`` makes them distributed."""
+        self._world = world
+        with Dice(BUILD_SEED).rolling():
+            self.parts = Parts.build(build, num_steps)
+        self.parts.model, self.parts.optimizers = wrap(self.parts.model, self.parts.optimizers)
+        self._dice = rank_dice(world.rank)
+        self.fingerprints: dict[tuple[str, str], str] = {}
+        """What this rank has of each thing that all ranks must have alike, as a few bytes."""
+
+    def compute(self, step: int) -> Tensor:
+        """Forward and backward of this rank's rows."""
+        inputs, targets = share(self.parts.batches[step], self._world.rank, self._world.size)
+        with self._dice.rolling():
+            loss: Tensor = self.parts.model.train_step(inputs, targets, self.parts.loss_fn)  # type: ignore[operator]
+        self.fingerprints["loss", ""] = fingerprint(loss)
+        return loss
+
+    def gradients(self) -> Iterator[Seen]:
+        """Joined from the ranks' parts; where a rank has all of one, that must be alike."""
+        for name, parameter in self.parts.model.named_parameters():
+            if parameter.grad is not None:
+                self.fingerprints["gradient", name] = fingerprint(parameter.grad)
+            yield Seen("gradient", name, self._gradient(name, parameter.shape))
+
+    def _gradient(self, name: str, shape: torch.Size) -> Tensor | None:
+        shard = self.parts.model.gradient_shard(name)  # type: ignore[operator]
+        if shard is None:
+            return None
+        joined: Tensor = self._world.all_gather(shard)
+        # Where there are replicas of the model each has a whole gradient, one after the other.
+        return joined[: shape.numel()].view(shape)
+
+    def parameters(self) -> Iterator[Seen]:
+        """Whole on every rank."""
+        with self.parts.model.full_parameters():  # type: ignore[operator]
+            for name, parameter in self.parts.model.named_parameters():
+                value = parameter.detach()
+                self.fingerprints["parameter", name] = fingerprint(value)
+                yield Seen("parameter", name, value)
+
+    def update(self, step: int) -> None:
+        """The optimizers' step."""
+        with self._dice.rolling():
+            super().update(step)
+
+    def spread(self, name: str) -> tuple[float, float]:
+        """How far the ranks are apart in a parameter: at most, and relative to its values."""
+        found = [seen.value for seen in self.parameters() if seen.name == name]
+        mine = found[0] if found and found[0] is not None else torch.zeros(1)
+        everybody = self._world.all_gather(mine.double().reshape(1, -1))
+        apart = float((everybody.amax(0) - everybody.amin(0)).max())
+        return apart, apart / max(float(everybody.abs().max()), 1e-300)
+
+
+def fingerprint(tensor: Tensor) -> str:
+    """Equal for equal bits."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1, 1)
+    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return hashlib.blake2b(data, digest_size=8).hexdigest()

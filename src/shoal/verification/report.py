@@ -1,0 +1,86 @@
+"""What came out of a trial, for people and for programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shoal.errors import ShoalError
+from shoal.verification.judge import Difference
+
+
+@dataclass(frozen=True)
+class Report:
+    """Whether distributed training equals one process, and if not where and perhaps why.
+
+    Attributes:
+        strategy: What was put to the test.
+        ranks: On how many ranks.
+        backend: Over what.
+        reference: "batch" or "split".
+        steps: How many steps were asked for.
+        tolerance: What an element may be off by; see `Judge`.
+        difference: The first one, or None.
+        cause: The likely reason for it; empty without a difference.
+        largest: The largest difference of an element seen, by kind.
+        notes: What to know about the test itself.
+
+    Example:
+        >>> report = shoal.verify(build, strategy="zero3", ranks=4)
+        >>> report.equal
+        True
+    """
+
+    strategy: str
+    ranks: int
+    backend: str
+    reference: str
+    steps: int
+    tolerance: float
+    difference: Difference | None = None
+    cause: str = ""
+    largest: dict[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differed by more than the tolerance, and the ranks not by a bit."""
+        return self.difference is None
+
+    def raise_if_different(self) -> None:
+        """For tests: raises `ShoalError` with the whole report unless all was equal."""
+        if not self.equal:
+            raise ShoalError(str(self))
+
+    def __str__(self) -> str:
+        """A few lines for a terminal."""
+        return "\n  ".join([self._headline(), *self._details()])
+
+    def _headline(self) -> str:
+        who = f"{self.strategy} on {self.ranks} ranks over {self.backend}"
+        verdict = "equals" if self.equal else "DIFFERS from"
+        settings = f"reference {self.reference!r}, {self.steps} steps, tolerance {self.tolerance:g}"
+        return f"{who} {verdict} one process ({settings})"
+
+    def _details(self) -> list[str]:
+        lines = [f"note: {note}" for note in self.notes]
+        if self.difference is not None:
+            return [
+                f"first: {describe(self.difference)}",
+                f"likely cause: {self.cause}",
+                *lines,
+            ]
+        sizes = ", ".join(f"{kind} {size:.1e}" for kind, size in self.largest.items())
+        return [f"largest differences: {sizes}; the ranks are equal to the bit", *lines]
+
+
+def describe(difference: Difference) -> str:
+    """What differs, when and by how much, in one line."""
+    what = {
+        "loss": "the loss",
+        "gradient": f"the gradient of {difference.name}",
+        "parameter": f"the parameter {difference.name}",
+        "ranks": f"{difference.name}, between ranks",
+    }[difference.kind]
+    by = f"{difference.absolute:.2e} ({100 * difference.relative:.2g} % of its largest value)"
+    others = f", and {difference.num_others} more like it" if difference.num_others else ""
+    return f"{what} in step {difference.step}, off by {by}{others}"

@@ -1,0 +1,163 @@
+"""One process: on the whole batch, or replaying the ranks' local batches one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from shoal.strategies.training import call_module, count_items
+from shoal.verification.batches import Batch, share
+from shoal.verification.dice import Dice
+from shoal.verification.trainee import Build, Parts, Seen, Trainee
+
+BUILD_SEED = 0
+_TRAIN_SEED = 1
+_SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+
+
+def rank_dice(rank: int, variation: int = 0) -> Dice:
+    """What a rank draws from while it trains; one process draws as rank 0 would."""
+    return Dice(_TRAIN_SEED + rank + 1_000_003 * variation)
+
+
+class WholeBatch(Trainee):
+    """One process on the whole batch."""
+
+    def __init__(self, build: Build, num_steps: int, *, variation: int = 0) -> None:
+        """Another ``variation`` trains the same model with other random numbers."""
+        with Dice(BUILD_SEED).rolling():
+            self.parts = Parts.build(build, num_steps)
+        self._dice = rank_dice(0, variation)
+
+    def compute(self, step: int) -> Tensor:
+        """Forward and backward of the whole batch."""
+        with self._dice.rolling():
+            loss = self._loss(self.parts.batches[step])
+            loss.backward()
+        return loss.detach()
+
+    def _loss(self, batch: Batch) -> Tensor:
+        model = self.parts.model
+        return self.parts.loss_fn(call_module(model, model, batch[0]), batch[1])
+
+    def gradients(self) -> Iterator[Seen]:
+        """Each is measured against the largest of all: noise comes in that size."""
+        named = [(name, p.grad) for name, p in self.parts.model.named_parameters()]
+        sizes = [float(g.detach().abs().max()) for _, g in named if g is not None and g.numel()]
+        for name, gradient in named:
+            yield Seen("gradient", name, gradient, max(sizes, default=1.0))
+
+    def parameters(self) -> Iterator[Seen]:
+        """As they are."""
+        for name, parameter in self.parts.model.named_parameters():
+            yield Seen("parameter", name, parameter.detach())
+
+    def update(self, step: int) -> None:
+        """The optimizers' step."""
+        with self._dice.rolling():
+            super().update(step)
+
+    def to_double(self) -> None:
+        """Goes on in float64, where rounding does not matter."""
+        self.parts.model.double()
+        self.parts.batches = [_double(batch) for batch in self.parts.batches]
+
+
+class SplitBatch(WholeBatch):
+    """One process that replays the ranks' local batches and averages in rank order."""
+
+    def __init__(
+        self, build: Build, num_steps: int, num_ranks: int, *, variation: int = 0
+    ) -> None:
+        """Each local batch has the random numbers that its rank would have."""
+        super().__init__(build, num_steps, variation=variation)
+        self._all_dice = [rank_dice(rank, variation) for rank in range(num_ranks)]
+
+    def compute(self, step: int) -> Tensor:
+        """Forward and backward of each rank's rows, all from the same parameters and buffers."""
+        num_ranks = len(self._all_dice)
+        batches = [share(self.parts.batches[step], rank, num_ranks) for rank in range(num_ranks)]
+        weights = [count_items(inputs) for inputs, _ in batches]
+        mean, total = 0.0, GradientSum(self.parts.model)
+        buffers = Buffers(self.parts.model)
+        for rank, batch in enumerate(batches):
+            if not weights[rank]:
+                continue
+            buffers.rewind()
+            factor = torch.tensor(weights[rank] * num_ranks / sum(weights), dtype=torch.float64)
+            with self._all_dice[rank].rolling():
+                loss = self._loss(batch)
+                (loss * factor.to(loss.dtype).to(loss.device)).backward()
+            mean = mean + loss.detach().double() * weights[rank]
+            total.add()
+            buffers.remember()
+        buffers.finish()
+        total.finish(num_ranks)
+        return (mean / sum(weights)).to(loss.dtype)
+
+
+class GradientSum:
+    """Gradients of several local batches, added in rank order and then divided, once."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Nothing yet; earlier gradients of the model are forgotten."""
+        self._model = model
+        self._sums: dict[str, Tensor] = {}
+        model.zero_grad()
+
+    def add(self) -> None:
+        """Takes the model's gradients. Sixteen-bit ones are added in float32, as ranks do."""
+        for name, parameter in self._model.named_parameters():
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                wide = gradient.float() if gradient.dtype in _SIXTEEN_BIT else gradient
+                self._sums[name] = self._sums[name] + wide if name in self._sums else wide
+
+    def finish(self, num_ranks: int) -> None:
+        """Gives the model the average."""
+        for name, parameter in self._model.named_parameters():
+            if name in self._sums:
+                parameter.grad = self._sums[name].div(num_ranks).to(parameter.dtype)
+
+
+class Buffers:
+    """Running statistics and the like: every rank begins a step with rank 0's."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """As they are at the beginning of the step."""
+        self._buffers = list(model.buffers())
+        self._begin = [buffer.clone() for buffer in self._buffers]
+        self._first: list[Tensor] | None = None
+
+    def rewind(self) -> None:
+        """Back to the beginning of the step."""
+        self._set(self._begin)
+
+    def remember(self) -> None:
+        """The first to have trained is the one that counts."""
+        if self._first is None:
+            self._first = [buffer.clone() for buffer in self._buffers]
+
+    def finish(self) -> None:
+        """What the first one has, the next step begins with."""
+        self._set(self._first or self._begin)
+
+    def _set(self, values: list[Tensor]) -> None:
+        with torch.no_grad():
+            for buffer, value in zip(self._buffers, values, strict=True):
+                buffer.copy_(value)
+
+
+def _double(batch: Batch) -> Batch:
+    from torch.utils._pytree import tree_map
+
+    def widen(leaf: object) -> object:
+        is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.double() if is_float else leaf  # type: ignore[attr-defined]
+
+    return tree_map(widen, batch[0]), tree_map(widen, batch[1])
+
+
+Single = Callable[[], WholeBatch]

@@ -1,0 +1,262 @@
+"""Training by ranks, and by one process in two ways, for comparison.
+
+"batch": one process on the whole batch, what a user means by "the same training".
+"split": one process that replays each rank's local batch in turn and averages the gradients in
+rank order. It is the honest reference where a rank's numbers depend on all of its local batch
+(BatchNorm) and where the optimizer turns rounding into steps (Muon rounds to bfloat16, Adafactor
+divides by row statistics).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import shoal
+from strategies.models import TASKS, Batch, Task, part
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp")
+MODES = ("plain", "accumulate", "clip")
+ITEMS_PER_RANK = 4
+STEPS = 20
+MAX_NORM = 0.05
+_NUM_MICRO_BATCHES = 2
+
+State = dict[str, Tensor]
+
+
+# Optimizers: an epsilon that keeps rounding noise small where a gradient is zero in exact
+# arithmetic, as that of attention's key bias.
+
+
+def _muon(module: nn.Module) -> list[Optimizer]:
+    matrices = [p for p in module.parameters() if p.dim() == 2]
+    others = [p for p in module.parameters() if p.dim() != 2]
+    return [
+        torch.optim.Muon(matrices, lr=0.01, momentum=0.9),
+        torch.optim.AdamW(others, lr=0.01, eps=1e-3),
+    ]
+
+
+def _decayed(module: nn.Module) -> list[Optimizer]:
+    """Weights decay, biases and norms do not: two groups of parameters."""
+    groups = [
+        {"params": [p for p in module.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in module.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return [torch.optim.AdamW(groups, lr=0.01, eps=1e-3)]
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
+    "sgd": lambda m: [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, nesterov=True)],
+    "adamw": _decayed,
+    "rmsprop": lambda m: [torch.optim.RMSprop(m.parameters(), lr=0.005, eps=1e-2, momentum=0.5)],
+    "adagrad": lambda m: [torch.optim.Adagrad(m.parameters(), lr=0.02, eps=1e-3)],
+    "adafactor": lambda m: [torch.optim.Adafactor(m.parameters(), lr=0.01)],
+    "muon": _muon,
+    "lbfgs": lambda m: [torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=3, history_size=4)],
+}
+AMPLIFYING = ("adafactor", "muon")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training: what is trained, how, and by how many ranks."""
+
+    task: str
+    optimizer: str
+    mode: str = "plain"
+    ranks: int = 2
+    strategy: str = "zero3"
+    steps: int = STEPS
+
+    @property
+    def reference(self) -> str:
+        """What this training can be compared with."""
+        task = TASKS[self.task]
+        amplifies = self.optimizer in AMPLIFYING
+        if self.optimizer == "lbfgs" and task.tolerance > 1e-10:  # divides by small differences
+            amplifies = True
+        return "split" if amplifies else task.reference
+
+    @property
+    def min_group_bytes(self) -> int:
+        """Small models in several groups; and for some worlds in one."""
+        return {3: 3000, 5: 1 << 20}.get(self.ranks, 300)
+
+    def __str__(self) -> str:
+        parts = (self.task, self.optimizer, self.mode, self.strategy, self.ranks)
+        return "-".join(map(str, parts))
+
+
+# Ranks -------------------------------------------------------------------------------------
+
+
+def train_rank(case: Case) -> State:
+    """What each rank does; returns the whole model's state."""
+    world, task = shoal.world(), TASKS[case.task]
+    torch.manual_seed(0)
+    module = task.build()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*may couple any of its parameters")
+        model, optimizers = shoal.as_distributed(
+            module,
+            OPTIMIZERS[case.optimizer](module),
+            strategy=case.strategy,
+            min_group_bytes=case.min_group_bytes,
+        )
+    for step in range(case.steps):
+        task.before_step(model, step)
+        batch = part(task.batch(step, ITEMS_PER_RANK * world.size), world.rank, world.size)
+        take_step(optimizers, functools.partial(_rank_gradients, model, task, batch, case.mode))
+    return model.state_dict()
+
+
+def _rank_gradients(model: Any, task: Task, batch: Batch, mode: str) -> Tensor:
+    loss = _accumulated(model, task, batch, mode, model.no_sync)
+    if mode == "clip":
+        model.clip_grad_norm_(MAX_NORM)
+    return loss
+
+
+def _accumulated(
+    model: nn.Module, task: Task, batch: Batch, mode: str, holding_back: Callable[[], Any]
+) -> Tensor:
+    """Backward of one batch, or of its parts one after the other."""
+    if mode != "accumulate":
+        loss = task.loss(model, batch)
+        loss.backward()
+        return loss.detach()
+    total = torch.zeros((), dtype=torch.float64)
+    for index in range(_NUM_MICRO_BATCHES):
+        is_last = index == _NUM_MICRO_BATCHES - 1
+        with contextlib.nullcontext() if is_last else holding_back():
+            loss = task.loss(model, part(batch, index, _NUM_MICRO_BATCHES)) / _NUM_MICRO_BATCHES
+            loss.backward()
+            total += loss.detach()
+    return total
+
+
+def take_step(optimizers: Sequence[Optimizer], gradients: Callable[[], Tensor]) -> None:
+    """One step of all optimizers; ``gradients`` makes the gradients and returns the loss."""
+    if len(optimizers) == 1 and needs_closure(optimizers[0]):
+
+        def closure() -> Tensor:
+            optimizers[0].zero_grad()
+            return gradients()
+
+        optimizers[0].step(closure)
+        return
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    gradients()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """LBFGS does, wrapped or not."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return isinstance(inner, torch.optim.LBFGS)
+
+
+# One process -------------------------------------------------------------------------------
+
+
+@functools.cache
+def train_one_process(
+    task_name: str, optimizer: str, mode: str, ranks: int, steps: int, reference: str
+) -> State:
+    """The state after the same training in one process."""
+    task = TASKS[task_name]
+    torch.manual_seed(0)
+    model = task.build()
+    optimizers = OPTIMIZERS[optimizer](model)
+    gradients = _whole_gradients if reference == "batch" else _split_gradients
+    for step in range(steps):
+        task.before_step(model, step)
+        batch = task.batch(step, ITEMS_PER_RANK * ranks)
+        take_step(optimizers, functools.partial(gradients, model, task, batch, mode, ranks))
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def _whole_gradients(model: nn.Module, task: Task, batch: Batch, mode: str, ranks: int) -> Tensor:
+    loss = task.loss(model, batch)
+    loss.backward()
+    if mode == "clip":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+    return loss.detach()
+
+
+def _split_gradients(model: nn.Module, task: Task, batch: Batch, mode: str, ranks: int) -> Tensor:
+    """Each rank's gradients as it would have them, summed in rank order and divided once."""
+    sums: dict[nn.Parameter, Tensor] = {}
+    losses = []
+    buffers_of_rank_0: State = {}
+    buffers = copy.deepcopy(dict(model.named_buffers()))
+    for rank in range(ranks):
+        model.zero_grad()
+        _restore(model, buffers)
+        losses.append(_replay_rank(model, task, part(batch, rank, ranks), mode, rank))
+        if rank == 0:
+            buffers_of_rank_0 = copy.deepcopy(dict(model.named_buffers()))
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                known = sums.get(parameter)
+                sums[parameter] = parameter.grad if known is None else known + parameter.grad
+    _restore(model, buffers_of_rank_0)
+    for parameter in model.parameters():
+        total = sums.get(parameter)
+        parameter.grad = None if total is None else total / ranks
+    if mode == "clip":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+    return torch.stack(losses).mean()
+
+
+def _replay_rank(model: nn.Module, task: Task, batch: Batch, mode: str, rank: int) -> Tensor:
+    """Training with BatchNorm does not read the running statistics, so ranks are independent."""
+    return _accumulated(model, task, batch, mode, contextlib.nullcontext)
+
+
+def _restore(model: nn.Module, buffers: State) -> None:
+    for name, value in model.named_buffers():
+        with torch.no_grad():
+            value.copy_(buffers[name])
+
+
+# Comparing ---------------------------------------------------------------------------------
+
+
+def compare(case: Case, states: Sequence[State], *, is_exact: bool = True) -> None:
+    """Ranks have the same bits, and all are what one process has.
+
+    ``is_exact``: the transport adds up in rank order, so "split" is met to the last bits.
+    """
+    parameters = {name for name, _ in TASKS[case.task].build().named_parameters()}
+    for rank, state in enumerate(states):
+        for name in parameters:
+            same = torch.equal(state[name], states[0][name])
+            assert same, f"{name} differs between rank {rank} and rank 0"
+    expected = train_one_process(
+        case.task, case.optimizer, case.mode, case.ranks, case.steps, case.reference
+    )
+    assert list(states[0]) == list(expected)
+    tolerance = TASKS[case.task].tolerance
+    if case.reference == "split" and is_exact:
+        tolerance = min(tolerance, 1e-12)
+    differences = {
+        name: (value.double() - expected[name].double()).abs().max().item()
+        for name, value in states[0].items()
+    }
+    worst = max(differences, key=lambda name: differences[name])
+    assert differences[worst] <= tolerance, f"{worst} is off by {differences[worst]:.3g}"
+    assert all(torch.isfinite(value).all() for value in expected.values())
