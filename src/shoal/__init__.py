@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal import comm, errors, optim, sharding, strategies
-    from shoal.api import as_distributed, init, run, world
+    from shoal.api import as_distributed, init, run, sampler, verify, world
 
 __version__ = "0.1.0.dev0"
 
@@ -19,8 +19,10 @@ __all__ = [
     "init",
     "optim",
     "run",
+    "sampler",
     "sharding",
     "strategies",
+    "verify",
     "world",
 ]
 

@@ -16,7 +16,9 @@ from shoal.launch.joining import check_name, choose_for_cpu, join
 from shoal.launch.outcome import Outcome
 from shoal.launch.run import run_outcomes
 from shoal.optim import PAIRS, ShardedOptimizer
+from shoal.sampling import sampler as sampler
 from shoal.strategies import ShardedModel
+from shoal.verification import Report, Trial, hold
 
 
 def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT_S) -> World:
@@ -201,3 +203,47 @@ def _wrap_optimizer(
             return optimizer
         raise ValueError("the optimizer is wrapped already, with another strategy or model")
     return kind(optimizer, model)
+
+
+def verify(
+    build: Callable[[], Any],
+    strategy: str = "ddp",
+    ranks: int = 2,
+    backend: str = "memory",
+    steps: int = 5,
+    reference: str = "batch",
+    tolerance: float | None = None,
+    **options: Any,
+) -> Report:
+    """Trains one process and many ranks on the same global batches, and compares every step.
+
+    Losses, gradients and parameters must agree within the tolerance, and the ranks among
+    themselves to the bit. Each rank gets its contiguous rows of every tensor of a batch.
+
+    Args:
+        build: Returns ``(model, optimizer, batches, loss_fn)``, the same each time it is called;
+            random numbers are seeded for it. ``batches`` gives pairs of inputs and targets for all
+            ranks together; ``optimizer`` may be a list.
+        strategy: As for `as_distributed`.
+        ranks: How many ranks.
+        backend: What they communicate over; "memory" needs no processes.
+        steps: How many steps; batches are used again if there are fewer.
+        reference: "batch" is one process on the whole batch; "split" one that replays the ranks'
+            local batches and averages in rank order, for what depends on how a batch is divided
+            (BatchNorm, dropout) or amplifies rounding (Muon, Adafactor, mixed precision).
+        tolerance: What an element may be off by, relative to one plus its size. By default 1e-5
+            in float32, 1e-10 in float64 and 1e-2 in 16 bits.
+        options: As for `as_distributed`.
+
+    Returns:
+        A report that says equal, or what differs first, by how much, and the likely cause.
+
+    Example:
+        >>> report = shoal.verify(build, strategy="zero3", ranks=4)
+        >>> print(report)
+        >>> report.raise_if_different()
+    """
+    trial = Trial(
+        build, as_distributed, strategy, ranks, backend, steps, reference, tolerance, options
+    )
+    return hold(trial, run)

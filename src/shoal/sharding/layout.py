@@ -24,6 +24,11 @@ class Slot:
         """Where the next begins."""
         return self.start + self.shape.numel()
 
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Where it begins and ends."""
+        return self.start, self.stop
+
 
 @dataclass(frozen=True)
 class Piece:

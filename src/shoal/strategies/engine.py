@@ -201,6 +201,7 @@ class Engine:
         self._reductions = Rounds(self._backward_order())
         self._complete.clear()
         for gradients in self.gradients:
+            gradients.forget_cleared()
             gradients.expect()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -232,8 +233,7 @@ class Engine:
         self._end_pass(self.gathering.num_rounds, num_reductions)
         for gradients in self.gradients:
             gradients.finish_reduction()
-            if self.auto_sync:
-                gradients.show()
+            gradients.show()
 
     def _end_pass(self, num_gathers: int, num_reductions: int) -> None:
         """All ranks agree on how often everything takes its turn, and catch up."""

@@ -49,7 +49,7 @@ class FlatGroup:
         self._whole_bytes = self.whole.untyped_storage().nbytes()
         self._take_over()
         low, high = layout.bounds[backend.rank], layout.bounds[backend.rank + 1]
-        self._low, self._high = low, high
+        self.low, self.high = low, high
         self.shard = self.whole[low:high]
         if is_sharded:
             self.shard = backend.empty(high - low, first.dtype, first.device).copy_(self.shard)
@@ -71,7 +71,7 @@ class FlatGroup:
 
     def own_slice(self, buffer: Tensor) -> Tensor:
         """This rank's part of a buffer that is laid out like the whole."""
-        return buffer[self._low : self._high]
+        return buffer[self.low : self.high]
 
     def vanish(self, gather: Callable[[FlatGroup], None]) -> None:
         """Frees the whole; ``gather`` is called when somebody wants it nevertheless."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from shoal.comm import Backend, ReduceOp, Work
 from shoal.comm.header import Header
 from shoal.comm.operation import AllReduce, Payload, ReduceScatter
+from shoal.strategies.elsewhere import ShardedGradient
 from shoal.strategies.flat_group import FlatGroup
 
 _BITS = 62
@@ -64,6 +65,8 @@ class GroupGradients:
         parameter = self.group.parameters[place]
         view = self._view(place)
         gradient = parameter.grad
+        if isinstance(gradient, ShardedGradient):
+            gradient = gradient.arrived
         assert gradient is not None
         if gradient.data_ptr() != view.data_ptr():
             if place in self._collected:
@@ -133,11 +136,29 @@ class GroupGradients:
         return self._shard if self._is_sharded else self._whole
 
     def show(self) -> None:
-        """Lets the parameters show what they have: whole gradients only, and only if used."""
-        if self._is_sharded:
-            return
+        """Lets the parameters show what they have: nothing if nobody used them."""
         for place, parameter in enumerate(self.group.parameters):
-            parameter.grad = self._view(place) if place in self.used else None
+            if place not in self.used and place not in self._collected:
+                parameter.grad = None
+            elif self._is_sharded:
+                parameter.grad = ShardedGradient(parameter)
+            else:
+                parameter.grad = self._view(place)
+
+    def forget_cleared(self) -> None:
+        """A gradient that the user set to None is no longer there to be added to."""
+        for place in [*(self.used | self._collected)]:
+            if self.group.parameters[place].grad is None:
+                self._forget(place)
+
+    def _forget(self, place: int) -> None:
+        self.used.discard(place)
+        self._collected.discard(place)
+        slot = self.group.layout.slots[place]
+        if self._shard is not None:
+            low = self.group.low
+            start, stop = (min(max(edge - low, 0), len(self._shard)) for edge in slot.bounds)
+            self._shard[start:stop].zero_()
 
     def gather(self, backend: Backend) -> None:
         """Puts the whole averaged gradient where the parameters show it."""

@@ -2,6 +2,7 @@
 
 from shoal.verification.judge import Difference
 from shoal.verification.report import Report
-from shoal.verification.trial import Trial, hold
+from shoal.verification.trial import Trial
+from shoal.verification.verdict import hold
 
 __all__ = ["Difference", "Report", "Trial", "hold"]

@@ -102,6 +102,4 @@ def _size(tensor: Tensor | None) -> float:
 def _with_count(found: Sequence[Difference]) -> Difference:
     first = found[0]
     others = sum(one.kind == first.kind for one in found[1:])
-    return Difference(
-        first.step, first.kind, first.name, first.absolute, first.relative, others
-    )
+    return Difference(first.step, first.kind, first.name, first.absolute, first.relative, others)

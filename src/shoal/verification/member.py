@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from shoal.verification.dice import Dice
 from shoal.verification.single import BUILD_SEED, rank_dice
 from shoal.verification.trainee import Build, Parts, Seen, Trainee
 
+# Makes a model and its optimizers distributed.
 Wrap = Callable[..., Any]
 
 
@@ -72,9 +74,10 @@ class Member(Trainee):
 
     def spread(self, name: str) -> tuple[float, float]:
         """How far the ranks are apart in a parameter: at most, and relative to its values."""
-        found = [seen.value for seen in self.parameters() if seen.name == name]
-        mine = found[0] if found and found[0] is not None else torch.zeros(1)
-        everybody = self._world.all_gather(mine.double().reshape(1, -1))
+        found = [seen.value.double() for seen in self.parameters() if seen.name == name]  # type: ignore[union-attr]
+        if not found:
+            return math.nan, math.nan
+        everybody = self._world.all_gather(found[0].reshape(1, -1))
         apart = float((everybody.amax(0) - everybody.amin(0)).max())
         return apart, apart / max(float(everybody.abs().max()), 1e-300)
 

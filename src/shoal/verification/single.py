@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from shoal.strategies.training import call_module, count_items
 from shoal.verification.batches import Batch, share
@@ -68,9 +69,7 @@ class WholeBatch(Trainee):
 class SplitBatch(WholeBatch):
     """One process that replays the ranks' local batches and averages in rank order."""
 
-    def __init__(
-        self, build: Build, num_steps: int, num_ranks: int, *, variation: int = 0
-    ) -> None:
+    def __init__(self, build: Build, num_steps: int, num_ranks: int, *, variation: int = 0) -> None:
         """Each local batch has the random numbers that its rank would have."""
         super().__init__(build, num_steps, variation=variation)
         self._all_dice = [rank_dice(rank, variation) for rank in range(num_ranks)]
@@ -151,13 +150,8 @@ class Buffers:
 
 
 def _double(batch: Batch) -> Batch:
-    from torch.utils._pytree import tree_map
-
     def widen(leaf: object) -> object:
         is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
         return leaf.double() if is_float else leaf  # type: ignore[attr-defined]
 
     return tree_map(widen, batch[0]), tree_map(widen, batch[1])
-
-
-Single = Callable[[], WholeBatch]

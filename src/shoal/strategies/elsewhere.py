@@ -1,0 +1,53 @@
+"""What a parameter shows for its gradient when that is spread over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import ShoalError
+
+
+class ShardedGradient(torch.Tensor):
+    """Stands for a gradient of which each rank holds a part; it has no values to compute with.
+
+    Whoever would compute with it, such as ``torch.nn.utils.clip_grad_norm_``, gets an error
+    instead of a number that is only this rank's.
+    """
+
+    arrived: Tensor | None
+    """What autograd has just added to it."""
+
+    @staticmethod
+    def __new__(cls, parameter: Tensor) -> ShardedGradient:
+        """One that may be assigned to ``parameter.grad``."""
+        stand_in: ShardedGradient = torch.Tensor._make_wrapper_subclass(
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
+        stand_in.arrived = None
+        return stand_in
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Keeps what autograd accumulates, refuses everything else."""
+        if func is torch.ops.aten.add_.Tensor and isinstance(args[0], ShardedGradient):
+            args[0].arrived = args[1]
+            return args[0]
+        raise ShoalError(
+            f"{func} was asked of a gradient that is spread over the ranks: use "
+            "model.clip_grad_norm_ or clip_grad_value_ to clip, and model.gradient_shard(name) "
+            "for this rank's part"
+        )
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        """Shape only."""
+        return f"ShardedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"

@@ -1,0 +1,38 @@
+"""A trial from beginning to end: held on the ranks, and looked into if they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shoal.verification.attendance import attend
+from shoal.verification.diagnosis import Case, likely_cause
+from shoal.verification.report import Report
+from shoal.verification.trial import Findings, Trial
+
+
+def hold(trial: Trial, run: Callable[..., list[Any]]) -> Report:
+    """Holds a trial; ``run(fn, ranks, backend, args)`` calls a function on every rank."""
+    findings: Findings = run(attend, trial.ranks, trial.backend, (trial,))[0]
+    difference = findings.difference
+    return Report(
+        strategy=trial.strategy,
+        ranks=trial.ranks,
+        backend=trial.backend,
+        reference=trial.reference,
+        steps=trial.steps,
+        tolerance=findings.tolerance,
+        difference=difference,
+        cause="" if difference is None else likely_cause(Case(trial, findings, difference)),
+        largest=findings.largest,
+        notes=_notes(findings),
+    )
+
+
+def _notes(findings: Findings) -> tuple[str, ...]:
+    if findings.first_move >= findings.tolerance:
+        return ()
+    return (
+        f"no parameter moved by more than {findings.first_move:.1e} in the first step, which is "
+        "less than the tolerance: the optimizer was hardly tested (raise its learning rate)",
+    )
