@@ -27,7 +27,7 @@ from shoal.errors import BackendUnavailableError, MismatchError
 
 pytestmark = pytest.mark.timeout(60)
 
-EACH = [world("memory", 3), world("shm", 2), world("gloo", 3), world("mpi", 2, full=True)]
+EACH = [world("memory", 3), world("shm", 3), world("gloo", 2), world("mpi", 2, full=True)]
 
 
 # P1 ---------------------------------------------------------------------------------------

@@ -110,7 +110,8 @@ def stop_during(gate: Gate) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "ranks"), [world("shm", 2), world("shm", 3), world("gloo", 2), world("mpi", 2)]
+    ("backend", "ranks"),
+    [world("shm", 2), world("shm", 3, full=True), world("gloo", 2), world("mpi", 2)],
 )
 def test_during_an_operation(backend: str, ranks: int, gate: Gate) -> None:
     assert_noticed(outcomes(stop_during, gate, backend=backend, ranks=ranks))

@@ -101,7 +101,7 @@ def _are_equal(left: Any, right: Any) -> bool:
 
 
 def _by_rank(values: Sequence[Any]) -> str:
-    """ "ranks 0, 2: 3; rank 1: 4", so that the odd one out is seen."""
+    """Who has which value, as in "ranks 0, 2: 3; rank 1: 4": the odd one out is seen."""
     holders: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         holders.setdefault(_shortened(value), []).append(rank)

@@ -78,10 +78,24 @@ class FlatGroup:
         if not self.is_present or not self.is_sharded:
             return
         self.is_present = False
+        if not self.whole.untyped_storage().resizable():
+            self._renew()
         self.whole.untyped_storage().resize_(0)
         for parameter in self.parameters:
             parameter.__class__ = AbsentParameter
             parameter._appear = lambda: gather(self)  # type: ignore[attr-defined]
+
+    def _renew(self) -> None:
+        """Leaves the memory to whoever holds on to it, such as a numpy array, and takes new."""
+        self.whole = torch.empty_like(self.whole)
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            parameter.data = self.whole[slot.start : slot.stop].view(slot.shape)
+
+    @property
+    def storage_id(self) -> int:
+        """Tells the memory of the whole from any other."""
+        identity: int = self.whole.untyped_storage()._cdata
+        return identity
 
     def allocate(self) -> Tensor:
         """Memory for the whole, to be filled; the parameters stay absent until `appear`."""

@@ -49,9 +49,7 @@ class Gathering:
         self.again: set[int] = set()
         """Groups that were needed again after they had been freed, in this pass."""
         self._keep_all = False
-        self._storages = {
-            group.whole.untyped_storage()._cdata: group for group in self._groups.values()
-        }
+        self._storages = {group.storage_id: group for group in self._groups.values()}
         self.num_gathers = 0
 
     # Passes -----------------------------------------------------------------------------
@@ -94,7 +92,11 @@ class Gathering:
         """Frees every group that nobody holds on to."""
         for group in self._groups.values():
             if not group.pins and group.index not in self._coming:
-                group.vanish(self.need)
+                self._free(group)
+
+    def _free(self, group: FlatGroup) -> None:
+        group.vanish(self.need)
+        self._storages[group.storage_id] = group
 
     # Groups -----------------------------------------------------------------------------
 
@@ -141,7 +143,7 @@ class Gathering:
         for group in self._groups.values():
             is_idle = group.is_present and not group.pins and group.index not in self._coming
             if is_idle and group is not needed and group.index not in self._plan.lasting:
-                group.vanish(self.need)
+                self._free(group)
 
     @contextmanager
     def keeping(self) -> Iterator[None]:

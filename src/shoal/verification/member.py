@@ -47,7 +47,7 @@ class Member(Trainee):
     def gradients(self) -> Iterator[Seen]:
         """Joined from the ranks' parts; where a rank has all of one, that must be alike."""
         for name, parameter in self.parts.model.named_parameters():
-            if parameter.grad is not None:
+            if type(parameter.grad) is Tensor:  # a plain one, not a stand-in for sharded ones
                 self.fingerprints["gradient", name] = fingerprint(parameter.grad)
             yield Seen("gradient", name, self._gradient(name, parameter.shape))
 
@@ -84,6 +84,7 @@ class Member(Trainee):
 
 def fingerprint(tensor: Tensor) -> str:
     """Equal for equal bits."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1, 1)
+    # A copy, because torch never again frees a storage that numpy has seen.
+    flat = tensor.detach().reshape(-1, 1).to("cpu", copy=True)
     data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
     return hashlib.blake2b(data, digest_size=8).hexdigest()

@@ -79,22 +79,46 @@ class SplitBatch(WholeBatch):
         num_ranks = len(self._all_dice)
         batches = [share(self.parts.batches[step], rank, num_ranks) for rank in range(num_ranks)]
         weights = [count_items(inputs) for inputs, _ in batches]
-        mean, total = 0.0, GradientSum(self.parts.model)
+        losses, total = LossSum(), GradientSum(self.parts.model)
         buffers = Buffers(self.parts.model)
         for rank, batch in enumerate(batches):
-            if not weights[rank]:
-                continue
-            buffers.rewind()
-            factor = torch.tensor(weights[rank] * num_ranks / sum(weights), dtype=torch.float64)
-            with self._all_dice[rank].rolling():
-                loss = self._loss(batch)
-                (loss * factor.to(loss.dtype).to(loss.device)).backward()
-            mean = mean + loss.detach().double() * weights[rank]
-            total.add()
-            buffers.remember()
+            if weights[rank]:
+                buffers.rewind()
+                with self._all_dice[rank].rolling():
+                    loss = self._loss(batch)
+                    (loss * _factor(loss, weights[rank] * num_ranks / sum(weights))).backward()
+                losses.add(loss, weights[rank])
+                total.add()
+                buffers.remember()
         buffers.finish()
         total.finish(num_ranks)
-        return (mean / sum(weights)).to(loss.dtype)
+        return losses.mean()
+
+
+def _factor(loss: Tensor, factor: float) -> Tensor:
+    """Rounded as the ranks round it."""
+    return torch.tensor(factor, dtype=torch.float64).to(loss.dtype).to(loss.device)
+
+
+class LossSum:
+    """Losses of several local batches, weighted by their rows."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self._losses: list[Tensor] = []
+        self._weights: list[int] = []
+
+    def add(self, loss: Tensor, weight: int) -> None:
+        """Counts a local batch."""
+        self._losses.append(loss.detach())
+        self._weights.append(weight)
+
+    def mean(self) -> Tensor:
+        """Added in rank order, in float64, as ranks do."""
+        total = torch.zeros((), dtype=torch.float64, device=self._losses[0].device)
+        for loss, weight in zip(self._losses, self._weights, strict=True):
+            total = total + loss.double() * weight
+        return (total / sum(self._weights)).to(self._losses[0].dtype)
 
 
 class GradientSum:

@@ -40,7 +40,7 @@ class Parts:
     @classmethod
     def build(cls, build: Build, num_steps: int) -> Parts:
         """Calls ``build``; as many batches as there are steps are taken from what it returns."""
-        built = build()
+        built: Any = build()
         if not isinstance(built, tuple | list) or len(built) != 4:
             raise TypeError(
                 "build() must return (model, optimizer, batches, loss_fn); got "
