@@ -14,6 +14,7 @@ import typer
 
 from shoal.cli.demo import demo_command
 from shoal.cli.launch import launch_command
+from shoal.cli.verify import verify_command
 from shoal.errors import ShoalError
 
 app = typer.Typer(
@@ -50,6 +51,7 @@ app.command(
     no_args_is_help=True,
 )(launch_command)
 app.command("demo")(demo_command)
+app.command("verify", no_args_is_help=True)(verify_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of `shoal demo` do: every collective once, some transfers against the clock."""
+"""What the ranks of `shoal demo --tour comm` do: every collective once, some against the clock."""
 
 from __future__ import annotations
 

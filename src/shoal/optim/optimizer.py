@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.optim.kinds import Kind, find_kind
-from shoal.optim.segments import Segment, make_segments, split_state
+from shoal.optim.segments import Segment, make_segments
+from shoal.optim.state import cut_state, join_states, shared_state, split_state
+from shoal.strategies.flat_group import FlatGroup
 from shoal.strategies.model import (
     DDPModel,
     FSDPModel,
@@ -169,32 +171,59 @@ class ShardedOptimizer(Optimizer):
         }
         segments: list[list[Segment]] = [[] for _ in self.param_groups]
         for group in self._engine.groups:
-            kinds: list[Any] = [membership.get(id(parameter)) for parameter in group.parameters]
-            if self.kind is Kind.PER_PARAMETER:  # no two may share a segment
-                kinds = [None if k is None else (k, place) for place, k in enumerate(kinds)]
+            kinds = [self._kind_at(group, place, membership) for place in range(len(group.names))]
             for _, segment in make_segments(group, *self._memory(group), kinds):
                 if self.kind is Kind.PER_PARAMETER:
                     segment.restore_shape()
                 first = group.parameters[segment.places[0]]
                 segments[membership[id(first)]].append(segment)
-        for which, own in enumerate(segments):
-            self._move_state(which, own)
-            self.param_groups[which]["params"] = [segment.parameter for segment in own]
+        moved = self._moved_state(segments)
+        for param_group, own in zip(self.param_groups, segments, strict=True):
+            for parameter in param_group["params"]:
+                self.optimizer.state.pop(parameter, None)
+            param_group["params"] = [segment.parameter for segment in own]
+        self.optimizer.state.update(moved)
         return segments
 
-    def _memory(self, group: Any) -> tuple[Tensor, tuple[int, int]]:
+    def _kind_at(self, group: FlatGroup, place: int, membership: dict[int, int]) -> object:
+        """What must be equal inside a segment: settings, and state that is not per element."""
+        parameter = group.parameters[place]
+        which = membership.get(id(parameter))
+        if which is None:
+            return None
+        if self.kind is Kind.PER_PARAMETER:
+            return which, place
+        return which, shared_state(self.optimizer.state.get(parameter, {}), parameter)
+
+    def _moved_state(self, segments: list[list[Segment]]) -> dict[Tensor, dict[str, Any]]:
+        """State from before the wrapping, for what takes the parameters' place."""
+        moved: dict[Tensor, dict[str, Any]] = {}
+        for segment in (segment for own in segments for segment in own):
+            state = self._state_of(segment)
+            if state:
+                moved[segment.parameter] = state
+        return moved
+
+    def _state_of(self, segment: Segment) -> dict[str, Any]:
+        if self.kind is Kind.PER_PARAMETER:  # it is that parameter, in other memory
+            (place,) = segment.places
+            return dict(self.optimizer.state.get(segment.group.parameters[place], {}))
+        memory_start = self._memory(segment.group)[1][0] + segment.start
+        bounds = (memory_start, memory_start + segment.parameter.numel())
+        parts = []
+        for place in segment.places:
+            parameter, slot = segment.group.parameters[place], segment.group.layout.slots[place]
+            start, stop = (min(max(edge - slot.start, 0), parameter.numel()) for edge in bounds)
+            state = self.optimizer.state.get(parameter, {})
+            parts.append(cut_state(state, parameter, start, stop))
+        return join_states(parts, segment.parameter)
+
+    def _memory(self, group: FlatGroup) -> tuple[Tensor, tuple[int, int]]:
         """What this rank steps of a group, and where that lies in the group's buffer."""
         if not self._engine.sharding.optimizer:
             return group.whole, (0, group.layout.num_elements)
         rank = self._engine.backend.rank
         return group.shard, (group.layout.bounds[rank], group.layout.bounds[rank + 1])
-
-    def _move_state(self, which: int, segments: list[Segment]) -> None:
-        """State from before the wrapping cannot be taken along yet: refuse rather than lose it."""
-        if any(self.optimizer.state.get(p) for p in self.param_groups[which]["params"]):
-            raise ValueError(
-                "the optimizer has stepped before it was wrapped: wrap it before its first step"
-            )
 
     def _split(self, which: int, segment: Segment, used: list[bool]) -> list[Segment]:
         """See [Note: segments]."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -84,17 +83,3 @@ def _segment(
         start, stop = run[0][1] - base, run[-1][2] - base
         parameter = nn.Parameter(memory[start:stop].detach())
         yield kinds[run[0][0]], Segment(group, [place for place, _, _ in run], start, parameter)
-
-
-def split_state(state: dict[str, Any], sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """The optimizer's state of one tensor, for the parts it was cut into."""
-    total = sum(sizes)
-    parts: list[dict[str, Any]] = [{} for _ in sizes]
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.numel() == total and value.dim() == 1:
-            for part, piece in zip(parts, value.split(list(sizes)), strict=True):
-                part[key] = piece.clone()
-        else:
-            for part in parts:
-                part[key] = value.clone() if isinstance(value, Tensor) else value
-    return parts

@@ -31,7 +31,7 @@ class ShardedGradient(torch.Tensor):
         return stand_in
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Sequence[type],

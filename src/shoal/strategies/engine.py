@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.comm import Backend
-from shoal.comm.header import Header
-from shoal.comm.operation import Barrier, Payload
 from shoal.sharding.analyzer import MIN_GROUP_BYTES, ParameterAnalyzer, ParameterGroup
 from shoal.sharding.layout import GroupLayout, balanced_owners
 from shoal.strategies.flat_group import FlatGroup
 from shoal.strategies.gathering import Gathering, Plan
 from shoal.strategies.gradients import BufferPool, GroupGradients
-from shoal.strategies.schedule import Rounds
+from shoal.strategies.schedule import Round
+from shoal.strategies.voting import Vote
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class Engine:
         self.gathering = Gathering(self.groups, self._gather_group)
         self._forward_plan = Plan([group.index for group in self.groups])
         self._backward_plan = Plan(self._backward_order())
-        self._reductions = Rounds(self._backward_order())
+        self._reductions = Round([])
         self._complete: set[int] = set()
         self._in_backward = False
         self._saving: list[Any] = []
@@ -171,7 +170,7 @@ class Engine:
         if self._in_backward:
             return
         self._saving.pop().__exit__(None, None, None)
-        self._end_pass(self.gathering.num_rounds, 0)
+        self.gathering.end_pass()
         if torch.is_grad_enabled():
             for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn:
@@ -198,7 +197,7 @@ class Engine:
             return
         self._in_backward = True
         self.gathering.begin_pass(self._backward_plan)
-        self._reductions = Rounds(self._backward_order())
+        self._reductions = Round(self._backward_order())
         self._complete.clear()
         for gradients in self.gradients:
             gradients.forget_cleared()
@@ -217,33 +216,30 @@ class Engine:
 
     def _reduce_complete(self) -> None:
         """Sends off what is complete, in the agreed order."""
-        while (index := self._next_reduction()) in self._complete:
+        while (index := self._reductions.following()) in self._complete:
+            assert index is not None
             self._complete.discard(index)
-            for turn in self._reductions.until(index):
-                self.gradients[turn].start_reduction()
+            self._take_turns(self._reductions.until(index))
 
-    def _next_reduction(self) -> int:
-        following = self._reductions.following()
-        return self._backward_order()[0] if following is None else following
+    def _take_turns(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            self._complete.discard(index)
+            self.gradients[index].start_reduction()
 
     def _end_backward(self) -> None:
         self._in_backward = False
-        late = self._reductions.count + 1 if self._complete else 1
-        num_reductions = max(self._reductions.count, late) if self.auto_sync else 0
-        self._end_pass(self.gathering.num_rounds, num_reductions)
+        self.gathering.end_pass()
+        if self.auto_sync:
+            self._reduce_the_rest()
         for gradients in self.gradients:
             gradients.finish_reduction()
             gradients.show()
 
-    def _end_pass(self, num_gathers: int, num_reductions: int) -> None:
-        """All ranks agree on how often everything takes its turn, and catch up."""
-        agreement = _Agreement((num_gathers, num_reductions), self.gathering.again)
-        self._reduce_group.run(agreement)
-        gathers, reductions = agreement.most
-        self.gathering.end_pass(gathers, agreement.united)
-        if reductions:
-            for index in self._reductions.rest(reductions):
-                self.gradients[index].start_reduction()
+    def _reduce_the_rest(self) -> None:
+        """Every backward has one round of reductions; gradients that came late want another."""
+        self._take_turns(self._reductions.rest())
+        while Vote.cast(self._reduce_group, wish=bool(self._complete)).is_wanted:
+            self._take_turns(self._backward_order())
 
     # What users ask for -----------------------------------------------------------------
 
@@ -313,6 +309,7 @@ class Engine:
             self.gathering.begin_pass(Plan(self._forward_plan.order, is_learned=True))
             for group in self.groups:
                 self.gathering.need(group)
+            self.gathering.end_pass()
             yield
             if keep_changes:
                 for group in self.groups:
@@ -326,21 +323,6 @@ class Engine:
         elif self.sharding.optimizer:
             for group in self.groups:
                 self._gather_group.all_gather(group.shard, out=group.whole)
-
-
-class _Agreement(Barrier):
-    """A barrier at which ranks take the largest of some numbers and unite some groups."""
-
-    def __init__(self, numbers: tuple[int, int], members: set[int]) -> None:
-        self.meta = (*numbers, *members)
-        self.most = numbers
-        self.united = members
-
-    def prepare(self, headers: Sequence[Header], rank: int) -> Payload:
-        metas = [header.meta for header in headers]
-        self.most = (max(meta[0] for meta in metas), max(meta[1] for meta in metas))
-        self.united = {member for meta in metas for member in meta[2:]}
-        return super().prepare(headers, rank)
 
 
 def _twin(backend: Backend) -> Backend:

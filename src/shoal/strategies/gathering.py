@@ -13,7 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from shoal.comm import Backend, Work
 from shoal.comm.operation import AllGather
 from shoal.strategies.flat_group import FlatGroup
-from shoal.strategies.schedule import Rounds
+from shoal.strategies.schedule import Round
+from shoal.strategies.voting import Vote
 
 
 @dataclass
@@ -44,10 +45,9 @@ class Gathering:
         self._backend = backend
         self._coming: dict[int, Work[Tensor]] = {}
         self._plan = Plan(list(self._groups))
-        self._rounds = Rounds(self._plan.order)
+        self._round = Round([])
         self._seen: list[int] = []
-        self.again: set[int] = set()
-        """Groups that were needed again after they had been freed, in this pass."""
+        self._again: set[int] = set()
         self._keep_all = False
         self._storages = {group.storage_id: group for group in self._groups.values()}
         self.num_gathers = 0
@@ -57,34 +57,40 @@ class Gathering:
     def begin_pass(self, plan: Plan) -> None:
         """Groups take their turns by a plan from now on."""
         self._plan = plan
-        self._rounds = Rounds([index for index in plan.order if index in self._groups])
-        self._seen, self.again = [], set()
+        self._round = Round([])  # the first has to be voted for like any other
+        self._seen, self._again = [], set()
 
-    @property
-    def num_rounds(self) -> int:
-        """How many rounds this pass has begun."""
-        return self._rounds.count
+    def end_pass(self) -> None:
+        """Joins the rounds that others still want, frees everything, and learns."""
+        if not self._groups:
+            return
+        self._finish_round()
+        while self._vote(False):
+            self._finish_round()
+        if not self._keep_all:
+            self.free_all()
+        if not self._plan.is_learned:
+            self._learn()
 
-    def end_pass(self, num_rounds: int, again: set[int]) -> None:
-        """Finishes the last round with the others, frees everything, and learns.
-
-        Args:
-            num_rounds: The most rounds that any rank has begun.
-            again: Groups that any rank needed again after they had been freed.
-        """
-        for index in self._rounds.rest(num_rounds):
+    def _finish_round(self) -> None:
+        for index in self._round.rest():
             self._start(index)
         for group in self._groups.values():
             self._finish(group)
-        if not self._keep_all:
-            self.free_all()
-        self._plan.lasting |= again
-        if self._groups and not self._plan.is_learned:
-            self._learn()
+
+    def _vote(self, wish: bool) -> bool:
+        """Whether there is another round; if so it begins."""
+        vote = Vote.cast(self._backend, wish=wish, numbers=self._again)
+        self._plan.lasting |= vote.united
+        if vote.is_wanted:
+            self._round = Round([index for index in self._plan.order if index in self._groups])
+        return vote.is_wanted
 
     def _learn(self) -> None:
         """Rank 0's order counts; groups it did not need come last."""
         seen = self._backend.broadcast_object(list(self._seen))
+        if not seen:  # everything was kept from before: nothing to learn from this pass
+            return
         self._plan.order = [*seen, *(index for index in self._plan.order if index not in seen)]
         self._plan.is_learned = True
 
@@ -104,16 +110,23 @@ class Gathering:
         """Has the group's parameters here when it returns."""
         if group.is_present:
             return
-        if group.index in self._seen and group.index not in self._coming:
-            self.again.add(group.index)
         if group.index not in self._coming:
-            for index in self._rounds.until(group.index):
-                self._start(index)
+            if group.index in self._seen:
+                self._again.add(group.index)
+            self._let_turns_come(group.index)
         self._free_idle(group)
         self._finish(group)
         if group.index not in self._seen:
             self._seen.append(group.index)
         self._prefetch()
+
+    def _let_turns_come(self, index: int) -> None:
+        following = self._round.following()
+        if following is None or self._round.has_had(index):
+            self._finish_round()
+            self._vote(True)
+        for turn in self._round.until(index):
+            self._start(turn)
 
     def _start(self, index: int) -> None:
         group = self._groups[index]
@@ -132,9 +145,9 @@ class Gathering:
             group.appear()
 
     def _prefetch(self) -> None:
-        following = self._rounds.following()
+        following = self._round.following()
         if following is not None and not self._groups[following].is_present:
-            for index in self._rounds.until(following):
+            for index in self._round.until(following):
                 self._start(index)
 
     def _free_idle(self, needed: FlatGroup) -> None:

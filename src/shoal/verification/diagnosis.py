@@ -203,8 +203,8 @@ def _the_ranks(case: Case) -> str:
 
 
 _SUSPECTS: tuple[Callable[[Case], str], ...] = (
+    _divergence,  # before all that compares: what is not a number equals nothing
     _repetition,
-    _divergence,
     _random_numbers,
     _batch_statistics,
     _rounding,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from shoal.errors import ShoalError
@@ -81,6 +82,12 @@ def describe(difference: Difference) -> str:
         "parameter": f"the parameter {difference.name}",
         "ranks": f"{difference.name}, between ranks",
     }[difference.kind]
-    by = f"{difference.absolute:.2e} ({100 * difference.relative:.2g} % of its largest value)"
     others = f", and {difference.num_others} more like it" if difference.num_others else ""
-    return f"{what} in step {difference.step}, off by {by}{others}"
+    return f"{what} in step {difference.step}, {_amount(difference)}{others}"
+
+
+def _amount(difference: Difference) -> str:
+    if not math.isfinite(difference.absolute):
+        return "which is not a finite number"
+    percent = 100 * difference.relative
+    return f"off by {difference.absolute:.2e} ({percent:.2g} % of its largest value)"
