@@ -198,6 +198,11 @@ def test_a_tensor_that_promises_more_than_it_brings_is_refused(shape) -> None:
             objects.decode(plain({"tensor": ["float32", shape, 0]}, blob), allow_pickle=False)
 
 
+def test_a_dtype_that_is_none_is_named() -> None:
+    with pytest.raises(ValueError, match="dtype that there is not: 'load'"):
+        objects.decode(plain({"tensor": ["load", [1], 0]}, b"1234"), allow_pickle=False)
+
+
 def test_pickles_of_ours_are_cloudpickles() -> None:
     local = 3
     function = objects.decode(objects.encode(lambda x: x + local), allow_pickle=True)

@@ -79,7 +79,7 @@ def _scatter(payloads: Payloads) -> None:
 
 
 def _all_to_all(payloads: Payloads) -> None:
-    parts = [_source(payload).clone().split(payload.counts) for payload in payloads]
+    parts = [_source(payload).split(payload.counts) for payload in payloads]
     for receiver, payload in enumerate(payloads):
         starts = offsets(payload.arriving)
         for sender, start in enumerate(starts[:-1]):

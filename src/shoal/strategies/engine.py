@@ -9,6 +9,7 @@ groups of ranks of their own, so that the order of one does not depend on the ot
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -127,14 +128,16 @@ class Engine:
         ]
         for group, gradients in zip(self.groups, self.gradients, strict=True):
             for place, parameter in enumerate(group.parameters):
-                handles.append(self._watch(parameter, gradients, place))
+                if parameter.is_floating_point() or parameter.is_complex():
+                    handles.append(self._watch(parameter, gradients, place))
         if self.sharding.parameters:
             handles += self._pin_parents()
         return handles
 
     def _watch(self, parameter: nn.Parameter, gradients: GroupGradients, place: int) -> Any:
         was_trainable = parameter.requires_grad
-        parameter.requires_grad_(True)  # the hook can only be hung on what wants gradients
+        # The hook can only be hung on what wants gradients, and it may want some later.
+        parameter.requires_grad_(True)
 
         def arrived(_: Tensor) -> None:
             self._gradient_arrived(gradients, place)
@@ -155,7 +158,7 @@ class Engine:
         return handles
 
     def _begin_forward(self, module: nn.Module, args: object) -> None:
-        if self._in_backward:  # a recomputation: the pass that is under way goes on
+        if self._is_recomputing():
             return
         if module.training:
             self._share_buffers()
@@ -167,14 +170,24 @@ class Engine:
         self._saving.append(saving)
 
     def _end_forward(self, module: nn.Module, args: object, output: object) -> None:
-        if self._in_backward:
+        if self._is_recomputing():
             return
         self._saving.pop().__exit__(None, None, None)
+        if output is None and sys.exception() is not None:
+            return  # forward failed: this rank has nothing more to share with the others
         self.gathering.end_pass()
         if torch.is_grad_enabled():
             for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn:
                     tensor.register_hook(self._begin_backward)
+
+    def _is_recomputing(self) -> bool:
+        """Whether this forward is part of a backward pass, which then just goes on.
+
+        A backward that failed leaves the flag behind, so autograd itself is asked.
+        """
+        self._in_backward &= torch._C._current_graph_task_id() != -1
+        return self._in_backward
 
     def _share_buffers(self) -> None:
         """Running statistics and the like: every rank goes on with rank 0's."""
@@ -193,7 +206,7 @@ class Engine:
     # Backward ---------------------------------------------------------------------------
 
     def _begin_backward(self, _: Tensor | None = None) -> None:
-        if self._in_backward:
+        if self._is_recomputing():
             return
         self._in_backward = True
         self.gathering.begin_pass(self._backward_plan)

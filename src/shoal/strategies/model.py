@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shoal.comm import Backend, World
 from shoal.comm.world import current
+from shoal.errors import ShoalError
 from shoal.sharding.analyzer import MIN_GROUP_BYTES
 from shoal.strategies.engine import Engine, Sharding
 from shoal.strategies.training import (
@@ -49,6 +50,8 @@ class ShardedModel(nn.Module):
         super().__init__()
         if isinstance(module, ShardedModel):
             raise TypeError("the model is wrapped already; wrap the plain module once")
+        if any(parameter.is_meta for parameter in module.parameters()):
+            raise ValueError("the model is on the meta device: give its parameters values first")
         backend = world if isinstance(world, Backend) else (world or current()).backend
         # Not registered as a child, so that names get no prefix.
         object.__setattr__(self, "module", module)
@@ -162,6 +165,18 @@ class ShardedModel(nn.Module):
         self.module.train(mode)
         self.training = mode
         return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> ShardedModel:
+        """Applies a function to every part of the module, with all parameters whole."""
+        with self.engine.full_parameters():
+            self.module.apply(fn)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ShardedModel:
+        raise ShoalError(
+            "the parameters' memory is shared out over the ranks and cannot be moved or converted: "
+            "call .to(), .cuda(), .half() and the like on the module before it is wrapped"
+        )
 
     def __getattr__(self, name: str) -> Any:
         """The module's attributes."""
