@@ -10,6 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from shoal.comm.header import Header, check_equal, mismatch, spec
+from shoal.comm.operation import flatten
 from shoal.comm.partition import check_sizes, offsets, split_sizes
 from shoal.comm.reduction import ReduceOp, check_dtype, reduce_into
 from shoal.comm.site import call_site
@@ -93,6 +94,20 @@ def test_specs_read_like_torch() -> None:
 
 def test_a_call_site_is_the_users() -> None:
     assert call_site().startswith(f"{__file__}:")
+
+
+# Flat views ------------------------------------------------------------------------------
+
+
+def test_what_transports_see_is_flat_and_dense() -> None:
+    """A single element of a row keeps that row's stride, and cannot be viewed as bytes then."""
+    for tensor in (torch.zeros(3, 2)[:1, 1], torch.zeros(4, 2)[0, 1], torch.zeros(3, 4).t()):
+        flat = flatten(tensor)
+        assert flat.stride() == (1,)
+        assert flat.view(torch.uint8).numel() == 4 * tensor.numel()
+    row = torch.zeros(3)
+    assert flatten(row).data_ptr() == row.data_ptr()
+    assert flatten(torch.tensor([True])).dtype is torch.uint8
 
 
 # Reductions -----------------------------------------------------------------------------

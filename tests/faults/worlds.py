@@ -35,11 +35,11 @@ def world(backend: str, ranks: int, *, full: bool = False) -> Any:
 
 
 def worlds(*backends: str, mpi: bool = True) -> list[Any]:
-    """A world of each backend for every run, and two more sizes of each for the full one."""
+    """A world of each backend for every run, and more sizes of each for the full one."""
     usual = {"memory": 3, "shm": 3, "gloo": 2, "mpi": 2}
     params = []
     for backend in backends:
-        for ranks in (2, 3, 4):
+        for ranks in (2, 3) if backend == "mpi" else (2, 3, 4):
             is_usual = ranks == usual[backend] and (mpi or backend != "mpi")
             params.append(world(backend, ranks, full=not is_usual))
     return params

@@ -31,6 +31,7 @@ from strategies.training import (
     Case,
     compare,
     train_rank,
+    train_rank_of_pool,
 )
 
 pytestmark = pytest.mark.timeout(120)
@@ -134,7 +135,7 @@ def over_processes() -> Iterator[object]:
 
 @pytest.mark.parametrize(("backend", "case"), list(over_processes()))
 def test_equals_one_process_over_processes(backend: str, case: Case) -> None:
-    states = pools.Team(backend, case.ranks).run(train_rank, case)
+    states = pools.Team(backend, case.ranks).run(train_rank_of_pool, case)
     compare(case, states, is_exact=backend == "shm")
 
 

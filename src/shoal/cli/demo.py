@@ -22,7 +22,7 @@ def demo_command(
     tour: Annotated[
         Tour, typer.Option(help="A small GPT under every strategy, or every collective.")
     ] = Tour.TRAINING,
-    steps: Annotated[int, typer.Option(min=3, help="Steps of training.")] = 16,
+    steps: Annotated[int, typer.Option(min=3, help="Steps of training.")] = 15,
 ) -> None:
     """Train a small GPT on four ranks under every strategy, and compare with one process."""
     console = _console()

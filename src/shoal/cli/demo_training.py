@@ -38,25 +38,26 @@ def show_training(console: Console, num_steps: int, shape: Shape | None = None) 
         f"It learns the help texts of Python, {num_steps} steps of {shape.batch_size} x "
         f"{shape.context} bytes: in one process, then on {_RANKS} ranks over {backend}."
     )
-    lessons: dict[str, list[Learned]] = {}
     with _progress(console) as progress:
-        tell = _Line(progress, "one process", num_steps)
-        alone = learn_alone(shape, num_steps, tell)
-        for strategy in PAIRS:
-            line = _Line(progress, strategy, num_steps)
-            lessons[strategy] = _train(strategy, shape, num_steps, backend, line)
+        alone = learn_alone(shape, num_steps, _Line(progress, "one process", num_steps))
+        lines = {strategy: _Line(progress, strategy, num_steps) for strategy in PAIRS}
+        lessons = _train(shape, num_steps, backend, lines)
     console.print(_table(alone, lessons))
     console.print(_legend(), style="dim")
     return all(_distance(alone, ranks) <= _TOLERANCE for ranks in lessons.values())
 
 
-def _train(strategy: str, shape: Shape, num_steps: int, backend: str, line: _Line) -> list[Learned]:
+def _train(
+    shape: Shape, num_steps: int, backend: str, lines: dict[str, _Line]
+) -> dict[str, list[Learned]]:
+    """Each rank's lesson by strategy; the processes start once for all."""
     with tempfile.TemporaryDirectory(prefix="shoal-demo-") as folder:
         news = Path(folder) / "news"
         news.touch()
-        arguments = (strategy, shape, num_steps, str(news))
-        with _watching(news, line):
-            return run(learn_together, _RANKS, backend, args=arguments, timeout=_TIMEOUT_S)
+        arguments = (list(lines), shape, num_steps, str(news))
+        with _watching(news, lines):
+            ranks = run(learn_together, _RANKS, backend, args=arguments, timeout=_TIMEOUT_S)
+    return {strategy: [rank[strategy] for rank in ranks] for strategy in lines}
 
 
 # Progress -------------------------------------------------------------------------------
@@ -84,14 +85,14 @@ class _Line:
 
 
 @contextmanager
-def _watching(news: Path, line: _Line) -> Iterator[None]:
-    """Inside, what rank 0 writes is shown. Ranks are processes: a file reaches everybody."""
+def _watching(news: Path, lines: dict[str, _Line]) -> Iterator[None]:
+    """Inside, what rank 0 writes is shown."""
     ended = threading.Event()
 
     def look() -> None:
-        words = news.read_text(encoding="ascii").rpartition("\n")[0].split()
-        if words:
-            line(int(words[-2]), float(words[-1]))
+        for entry in news.read_text(encoding="ascii").rpartition("\n")[0].splitlines():
+            strategy, step, loss = entry.split()
+            lines[strategy](int(step), float(loss))
 
     def watch() -> None:
         while not ended.wait(_LOOK_EVERY_S):
@@ -112,36 +113,36 @@ def _watching(news: Path, line: _Line) -> Iterator[None]:
 
 def _table(alone: Learned, lessons: dict[str, list[Learned]]) -> Table:
     table = Table()
-    table.add_column("")
-    for title in ("equal to\none process?", "loss", "ms a step"):
-        table.add_column(title, justify="right")
-    for title in ("parameters", "gradients", "state"):
-        table.add_column(f"{title}\nMiB a rank", justify="right")
-    table.add_column("all of it,\nby formula", justify="right")
-    table.add_column("moved, MiB\na rank and step", justify="right")
-    table.add_row("one process", "", *_figures(alone, [alone]), _formula(alone, "ddp"), "")
+    table.add_column("", no_wrap=True)
+    table.add_column("equal to\none process?")
+    for title in (
+        "loss",
+        "ms a\nstep",
+        "parameters + gradients + state\nMiB a rank",
+        "by\nformula",
+        "moved\nMiB a step",
+    ):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_row("one process", "", *_figures([alone]), _formula(alone, "ddp"), "")
     for strategy, ranks in lessons.items():
         moved = f"{max(rank.moved for rank in ranks) / _MIB:.1f}"
-        distance = _distance(alone, ranks)
-        table.add_row(
-            strategy,
-            f"[green]yes, to {distance:.0e}[/green]"
-            if distance <= _TOLERANCE
-            else f"[red]no: {distance:.0e}[/red]",
-            *_figures(ranks[0], ranks),
-            _formula(alone, strategy),
-            moved,
-        )
+        verdict = _verdict(_distance(alone, ranks))
+        table.add_row(strategy, verdict, *_figures(ranks), _formula(alone, strategy), moved)
     return table
 
 
-def _figures(first: Learned, ranks: list[Learned]) -> list[str]:
-    held = [max(rank.held[part] for rank in ranks) for part in ("parameters", "gradients", "state")]
-    return [
-        f"{first.losses[-1]:.3f}",
-        f"{1e3 * first.seconds:.0f}",
-        *(f"{num_bytes / _MIB:.2f}" for num_bytes in held),
-    ]
+def _verdict(distance: float) -> str:
+    if distance <= _TOLERANCE:
+        return f"[green]yes, to {distance:.0e}[/green]"
+    return f"[red]no, off by {distance:.0e}[/red]"
+
+
+def _figures(ranks: list[Learned]) -> list[str]:
+    parts = ("parameters", "gradients", "state")
+    held = [max(rank.held[part] for rank in ranks) / _MIB for part in parts]
+    terms = " + ".join(f"{size:.2f}" for size in held)
+    loss, seconds = ranks[0].losses[-1], ranks[0].seconds
+    return [f"{loss:.3f}", f"{1e3 * seconds:.0f}", f"{terms} = {sum(held):5.2f}"]
 
 
 def _formula(alone: Learned, strategy: str) -> str:
@@ -164,6 +165,7 @@ def _distance(alone: Learned, ranks: list[Learned]) -> float:
 
 def _legend() -> str:
     return (
-        f"equal: no element of any parameter is off by more than {_TOLERANCE:g} after training; "
-        "ms: median; MiB: the largest of the ranks, measured after the step (gradients: before)."
+        f"equal: after training no element of any parameter is off by more than {_TOLERANCE:g}. "
+        "ms: median. MiB: measured, the largest of the ranks; an all-reduce counts as the "
+        "reduce-scatter and the all-gather that it is."
     )

@@ -16,11 +16,11 @@ VOCABULARY = 128
 class Shape:
     """How large the model and its batches are."""
 
-    width: int = 192
+    width: int = 160
     num_layers: int = 4
-    num_heads: int = 6
+    num_heads: int = 5
     context: int = 64
-    batch_size: int = 32
+    batch_size: int = 16
 
 
 class Block(nn.Module):

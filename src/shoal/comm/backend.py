@@ -24,6 +24,7 @@ from torch import Tensor
 
 from shoal.comm import objects
 from shoal.comm import operation as ops
+from shoal.comm.lanes import Lanes
 from shoal.comm.reduction import ReduceOp
 from shoal.comm.statistics import Counter, Statistics
 from shoal.errors import ClosedError
@@ -75,6 +76,7 @@ class Backend(ABC):
         self.ranks = tuple(ranks)
         self.rank = rank
         self.size = len(self.ranks)
+        self._lanes_lent = Lanes()
 
     @property
     def world_size(self) -> int:
@@ -321,6 +323,14 @@ class Backend(ABC):
         if any(other != members for other in agreed):
             raise ValueError(f"every rank must name the same members; the ranks named {agreed}")
         return self.split(0 if self.rank in members else None)
+
+    def lane(self, owner: object) -> Backend:
+        """A group of the same ranks for ``owner``'s own traffic; all ranks call it.
+
+        What runs in a lane is in no order with what runs here. When the owner is gone, the lane
+        is used again.
+        """
+        return self._lanes_lent.lend(self, owner)
 
     # Housekeeping ---------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,7 +62,7 @@ class Engine:
         self.min_group_bytes = min_group_bytes
         self.auto_sync = True
         self._undivided = {id(parameter) for parameter in undivided}
-        self._gather_group, self._reduce_group = _twin(backend), _twin(backend)
+        self._gather_group, self._reduce_group = backend.lane(self), backend.lane(self)
         self.groups = self._make_groups(min_group_bytes)
         pool = BufferPool(backend)
         self.gradients = [
@@ -138,9 +139,12 @@ class Engine:
         was_trainable = parameter.requires_grad
         # The hook can only be hung on what wants gradients, and it may want some later.
         parameter.requires_grad_(True)
+        # Python's collector cannot see the way from a parameter to its hooks.
+        engine = weakref.proxy(self)
+        index = gradients.group.index
 
         def arrived(_: Tensor) -> None:
-            self._gradient_arrived(gradients, place)
+            engine._gradient_arrived(engine.gradients[index], place)
 
         handle = parameter.register_post_accumulate_grad_hook(arrived)
         parameter.requires_grad_(was_trainable)
@@ -336,12 +340,6 @@ class Engine:
         elif self.sharding.optimizer:
             for group in self.groups:
                 self._gather_group.all_gather(group.shard, out=group.whole)
-
-
-def _twin(backend: Backend) -> Backend:
-    twin = backend.split(0)
-    assert twin is not None
-    return twin
 
 
 def _pinning(groups: Sequence[FlatGroup], step: int) -> Any:
