@@ -10,7 +10,7 @@ import torch
 
 import leaks
 import shoal
-from shoal.cli.demo import _FAILURE, _MISMATCH
+from shoal.cli.demo_communication import _FAILURE, _MISMATCH
 from shoal.cli.tour import play, visit
 from shoal.comm.bootstrap import store_for_one_host
 from shoal.launch.forkserver import fork_server
@@ -83,6 +83,30 @@ def test_collectives_alone():
     text = output_of(sys.executable, str(EXAMPLES / "collectives.py"))
     assert "rank 0 of 1" in text
     assert "average: [0.0, 0.0, 0.0]" in text
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_train(strategy, capsys):
+    train = load("train").train
+    alone = shoal.run(lambda: train(strategy), 1, "memory")
+    together = shoal.run(lambda: train(strategy), 3, "memory", timeout=TIMEOUT_S)
+    assert together == alone * 3
+    assert alone[0] > 0.8
+    plain = shoal.run(lambda: train(strategy, is_plain=True), 3, "memory", timeout=TIMEOUT_S)
+    assert plain == alone * 3  # batches divide by 3, so both loops are the same
+    assert "epoch 9: loss 0." in capsys.readouterr().out
+
+
+def test_train_launched():
+    script = str(EXAMPLES / "train.py")
+    text = output_of(SHOAL, "launch", "-n", "2", script, "--strategy", "zero3")
+    assert "epoch 9: loss 0." in text
+    assert "% right on 2 ranks over shm" in text
+
+
+def test_train_verified():
+    report = shoal.verify(load("train").build, "fsdp", 3)
+    assert report.equal, report
 
 
 def test_tour_shows_every_collective(backend):

@@ -1,0 +1,360 @@
+"""`shoal.verify`: says equal where it is, and finds what is wrong where it is not."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import leaks
+import shoal
+from shoal.api import as_distributed, run
+from shoal.comm.bootstrap import store_for_one_host
+from shoal.errors import ShoalError
+from shoal.launch.forkserver import fork_server
+from shoal.optim import PAIRS
+from shoal.verification import Trial, hold
+from shoal.verification.batches import share, take
+from shoal.verification.judge import Judge, default_tolerance
+from shoal.verification.trainee import Seen
+
+STRATEGIES = list(PAIRS)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def builder(*middle, optimizer=sgd, rows=10, dtype=torch.float32, loss_fn=F.mse_loss, wrap=None):
+    """A build function for a small network with something special in its middle."""
+
+    def build():
+        layers = [make() for make in middle]
+        model = nn.Sequential(nn.Linear(6, 17), *layers, nn.Tanh(), nn.Linear(17, 3)).to(dtype)
+        batches = [
+            (torch.randn(rows, 6, dtype=dtype), torch.randn(rows, 3, dtype=dtype)) for _ in range(3)
+        ]
+        made = optimizer(list(model.parameters()))
+        return (wrap(model) if wrap else model), made, batches, loss_fn
+
+    return build
+
+
+# What is equal --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reference", ["batch", "split"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_is_equal(strategy, ranks, reference) -> None:
+    report = shoal.verify(builder(), strategy, ranks, reference=reference)
+    assert report.equal, report
+    assert report.difference is None
+    assert report.cause == ""
+    assert "equals one process" in str(report)
+    report.raise_if_different()
+    if reference == "split":
+        assert set(report.largest.values()) == {0.0}  # not a bit
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("middle", [lambda: nn.BatchNorm1d(17), lambda: nn.Dropout(0.3)])
+def test_the_split_reference_replays_what_ranks_do(strategy, middle) -> None:
+    """Their statistics and their random numbers."""
+    report = shoal.verify(builder(middle), strategy, 3, reference="split", tolerance=0)
+    assert report.equal, report
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_processes(strategy) -> None:
+    fork_server()
+    store_for_one_host()
+    leaks.baseline()
+    report = shoal.verify(builder(optimizer=torch.optim.AdamW), strategy, 2, backend="shm")
+    assert report.equal, report
+
+
+def test_double_precision() -> None:
+    report = shoal.verify(builder(dtype=torch.float64), "zero2", 3)
+    assert report.equal, report
+    assert report.tolerance == 1e-10
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.filterwarnings("ignore:LBFGS may couple")
+def test_an_optimizer_with_a_closure(strategy) -> None:
+    def lbfgs(parameters):
+        return torch.optim.LBFGS(parameters, lr=0.5, max_iter=4)
+
+    report = shoal.verify(builder(optimizer=lbfgs, dtype=torch.float64), strategy, steps=3)
+    assert report.equal, report
+
+
+def test_a_list_of_optimizers() -> None:
+    def both(parameters):
+        matrices = [p for p in parameters if p.dim() == 2]
+        others = [p for p in parameters if p.dim() < 2]
+        return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others)]
+
+    report = shoal.verify(builder(optimizer=both), "zero1", 2, reference="split")
+    assert report.equal, report
+
+
+def test_structured_batches() -> None:
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x, scale=None):
+            return self.layer(x) * scale
+
+    def build():
+        model = Pair()
+        inputs = {"x": torch.randn(7, 4), "scale": torch.tensor(2.0)}
+        batches = [(inputs, (torch.randn(7, 2), "a name"))]
+        return model, sgd(model.parameters()), iter(batches), lambda y, t: F.mse_loss(y, t[0])
+
+    report = shoal.verify(build, "zero3", 3)
+    assert report.equal, report
+
+
+def test_nothing_outside_is_changed() -> None:
+    """Neither the caller's random numbers nor its world."""
+    torch.manual_seed(7)
+    expected = torch.rand(2)
+    torch.manual_seed(7)
+    shoal.verify(builder(lambda: nn.Dropout(0.3)), steps=1)  # differs, so it is looked into
+    assert torch.equal(torch.rand(2), expected)
+
+
+# What is not ----------------------------------------------------------------------------
+
+
+class UrandomNoise(nn.Module):
+    def forward(self, x):
+        return x + os.urandom(1)[0]
+
+
+class RankDependent(nn.Module):
+    def forward(self, x):
+        return x * (1 + 0.001 * shoal.world().rank)
+
+
+class BatchMean(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize(
+    ("build", "kind", "words"),
+    [
+        (builder(lambda: nn.BatchNorm1d(17)), "loss", "sync_batchnorm=True"),
+        (builder(lambda: nn.Dropout(0.3)), "loss", "dropout"),
+        (builder(UrandomNoise), "loss", "not deterministic"),
+        (builder(RankDependent), "loss", "depend on the rank"),
+        (builder(BatchMean), "loss", "must not depend on other rows"),
+        (builder(loss_fn=lambda y, t: (y - t).square().sum()), "loss", "not a sum"),
+        (builder(optimizer=lambda p: torch.optim.SGD(p, lr=1e25)), "loss", "not finite"),
+    ],
+    ids=["batchnorm", "dropout", "noise", "rank", "batch mean", "sum", "diverges"],
+)
+def test_the_likely_cause(build, kind, words) -> None:
+    report = shoal.verify(build, "ddp", 2)
+    assert not report.equal
+    assert report.difference.kind == kind
+    assert words in report.cause
+    assert "DIFFERS" in str(report)
+    assert words in str(report)
+    with pytest.raises(ShoalError, match="DIFFERS"):
+        report.raise_if_different()
+
+
+def test_uneven_parts_are_named() -> None:
+    report = shoal.verify(builder(BatchMean, rows=7), "ddp", 2)
+    assert "(the parts have 4, 3 rows)" in report.cause
+
+
+def test_rounding_that_an_optimizer_amplifies() -> None:
+    """A bias before a softmax's common shift has no gradient, but noise; Adam makes steps of it."""
+
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(1))
+
+        def forward(self, x):
+            return torch.softmax(x * 3 + self.shift, -1)
+
+    def adam(parameters):
+        return torch.optim.Adam(parameters, lr=0.01, eps=1e-20)
+
+    report = shoal.verify(builder(Shifted, optimizer=adam), "ddp", 2)
+    assert not report.equal
+    assert (report.difference.kind, report.difference.name) == ("parameter", "1.shift")
+    assert "rounding, amplified" in report.cause
+    assert "Adam" in report.cause
+    better = builder(Shifted, optimizer=lambda p: torch.optim.Adam(p, lr=0.01, eps=1e-3))
+    assert shoal.verify(better, "ddp", 2).equal
+
+
+def sabotage(change):
+    """A way to make things distributed that does something wrong to each model and optimizer."""
+
+    def wrap(model, optimizers, **options):
+        model, optimizers = as_distributed(model, optimizers, **options)
+        change(model, optimizers)
+        return model, optimizers
+
+    return wrap
+
+
+def forget_a_gradient(model, optimizers):
+    inner = model.train_step
+
+    def train_step(*args):
+        loss = inner(*args)
+        model.engine.gradient_buffers()[0][:2] = 0
+        return loss
+
+    model.train_step = train_step
+
+
+def step_twice(model, optimizers):
+    """P11: two steps instead of one."""
+    inner = optimizers[0].step
+    optimizers[0].step = lambda *args: (inner(*args), inner(*args))
+
+
+def keep_to_oneself(model, optimizers):
+    """Each rank goes its own way: gradients that look synchronized and are not."""
+    model.engine.auto_sync = False
+
+
+def drift(model, optimizers):
+    """One rank ends up a tiny bit elsewhere, far below any tolerance."""
+    inner = optimizers[0].step
+
+    def step(*args):
+        inner(*args)
+        if shoal.world().rank == 1:
+            with torch.no_grad():
+                model.module[2].weight[0, 0] += 1e-7
+
+    optimizers[0].step = step
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_a_forgotten_gradient_is_found(strategy) -> None:
+    report = hold(Trial(builder(), sabotage(forget_a_gradient), strategy), run)
+    assert report.difference.kind == "gradient"
+    assert report.difference.step == 1
+    assert report.difference.absolute > 1e-3
+    assert "comes from the ranks" in report.cause
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_a_step_too_many_is_found(strategy) -> None:
+    report = hold(Trial(builder(), sabotage(step_twice), strategy), run)
+    assert report.difference.kind == "parameter"
+    assert report.difference.name == "0.weight"
+    assert report.difference.num_others == 3
+    assert "3 more like it" in str(report)
+
+
+def test_gradients_that_were_not_averaged_are_found() -> None:
+    report = hold(Trial(builder(), sabotage(keep_to_oneself)), run)
+    assert not report.equal
+    assert report.difference.step == 1
+
+
+def test_ranks_that_differ_by_a_bit_are_found() -> None:
+    report = hold(Trial(builder(), sabotage(drift)), run)
+    assert (report.difference.kind, report.difference.name) == ("ranks", "2.weight")
+    assert report.difference.absolute == pytest.approx(1e-7, rel=0.5)
+    assert "rank 0 and rank 1 differ in 2.weight" in report.cause
+
+
+def test_a_step_too_small_to_test_anything() -> None:
+    report = shoal.verify(builder(optimizer=lambda p: torch.optim.SGD(p, lr=1e-9)))
+    assert report.equal
+    assert "hardly tested" in str(report)
+
+
+# What cannot be tried -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "error", "words"),
+    [
+        (lambda: 1, {}, TypeError, "must return"),
+        (lambda: (1, 2, [3], 4), {}, TypeError, "plain module"),
+        (lambda: (nn.Linear(1, 1), None, [], None), {}, ValueError, "at least one batch"),
+        (lambda: (nn.Linear(1, 1), None, [1], None), {}, TypeError, "pair"),
+        (builder(), {"reference": "whole"}, ValueError, "'batch' or 'split'"),
+        (builder(), {"steps": 0}, ValueError, "at least one step"),
+        (builder(), {"strategy": "zero7"}, ValueError, "zero7"),
+    ],
+)
+def test_what_cannot_be_tried(build, options, error, words) -> None:
+    with pytest.raises(error, match=words):
+        shoal.verify(build, **options)
+
+
+# The parts ------------------------------------------------------------------------------
+
+
+def test_shares() -> None:
+    batch = ({"a": torch.arange(5), "b": torch.ones(2, 5)}, [torch.arange(5), 3])
+    shares = [share(batch, rank, 3) for rank in range(3)]
+    assert [inputs["a"].tolist() for inputs, _ in shares] == [[0, 1], [2, 3], [4]]
+    assert all(inputs["b"].shape == (2, 5) for inputs, _ in shares)
+    assert [targets[0].tolist() for _, targets in shares] == [[0, 1], [2, 3], [4]]
+
+
+def test_batches_are_used_again() -> None:
+    assert take(iter([(0, 0), (1, 1)]), 5) == [(0, 0), (1, 1), (0, 0), (1, 1), (0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "tolerance"),
+    [
+        ([torch.float64], 1e-10),
+        ([torch.float64, torch.float32], 1e-5),
+        ([torch.float32, torch.bfloat16], 1e-2),
+        ([], 1e-5),
+    ],
+)
+def test_default_tolerance(dtypes, tolerance) -> None:
+    assert default_tolerance(nn.ModuleList(nn.Linear(1, 1).to(d) for d in dtypes)) == tolerance
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "is_same"),
+    [
+        (torch.ones(3), torch.ones(3) + 1.9e-5, True),
+        (torch.ones(3), torch.ones(3) + 2.1e-5, False),
+        (None, None, True),
+        (None, torch.zeros(3), True),
+        (torch.ones(3), None, False),
+        (torch.tensor([float("nan")]), torch.tensor([float("nan")]), False),
+        (torch.ones(1), torch.tensor([float("nan")]), False),
+        (torch.empty(0), torch.empty(0), True),
+    ],
+)
+def test_what_a_judge_lets_pass(expected, got, is_same) -> None:
+    judge = Judge(1e-5)
+    step = [Seen("parameter", "w", expected)], [Seen("parameter", "w", got)]
+    assert judge.compare(0, *step) is is_same
+    assert (judge.first is None) is is_same
+
+
+def test_gradients_are_measured_against_the_largest() -> None:
+    judge = Judge(1e-5)
+    small = Seen("gradient", "w", torch.tensor([1e-8]), scale=1e-3)
+    assert judge.compare(0, [small], [Seen("gradient", "w", torch.tensor([1.5e-8]))])
+    assert not judge.compare(1, [small], [Seen("gradient", "w", torch.tensor([5e-8]))])
+    assert judge.first.step == 2
