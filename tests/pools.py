@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import os
 import pickle
 import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cloudpickle
@@ -82,26 +83,42 @@ class Pool:
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Calls ``fn(*args)`` on every rank; results by rank, errors as `shoal.run` raises them."""
         call = encode_call(fn, args)
+        with _adopting_connections():
+            answers = self._exchange(call)
+        if all(is_value for is_value, _ in answers):
+            return [value for _, value in answers]
+        self.close()
+        raise self._error or RuntimeError("a rank failed, and the run did not")
+
+    def _exchange(self, call: bytes) -> list[tuple[bool, Any]]:
         try:
             for channel in self._channels:
                 _send(channel, call)
-            answers = [_receive(channel) for channel in self._channels]
+            return [_receive(channel) for channel in self._channels]
         except Exception:
             self.close()
             raise self._error or RuntimeError("a rank of the pool ended") from None
         except BaseException:  # the test was interrupted
             self.close()
             raise
-        if all(is_value for is_value, _ in answers):
-            return [value for _, value in answers]
-        self.close()
-        raise self._error or RuntimeError("a rank failed, and the run did not")
 
     def close(self) -> None:
         """Lets the ranks return, and waits until they have ended. Twice is fine."""
         for channel in self._channels:
             channel.close()
         self._thread.join()
+
+
+@contextlib.contextmanager
+def _adopting_connections() -> Iterator[None]:
+    """What ranks connect to in this process (the store, for a group) lives as long as they do."""
+    before = frozenset(leaks._descriptors())
+    yield
+    watch = leaks.Watch.current
+    if watch is not None:
+        theirs = frozenset(leaks._descriptors()) - before
+        descriptors = watch.baseline.descriptors | theirs
+        watch.baseline = dataclasses.replace(watch.baseline, descriptors=descriptors)
 
 
 def _serve(address: str) -> None:

@@ -23,7 +23,7 @@ from pools import Team
 
 # Explaining a failure takes minutes on processes; shrinking is enough.
 SETTINGS = hypothesis.settings(
-    max_examples=hypothesis.settings().max_examples * 3 // 5,
+    max_examples=hypothesis.settings().max_examples * 2 // 5,
     phases=set(hypothesis.Phase) - {hypothesis.Phase.explain},
 )
 OPS = ("sum", "average", "min", "max", "product")
@@ -104,7 +104,7 @@ def assert_none(failures: list[list[str]]) -> None:
 
 KIB, MIB = 1 << 10, 1 << 20
 LENGTHS = [32 * KIB + 4, MIB, MIB + 4, 3 * MIB + 212]
-PATTERNS = [("plain",), ("own",), ("own", "plain"), ("view", "plain", "own")]
+PATTERNS = [("plain",), ("own",), ("view", "plain", "own")]
 
 
 def _large(size: int, num_bytes: int, pattern: tuple[str, ...], dtype: torch.dtype) -> Case:
