@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) --prefix $(MPICH) --ignore-installed --no-deps mpich
 	touch $@
 
-demo: setup  ## a tour of the collectives on four ranks
+demo: setup  ## a small GPT on four ranks, under every strategy
 	$(BIN)/shoal demo
 
 test: setup  ## the tests, with pairs of the large matrices

@@ -32,7 +32,7 @@ def make_model() -> nn.Module:
 def build() -> tuple:
     """For `shoal.verify`: what to train, on global batches."""
     model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return model, optimizer, DataLoader(make_data(), 60), F.binary_cross_entropy_with_logits
 
 
@@ -40,7 +40,7 @@ def train(strategy: str, *, is_plain: bool = False, epochs: int = 10) -> float:
     """Returns the share of points that the model gets right."""
     torch.manual_seed(0)
     data, model = make_data(), make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
 
     model, optimizer = shoal.as_distributed(model, optimizer, strategy=strategy)

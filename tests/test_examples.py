@@ -45,6 +45,16 @@ def backend(request):
     return request.param
 
 
+@pytest.fixture(scope="session")
+def first_use():
+    """The first step of an optimizer sets a variable that stays; tiny tensors need one thread."""
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]).step()
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def test_collectives(backend):
     talk = load("collectives").talk
     first, second = shoal.run(lambda: talk(shoal.world()), 2, backend, timeout=TIMEOUT_S)
@@ -86,7 +96,7 @@ def test_collectives_alone():
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_train(strategy, capsys):
+def test_train(strategy, capsys, first_use):
     train = load("train").train
     alone = shoal.run(lambda: train(strategy), 1, "memory")
     together = shoal.run(lambda: train(strategy), 3, "memory", timeout=TIMEOUT_S)
@@ -104,7 +114,7 @@ def test_train_launched():
     assert "% right on 2 ranks over shm" in text
 
 
-def test_train_verified():
+def test_train_verified(first_use):
     report = shoal.verify(load("train").build, "fsdp", 3)
     assert report.equal, report
 

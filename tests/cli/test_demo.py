@@ -29,7 +29,9 @@ def processes() -> None:
 
 
 @pytest.mark.slow
-def test_training_under_every_strategy(processes: None) -> None:
+@pytest.mark.timeout(120)
+def test_training_under_every_strategy(processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.cli.demo_training._RANKS", 2)
     console = Console(file=io.StringIO(), width=110)
     assert show_training(console, 4, SMALL)
     lines = console.file.getvalue().splitlines()

@@ -39,6 +39,7 @@ def test_control_does_go_over_sockets() -> None:
 def raise_between() -> None:
     world = shoal.world()
     world.all_reduce(torch.ones(2))
+    world.barrier()
     if world.rank == 1:
         raise ValueError("boom")
     with timed():
@@ -53,6 +54,7 @@ def test_a_rank_raises() -> None:
 def leave_early() -> None:
     world = shoal.world()
     world.all_reduce(torch.ones(2))
+    world.barrier()
     if world.rank != 1:
         with timed():
             world.recv(src=1)
@@ -68,6 +70,7 @@ def test_a_rank_leaves() -> None:
 def die(num_elements: int) -> None:
     world = shoal.world()
     world.all_reduce(torch.ones(2))
+    world.barrier()
     if world.rank == 1:
         kill(os.getpid())
     with timed():

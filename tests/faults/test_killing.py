@@ -32,6 +32,7 @@ SOON_S = 3.0
 def die_between(victim: int) -> None:
     world = shoal.world()
     world.all_reduce(torch.ones(3))
+    world.barrier()
     if world.rank == victim:
         kill(os.getpid())
     with timed():
@@ -131,6 +132,7 @@ def die_with_mapped_memory() -> None:
     mine = world.backend.empty(4 << 20)
     mine.fill_(1.0)
     world.all_reduce(mine)
+    world.barrier()
     if world.rank == 1:
         kill(os.getpid())
     with timed():

@@ -92,6 +92,7 @@ def clean_up(leaver: int) -> list[str]:
     memory = world.backend.empty(1 << 20)
     world.all_reduce(memory.fill_(1.0))
     world.all_reduce(torch.ones(4), async_op=True).wait()
+    world.barrier()
     if world.rank == leaver:
         raise ValueError("leaves the rest to the others")
     del memory

@@ -1,0 +1,117 @@
+"""Clipping sees all gradients, wherever they are."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.errors import ShoalError
+from strategies.loops import (
+    RANKS,
+    assert_same_gradients,
+    data,
+    distinct,
+    each,
+    full_gradients,
+    gradients_of,
+    local,
+    run,
+    seeded,
+    wrapped,
+)
+from strategies.models import Unused
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def clip(strategy: str, max_norm: float, norm_type: float) -> tuple[Tensor, dict[str, Any]]:
+    model, _ = wrapped(strategy)
+    x, y = local(0)
+    F.mse_loss(model(x), y).backward()
+    return model.clip_grad_norm_(max_norm, norm_type), full_gradients(model)
+
+
+@each
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+@pytest.mark.parametrize("max_norm", [0.01, 100.0])
+def test_clipping_by_norm(strategy: str, norm_type: float, max_norm: float) -> None:
+    model = seeded()
+    x, y = data(0)
+    F.mse_loss(model(x), y).backward()
+    expected = nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+    for norm, gradients in run(clip, strategy, max_norm, norm_type):
+        assert torch.allclose(norm, expected, rtol=1e-12)
+        assert_same_gradients(gradients, gradients_of(model))
+
+
+@each
+def test_clipping_by_value(strategy: str) -> None:
+    def clip_value() -> dict[str, Any]:
+        model, _ = wrapped(strategy)
+        x, y = local(0)
+        F.mse_loss(model(x), y).backward()
+        model.clip_grad_value_(0.01)
+        return full_gradients(model)
+
+    model = seeded()
+    x, y = data(0)
+    F.mse_loss(model(x), y).backward()
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    for gradients in run(clip_value):
+        assert_same_gradients(gradients, gradients_of(model))
+
+
+@distinct
+def test_clipping_when_there_are_no_gradients(strategy: str) -> None:
+    def clip_nothing() -> float:
+        model, _ = wrapped(strategy)
+        model.clip_grad_value_(1.0)
+        return model.clip_grad_norm_(1.0).item()
+
+    assert run(clip_nothing) == [0.0] * RANKS
+
+
+@distinct
+def test_clipping_ignores_what_nobody_used(strategy: str) -> None:
+    def clip_some() -> tuple[Tensor, dict[str, Any]]:
+        model, _ = wrapped(strategy, Unused)
+        x, y = local(0)
+        F.mse_loss(model(x, False), y).backward()
+        return model.clip_grad_norm_(0.01), full_gradients(model)
+
+    model = seeded(Unused)
+    x, y = data(0)
+    F.mse_loss(model(x, False), y).backward()
+    expected = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    for norm, gradients in run(clip_some):
+        assert torch.allclose(norm, expected, rtol=1e-12)
+        assert_same_gradients(gradients, gradients_of(model))
+
+
+@each
+def test_torch_s_own_clipping_is_right_or_refused(strategy: str) -> None:
+    def clip_by_torch() -> tuple[Tensor | None, dict[str, Any]]:
+        model, _ = wrapped(strategy)
+        x, y = local(0)
+        F.mse_loss(model(x), y).backward()
+        norm = None
+        with contextlib.suppress(ShoalError):
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        return norm, full_gradients(model)
+
+    model = seeded()
+    x, y = data(0)
+    F.mse_loss(model(x), y).backward()
+    untouched = copy.deepcopy(gradients_of(model))
+    expected = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    for norm, gradients in run(clip_by_torch):
+        assert (norm is None) == (strategy in ("zero2", "zero3", "fsdp"))
+        if norm is not None:
+            assert torch.allclose(norm, expected, rtol=1e-12)
+        assert_same_gradients(gradients, untouched if norm is None else gradients_of(model))
