@@ -15,7 +15,7 @@ from shoal.launch.exit import watch_exit
 from shoal.launch.joining import check_name, choose_for_cpu, join
 from shoal.launch.outcome import Outcome
 from shoal.launch.run import run_outcomes
-from shoal.optim import PAIRS, ShardedOptimizer
+from shoal.optim import PAIRS, Kind, ShardedOptimizer, find_kind
 from shoal.sampling import sampler as sampler
 from shoal.strategies import ShardedModel
 from shoal.verification import Report, Trial, hold
@@ -168,7 +168,7 @@ def as_distributed(
     if optimizer is None:
         return wrapped
     if isinstance(optimizer, Sequence):
-        return wrapped, [_wrap_optimizer(one, optimizer_class, wrapped) for one in optimizer]
+        return wrapped, _wrap_optimizers(optimizer, optimizer_class, wrapped)
     return wrapped, _wrap_optimizer(optimizer, optimizer_class, wrapped)
 
 
@@ -187,12 +187,28 @@ def _wrap_model(
 ) -> ShardedModel:
     if not isinstance(model, ShardedModel):
         return kind(model, world, **options)
-    if type(model) is not kind or options:
+    is_same = type(model) is kind and all(
+        model.options.get(name) == value for name, value in options.items()
+    )
+    if not is_same:
         raise ValueError(
             f"the model is wrapped already, as {type(model).__name__}: "
             "wrap the plain module once, with the options you want"
         )
     return model
+
+
+def _wrap_optimizers(
+    optimizers: Sequence[Optimizer], kind: type[ShardedOptimizer], model: ShardedModel
+) -> list[ShardedOptimizer]:
+    """Those that need whole parameters first, since the memory is laid out for them."""
+    needs_whole = [
+        not isinstance(optimizer, ShardedOptimizer) and find_kind(optimizer) is Kind.PER_PARAMETER
+        for optimizer in optimizers
+    ]
+    order = sorted(range(len(optimizers)), key=lambda index: not needs_whole[index])
+    wrapped = {index: _wrap_optimizer(optimizers[index], kind, model) for index in order}
+    return [wrapped[index] for index in range(len(optimizers))]
 
 
 def _wrap_optimizer(

@@ -178,15 +178,6 @@ def for_inference():
         return [work.wait().tolist() for work in works]
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "memory",
-        pytest.param(
-            "shm",
-            marks=pytest.mark.xfail(reason="the thread is not in inference mode", strict=True),
-        ),
-    ],
-)
+@pytest.mark.parametrize("backend", ["memory", "shm"])
 def test_tensors_made_for_inference(backend) -> None:
     assert Team(backend, 2).run(for_inference) == [[[2.0] * 4] * 2] * 2

@@ -247,7 +247,6 @@ def test_one_after_the_other_in_one_world(backend: str, ranks: int) -> None:
     run_cases(COLLECTIVES + MESSAGES, backend, ranks)
 
 
-@pytest.mark.xfail(strict=False, reason="subgroup compares the members by itself: a ValueError")
 def test_other_members_of_a_group() -> None:
     run_cases([members], "memory", 3)
 

@@ -72,9 +72,11 @@ def launch(hosts, script, *arguments):
     """Runs two ranks on each host; returns exit codes and outputs by host."""
     processes = [
         subprocess.Popen(
-            ["ip", "netns", "exec", name, SHOAL, "launch", "-n", "2", "--nodes", "2"]
-            + ["--node-rank", str(node), "--master", f"{ADDRESSES[0]}:29517"]
-            + [str(script), *arguments],
+            [
+                *("ip", "netns", "exec", name, SHOAL, "launch", "-n", "2", "--nodes", "2"),
+                *("--node-rank", str(node), "--master", f"{ADDRESSES[0]}:29517"),
+                *(str(script), *arguments),
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

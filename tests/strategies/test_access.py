@@ -291,7 +291,7 @@ def main(name):
         try:
             float(tensor.sum()) + float(tensor[0].sum())
             repr(tensor)
-        except (RuntimeError, shoal.errors.ShoalError):
+        except (RuntimeError, IndexError, shoal.errors.ShoalError):
             pass  # an error is fine: the process lives
 
 for name in HOLDING:

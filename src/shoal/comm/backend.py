@@ -319,9 +319,9 @@ class Backend(ABC):
         members = sorted(set(ranks))
         for member in members:
             self._check_rank("a member", member)
-        agreed = self.all_gather_object(members)
-        if any(other != members for other in agreed):
-            raise ValueError(f"every rank must name the same members; the ranks named {agreed}")
+        agreement = ops.Barrier()
+        agreement.signature = f"subgroup({members})"
+        self.run(agreement)
         return self.split(0 if self.rank in members else None)
 
     def lane(self, owner: object) -> Backend:

@@ -57,6 +57,7 @@ class ProcessBackend(Backend):
         self._queue = WorkQueue(f"shoal-{self.name}-{control.rank}")
         self._errands: list[PendingWork[Any]] = []
         self._lock = threading.Lock()
+        self._message_lock = threading.Lock()  # a message need not wait for a collective
         state.groups.append(self)
 
     # What a transport implements: tensors are flat, contiguous and not all empty --------
@@ -189,7 +190,7 @@ class ProcessBackend(Backend):
         # Both sides count the messages of a tag, so the n-th send meets the n-th receive
         # in whatever order threads get to run.
         counter = (operation.kind, peer, tag)
-        with self._lock:
+        with self._message_lock:
             self._messages[counter] += 1
             key = (tag, self._messages[counter])
         task = partial(self._deliver, operation, peer, key, call_site(), not async_op)

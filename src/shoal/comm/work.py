@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from shoal.errors import DeadlineError
 
 T = TypeVar("T")
@@ -43,6 +45,8 @@ class PendingWork(Work[T]):
     def __init__(self, task: Callable[[], T], what: str) -> None:
         """``what`` names the operation in error messages."""
         self._task, self._what = task, what
+        # A thread starts outside of the caller's inference mode, whose tensors it may have.
+        self._is_inference = torch.is_inference_mode_enabled()
         self._done = threading.Event()
         self._result: T | None = None
         self._error: BaseException | None = None
@@ -51,7 +55,8 @@ class PendingWork(Work[T]):
     def carry_out(self) -> None:
         """Runs the task and keeps what came of it."""
         try:
-            self._result = self._task()
+            with torch.inference_mode(self._is_inference):
+                self._result = self._task()
         except BaseException as error:
             self._error = error
         finally:

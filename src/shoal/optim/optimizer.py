@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoal.errors import ShoalError
 from shoal.optim.kinds import Kind, find_kind
 from shoal.optim.segments import Segment, make_segments
 from shoal.optim.state import cut_state, join_states, shared_state, split_state
@@ -59,6 +60,7 @@ class ShardedOptimizer(Optimizer):
                 stacklevel=2,
             )
         self._segments = [] if self.kind is Kind.GLOBAL else self._make_segments()
+        model.optimizers.append(self)
 
     def _check_pair(self, optimizer: Optimizer, model: ShardedModel) -> None:
         if isinstance(optimizer, ShardedOptimizer):
@@ -106,6 +108,10 @@ class ShardedOptimizer(Optimizer):
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the memory is laid out when the optimizer is wrapped."""
+        raise ShoalError("add parameter groups to the optimizer before it is wrapped")
 
     # Steps --------------------------------------------------------------------------------
 

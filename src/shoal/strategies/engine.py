@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.comm import Backend
 from shoal.sharding.analyzer import MIN_GROUP_BYTES, ParameterAnalyzer, ParameterGroup
 from shoal.sharding.layout import GroupLayout, balanced_owners
+from shoal.strategies.admission import check_models
 from shoal.strategies.flat_group import FlatGroup
 from shoal.strategies.gathering import Gathering, Plan
 from shoal.strategies.gradients import BufferPool, GroupGradients
@@ -62,6 +63,7 @@ class Engine:
         self.min_group_bytes = min_group_bytes
         self.auto_sync = True
         self._undivided = {id(parameter) for parameter in undivided}
+        check_models(module, backend)
         self._gather_group, self._reduce_group = backend.lane(self), backend.lane(self)
         self.groups = self._make_groups(min_group_bytes)
         pool = BufferPool(backend)
@@ -82,6 +84,7 @@ class Engine:
         self._in_backward = False
         self._saving: list[Any] = []
         self._hooks = self._install()
+        self._share_buffers()
         self.gathering.free_all()
 
     def _make_groups(self, min_group_bytes: int) -> list[FlatGroup]:
@@ -140,12 +143,14 @@ class Engine:
         # The hook can only be hung on what wants gradients, and it may want some later.
         parameter.requires_grad_(True)
         # Python's collector cannot see the way from a parameter to its hooks.
-        engine = weakref.proxy(self)
+        engine = weakref.ref(self)
         index = gradients.group.index
 
         def arrived(_: Tensor) -> None:
-            engine._gradient_arrived(engine.gradients[index], place)
+            if (living := engine()) is not None:
+                living._gradient_arrived(living.gradients[index], place)
 
+        arrived.engine = engine  # type: ignore[attr-defined]
         handle = parameter.register_post_accumulate_grad_hook(arrived)
         parameter.requires_grad_(was_trainable)
         return handle
@@ -294,6 +299,7 @@ class Engine:
         """Scales the gradients so that their norm over all elements is at most ``max_norm``."""
         buffers = self.gradient_buffers()
         norms = [torch.linalg.vector_norm(buffer, norm_type) for buffer in buffers]
+        norms = norms or [torch.zeros((), device=self.backend.device)]
         total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         if self.sharding.gradients:
             total = self._norm_over_ranks(total, norm_type)
@@ -322,19 +328,28 @@ class Engine:
     @contextlib.contextmanager
     def full_parameters(self, *, keep_changes: bool = True) -> Iterator[None]:
         """All parameters whole on every rank; what is changed is kept."""
-        with self.gathering.keeping():
-            self.gathering.begin_pass(Plan(self._forward_plan.order, is_learned=True))
-            for group in self.groups:
-                self.gathering.need(group)
-            self.gathering.end_pass()
-            yield
-            if keep_changes:
+        try:
+            with self.gathering.keeping():
+                self.gathering.begin_pass(Plan(self._forward_plan.order, is_learned=True))
                 for group in self.groups:
-                    group.keep_changes()
-        self.gathering.free_all()
+                    self.gathering.need(group)
+                self.gathering.end_pass()
+                try:
+                    yield
+                finally:
+                    self._keep_changes(keep_changes)
+        finally:
+            self.gathering.free_unless_kept()
+
+    def _keep_changes(self, is_wanted: bool) -> None:
+        if is_wanted:
+            self.gathering.generation += 1
+            for group in self.groups:
+                group.keep_changes()
 
     def publish_step(self) -> None:
         """The optimizer has stepped this rank's shards: everybody else needs them."""
+        self.gathering.generation += 1
         if self.sharding.parameters:
             self.gathering.free_all()
         elif self.sharding.optimizer:

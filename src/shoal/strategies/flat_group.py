@@ -2,13 +2,13 @@
 
 [Note: resident and sharded]
 The parameters of a group are views of one flat buffer, the *whole*. Where parameters are
-replicated the whole is always there. Where they are sharded its storage is freed and filled
-again in place, so that whatever autograd has saved stays valid, and this rank's *shard* has
-memory of its own.
+replicated the whole is always there. Where they are sharded it is made when it is gathered and
+dropped afterwards, and this rank's *shard* has memory of its own. Whoever still holds a view of
+a dropped whole keeps it alive; nothing ever points at freed memory.
 
 [Note: absent parameters]
-A tensor whose storage was freed would crash the process that reads it. So while the whole is
-gone, its parameters have another class, `AbsentParameter`, which gathers it on any access.
+While the whole is gone, its parameters have no values, only a shape, and another class,
+`AbsentParameter`, which gathers the whole on any access that needs values.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class FlatGroup:
             self.whole = torch.zeros(layout.num_elements, dtype=first.dtype, device=first.device)
         else:
             self.whole = backend.empty(layout.num_elements, first.dtype, first.device).zero_()
-        self._whole_bytes = self.whole.untyped_storage().nbytes()
+        self._nothing = first.detach().new_zeros(())
         self._take_over()
         low, high = layout.bounds[backend.rank], layout.bounds[backend.rank + 1]
         self.low, self.high = low, high
@@ -78,18 +78,11 @@ class FlatGroup:
         if not self.is_present or not self.is_sharded:
             return
         self.is_present = False
-        if not self.whole.untyped_storage().resizable():
-            self._renew()
-        self.whole.untyped_storage().resize_(0)
-        for parameter in self.parameters:
+        self.whole = self._nothing
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            parameter.data = self._nothing.expand(slot.shape)
             parameter.__class__ = AbsentParameter
             parameter._appear = lambda: gather(self)  # type: ignore[attr-defined]
-
-    def _renew(self) -> None:
-        """Leaves the memory to whoever holds on to it, such as a numpy array, and takes new."""
-        self.whole = torch.empty_like(self.whole)
-        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
-            parameter.data = self.whole[slot.start : slot.stop].view(slot.shape)
 
     @property
     def storage_id(self) -> int:
@@ -99,14 +92,21 @@ class FlatGroup:
 
     def allocate(self) -> Tensor:
         """Memory for the whole, to be filled; the parameters stay absent until `appear`."""
-        self.whole.untyped_storage().resize_(self._whole_bytes)
+        if not self.is_present:
+            self.whole = self.shard.new_empty(self.layout.num_elements)
         return self.whole
 
     def appear(self) -> None:
         """The whole has been filled: the parameters can be used."""
+        if self.is_present:
+            return
         self.is_present = True
-        for parameter, kind in zip(self.parameters, self._classes, strict=True):
+        for slot, parameter, kind in zip(
+            self.layout.slots, self.parameters, self._classes, strict=True
+        ):
             parameter.__class__ = kind
+            del parameter._appear  # type: ignore[attr-defined]
+            parameter.data = self.whole[slot.start : slot.stop].view(slot.shape)
 
     def keep_changes(self) -> None:
         """Takes what was written to the whole over into the shard."""

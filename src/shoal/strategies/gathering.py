@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,6 +52,8 @@ class Gathering:
         self._keep_all = False
         self._storages = {group.storage_id: group for group in self._groups.values()}
         self.num_gathers = 0
+        self.generation = 0
+        """How often the parameters have changed."""
 
     # Passes -----------------------------------------------------------------------------
 
@@ -67,8 +70,7 @@ class Gathering:
         self._finish_round()
         while self._vote(False):
             self._finish_round()
-        if not self._keep_all:
-            self.free_all()
+        self.free_unless_kept()
         if not self._plan.is_learned:
             self._learn()
 
@@ -100,9 +102,14 @@ class Gathering:
             if not group.pins and group.index not in self._coming:
                 self._free(group)
 
+    def free_unless_kept(self) -> None:
+        """Frees what nobody holds on to, outside of `keeping`."""
+        if not self._keep_all:
+            self.free_all()
+
     def _free(self, group: FlatGroup) -> None:
+        self._storages.pop(group.storage_id, None)
         group.vanish(self.need)
-        self._storages[group.storage_id] = group
 
     # Groups -----------------------------------------------------------------------------
 
@@ -131,8 +138,10 @@ class Gathering:
     def _start(self, index: int) -> None:
         group = self._groups[index]
         self._finish(group)  # a second turn, for others' sake: take part as if it were gone
-        with torch.autograd._unsafe_preserve_version_counter(group.whole):
-            operation = AllGather(group.shard, group.allocate())
+        whole = group.allocate()
+        self._storages[group.storage_id] = group
+        with torch.autograd._unsafe_preserve_version_counter(whole):
+            operation = AllGather(group.shard, whole)
             operation.signature = f"gather of parameter group {index}: {operation.signature}"
             self._coming[index] = self._backend.run(operation, async_op=True)
         self.num_gathers += 1
@@ -175,11 +184,29 @@ class Gathering:
 
     def _pack(self, tensor: Tensor) -> object:
         group = self._storages.get(tensor.untyped_storage()._cdata)
-        return tensor if group is None else (group, tensor)
+        if group is None or tensor.dtype is not group.whole.dtype or tensor.is_conj():
+            return tensor
+        return _Saved(
+            group, self.generation, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        )
 
     def _unpack(self, packed: object) -> Tensor:
-        if isinstance(packed, tuple):
-            group, tensor = packed
-            self.need(group)
-            return tensor  # type: ignore[no-any-return]
-        return packed  # type: ignore[return-value]
+        if not isinstance(packed, _Saved):
+            return packed  # type: ignore[return-value]
+        if packed.generation != self.generation:
+            raise RuntimeError(
+                "backward needs parameters that were changed after forward used them, by an "
+                "optimizer's step or by hand: run forward again before this backward"
+            )
+        self.need(packed.group)
+        return packed.group.whole.as_strided(packed.shape, packed.stride, packed.offset)
+
+
+class _Saved(NamedTuple):
+    """What autograd keeps of a sharded parameter: where it lies, not its memory."""
+
+    group: FlatGroup
+    generation: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int

@@ -50,17 +50,23 @@ class ShardedModel(nn.Module):
         super().__init__()
         if isinstance(module, ShardedModel):
             raise TypeError("the model is wrapped already; wrap the plain module once")
-        if any(parameter.is_meta for parameter in module.parameters()):
-            raise ValueError("the model is on the meta device: give its parameters values first")
         backend = world if isinstance(world, Backend) else (world or current()).backend
         # Not registered as a child, so that names get no prefix.
         object.__setattr__(self, "module", module)
         self.engine = Engine(module, backend, self.sharding, min_group_bytes)
         self.engine.auto_sync = auto_sync
+        self.options = {"min_group_bytes": min_group_bytes, "auto_sync": auto_sync}
+        self.optimizers: list[object] = []
+        """What steps this model's memory."""
         self.training = module.training
 
     def keep_whole(self, parameters: Sequence[nn.Parameter]) -> None:
         """Lays the memory out anew so that these parameters are not cut between ranks."""
+        if self.optimizers:
+            raise ShoalError(
+                "an optimizer that needs whole parameters must be wrapped before the others of "
+                "the same model, because the memory is laid out for it"
+            )
         old = self.engine
         old.dissolve()
         self.engine = Engine(
@@ -134,9 +140,11 @@ class ShardedModel(nn.Module):
 
         Training ends it early: an optimizer's step frees what was gathered.
         """
-        with torch.no_grad(), self.engine.gathering.keeping():
-            yield
-        self.engine.gathering.free_all()
+        try:
+            with torch.no_grad(), self.engine.gathering.keeping():
+                yield
+        finally:
+            self.engine.gathering.free_unless_kept()
 
     def gradient_shard(self, name: str) -> Tensor | None:
         """This rank's part of a parameter's averaged gradient, flat; None if it has none."""

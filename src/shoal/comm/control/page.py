@@ -32,7 +32,7 @@ from shoal.errors import BackendUnavailableError, ShoalError
 _LINE = 64
 _WORD = 8
 _MAX_GROUPS = 1024
-_MESSAGES = 32
+_MESSAGES = 256
 _MESSAGE_HEADER = 768
 
 _JOINING, _RUNNING, _LEFT, _FAILED = range(4)
@@ -305,17 +305,23 @@ class PageChannel(Channel):
     ) -> PageMessage:
         """Finds the offer with the key, waiting for it, and answers with our header."""
         sender = self.ranks[peer]
-        boxes = [
-            PageMessage(self._page, (sender, self._rank), index, is_sender=False)
-            for index in range(_MESSAGES)
-        ]
         wanted = (self._slot, *key)
-        while True:
-            for message in boxes:
-                if message.is_offer_of(wanted):
-                    message.write_answer(header)
-                    return message
+        while (message := self._find_offer(sender, wanted)) is None:
             patience.pause(lambda: [sender])
+        message.write_answer(header)
+        return message
+
+    def _find_offer(self, sender: int, key: tuple[int, int, int]) -> PageMessage | None:
+        layout = self._page.layout
+        first = layout.message(sender, self._rank, 0) // _WORD
+        stride = layout.message_row // _WORD
+        states = self._words[first : first + _MESSAGES * stride : stride].tolist()
+        for index, state in enumerate(states):
+            if state == _OFFERED:
+                message = PageMessage(self._page, (sender, self._rank), index, is_sender=False)
+                if message.is_offer_of(key):
+                    return message
+        return None
 
 
 _FREE, _CLAIMED, _OFFERED, _ANSWERED, _FINISHED = range(5)
