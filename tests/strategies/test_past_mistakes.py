@@ -266,7 +266,7 @@ def test_p19_gradients_are_scattered_not_all_reduced(strategy: str) -> None:
     def train() -> tuple[set[str], int, int]:
         model, optimizer = wrapped(strategy)
         shoal.world().backend.reset_stats()
-        x, y = local(0)
+        x, y = local(0, items=8)
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()
         held = sum(gradients.num_bytes_held for gradients in model.engine.gradients)

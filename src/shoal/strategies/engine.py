@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,9 @@ from shoal.strategies.gathering import Gathering, Plan
 from shoal.strategies.gradients import BufferPool, GroupGradients
 from shoal.strategies.schedule import Round
 from shoal.strategies.voting import Vote
+
+# Gradients whose reduction is under way take memory: one on the wire, one about to follow.
+_MOST_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,7 @@ class Engine:
         self._backward_plan = Plan(self._backward_order())
         self._reductions = Round([])
         self._complete: set[int] = set()
+        self._in_flight: deque[int] = deque()
         self._in_backward = False
         self._saving: list[Any] = []
         self._hooks = self._install()
@@ -247,6 +252,9 @@ class Engine:
         for index in indices:
             self._complete.discard(index)
             self.gradients[index].start_reduction()
+            self._in_flight.append(index)
+            if len(self._in_flight) > _MOST_IN_FLIGHT:
+                self.gradients[self._in_flight.popleft()].finish_reduction()
 
     def _end_backward(self) -> None:
         self._in_backward = False
@@ -267,8 +275,7 @@ class Engine:
 
     def synchronize(self) -> None:
         """Averages the gradients now, where that was not done in backward."""
-        for index in self._backward_order():
-            self.gradients[index].start_reduction()
+        self._take_turns(self._backward_order())
         for gradients in self.gradients:
             gradients.finish_reduction()
             gradients.show()

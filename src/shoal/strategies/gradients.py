@@ -23,22 +23,28 @@ _BITS = 62
 
 
 class BufferPool:
-    """Flat buffers that are used again, in memory that the transport reaches without a copy."""
+    """Flat buffers that groups use in turn, in memory that the transport reaches directly."""
 
     def __init__(self, backend: Backend) -> None:
         """Nothing in it yet."""
         self._backend = backend
-        self._free: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+        self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
 
     def take(self, like: Tensor, numel: int) -> Tensor:
-        """A buffer with any contents."""
-        free = self._free.get((numel, like.dtype, like.device))
-        return free.pop() if free else self._backend.empty(numel, like.dtype, like.device)
+        """A buffer of at least that length, with any contents."""
+        free = self._free.setdefault((like.dtype, like.device), [])
+        fitting = [buffer for buffer in free if buffer.numel() >= numel]
+        if not fitting:
+            if free:  # too short for what comes now: let it go instead of keeping both
+                free.pop()
+            return self._backend.empty(numel, like.dtype, like.device)
+        chosen = min(fitting, key=Tensor.numel)
+        free[:] = [buffer for buffer in free if buffer is not chosen]
+        return chosen
 
     def give(self, buffer: Tensor) -> None:
         """Takes a buffer back."""
-        key = (buffer.numel(), buffer.dtype, buffer.device)
-        self._free.setdefault(key, []).append(buffer)
+        self._free[buffer.dtype, buffer.device].append(buffer)
 
 
 class GroupGradients:
@@ -48,6 +54,7 @@ class GroupGradients:
         """``is_sharded``: only this rank's part outlives the reduction."""
         self.group, self._pool, self._backend = group, pool, backend
         self._is_sharded = is_sharded
+        self._buffer: Tensor | None = None
         self._whole: Tensor | None = None
         self._shard: Tensor | None = None
         self._collected: set[int] = set()
@@ -86,7 +93,8 @@ class GroupGradients:
         """The buffer of the group's whole gradient."""
         if self._whole is None:
             numel = self.group.layout.num_elements
-            self._whole = self._pool.take(self.group.shard, numel)
+            self._buffer = self._pool.take(self.group.shard, numel)
+            self._whole = self._buffer[:numel]
             self._whole[self.group.layout.slots[-1].stop :].zero_()
         return self._whole
 
@@ -120,9 +128,9 @@ class GroupGradients:
             self._drop_whole()
 
     def _drop_whole(self) -> None:
-        if self._whole is not None:
-            self._pool.give(self._whole)
-            self._whole = None
+        if self._buffer is not None:
+            self._pool.give(self._buffer)
+            self._buffer = self._whole = None
         self._collected.clear()
 
     def own(self) -> Tensor | None:
