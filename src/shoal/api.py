@@ -113,6 +113,8 @@ def _first_error(failures: Sequence[Outcome]) -> BaseException:
     """
     first = min(failures, key=lambda outcome: (_is_echo(outcome), outcome.failed_at))
     error = first.error or PeerError(first.rank, _ending(first))
+    if not isinstance(error, Exception):  # SystemExit and the like would end the caller
+        error = PeerError(first.rank, f"it ended by {error!r}")
     error.add_note(f"raised on rank {first.rank}; its own traceback:\n{first.traceback}")
     return error
 

@@ -37,12 +37,15 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def compare_gradients(
-    strategy: str, loss_of: Callable[[Any, Tensor], Tensor], make: BuildModule = OddMLP
+    strategy: str,
+    loss_of: Callable[[Any, Tensor], Tensor],
+    make: BuildModule = OddMLP,
+    **options: Any,
 ) -> None:
     """``loss_of`` makes a mean over the items and may call backward itself."""
 
     def on_rank() -> tuple[dict[str, Any], dict[str, Any]]:
-        model, optimizer = wrapped(strategy, make)
+        model, optimizer = wrapped(strategy, make, **options)
         x, _ = local(0)
         loss_of(model, x).backward()
         first = full_gradients(model)
@@ -180,6 +183,35 @@ def test_activation_checkpointing(
         return model(x.clone()).square().mean()
 
     compare_gradients(strategy, loss_of, lambda: kind(use_reentrant))
+
+
+class RecomputingTwice(nn.Module):
+    """A block's gradients arrive twice in one backward, and before those of its neighbours."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.block, self.last = (nn.Linear(7, 7) for _ in range(3))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for _ in range(3):
+            x = torch.tanh(checkpoint(self.block, x, use_reentrant=self.use_reentrant))
+        return self.last(x)
+
+
+@distinct
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("min_group_bytes", [0, 1 << 20])
+def test_activation_checkpointing_of_a_block_used_again(
+    strategy: str, use_reentrant: bool, min_group_bytes: int
+) -> None:
+    compare_gradients(
+        strategy,
+        lambda model, x: model(x).square().mean(),
+        lambda: RecomputingTwice(use_reentrant),
+        min_group_bytes=min_group_bytes,
+    )
 
 
 class ReturnsParts(nn.Module):

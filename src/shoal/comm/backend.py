@@ -25,6 +25,7 @@ from torch import Tensor
 from shoal.comm import objects
 from shoal.comm import operation as ops
 from shoal.comm.lanes import Lanes
+from shoal.comm.raw import as_bytes
 from shoal.comm.reduction import ReduceOp
 from shoal.comm.statistics import Counter, Statistics
 from shoal.errors import ClosedError
@@ -288,7 +289,7 @@ class Backend(ABC):
         return self._decode(self.recv(src=src, tag=tag))
 
     def _encode(self, value: Any) -> Tensor:
-        data = torch.frombuffer(bytearray(objects.encode(value)), dtype=torch.uint8)
+        data = as_bytes(bytearray(objects.encode(value)))
         return data.to(self.device)
 
     def _decode(self, data: Tensor) -> Any:

@@ -33,9 +33,9 @@ class Header(NamedTuple):
 
     def encode(self) -> bytes:
         """The header as bytes, small enough for a slot of the control page."""
-        signature = self.signature.encode()
+        signature = self.signature.encode(errors="replace")
         meta = array("q", self.meta).tobytes()
-        site = self.site.encode()[-_MAX_SITE_BYTES:]
+        site = self.site.encode(errors="replace")[-_MAX_SITE_BYTES:]
         lengths = _LENGTHS.pack(len(signature), len(meta), len(self.wire), len(site))
         return b"".join((lengths, signature, meta, self.wire, site))
 

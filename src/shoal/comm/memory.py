@@ -12,12 +12,14 @@ from torch import Tensor
 
 from shoal.comm.backend import Backend, WorldState
 from shoal.comm.control.plane import Failure
+from shoal.comm.failure import describe
 from shoal.comm.header import Header
 from shoal.comm.meeting import Meeting
 from shoal.comm.operation import Operation
 from shoal.comm.simulator import Simulator
 from shoal.comm.site import call_site
 from shoal.comm.work import Work
+from shoal.errors import DeadlineError, DeadlockError
 
 
 class InMemoryBackend(Backend):
@@ -82,7 +84,13 @@ class InMemoryBackend(Backend):
         return SimulatedWork(self, operation.kind, meeting)
 
     def _wait(self, meeting: Meeting) -> Tensor | None:
-        self._simulator.wait(self._world_rank, meeting)
+        try:
+            self._simulator.wait(self._world_rank, meeting)
+        except DeadlockError:  # nobody is ahead of anybody
+            raise
+        except DeadlineError as error:  # out of step with the others for good
+            self.fail(describe(error))
+            raise
         return meeting.result(self._world_rank)
 
     def _count(self, kind: str, meeting: Meeting, seconds: float) -> None:

@@ -16,6 +16,7 @@ import cloudpickle
 import torch
 from torch import Tensor
 
+from shoal.comm.raw import as_bytes
 from shoal.errors import UntrustedPickleError
 
 _PLAIN, _PICKLED = b"P", b"C"
@@ -129,4 +130,4 @@ def _tensor_from_json(content: Any, blobs: list[bytes]) -> Tensor:
         raise ValueError(f"a peer sent a tensor of a dtype that there is not: {name!r}")
     if not blobs[index]:
         return torch.empty(0, dtype=dtype).view(shape)
-    return torch.frombuffer(bytearray(blobs[index]), dtype=torch.uint8).view(dtype).view(shape)
+    return as_bytes(bytearray(blobs[index])).view(dtype).view(shape)

@@ -104,11 +104,11 @@ class Operation(ABC):
 def flatten(tensor: Tensor) -> Tensor:
     """A flat contiguous view, or a copy where there can be no view; bool as bytes."""
     is_flat = tensor.dim() == 1 and tensor.is_contiguous() and tensor.stride(0) == 1
-    if is_flat and tensor.is_floating_point() and not tensor.requires_grad:
+    is_plain = tensor.is_floating_point() and not tensor.requires_grad and not tensor.is_neg()
+    if is_flat and is_plain:
         return tensor  # the usual case, and worth a few microseconds
     flat = tensor.detach().contiguous().view(-1)
-    if flat.dtype.is_complex:
-        flat = flat.resolve_conj()
+    flat = flat.resolve_conj().resolve_neg()  # what lies in memory is what counts from here on
     if flat.stride(0) != 1:  # a single element of a longer row keeps that row's stride
         flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8) if flat.dtype is torch.bool else flat

@@ -25,11 +25,12 @@ from shoal.comm import operation as ops
 from shoal.comm.backend import Backend, WorldState
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Channel, Control, Failure, Message
+from shoal.comm.failure import describe
 from shoal.comm.header import Header, check_equal, decode, encode
 from shoal.comm.operation import Operation, Payload
 from shoal.comm.site import call_site
 from shoal.comm.work import PendingWork, Work, WorkQueue
-from shoal.errors import MismatchError, PeerError, ShoalError, TransportError
+from shoal.errors import DeadlineError, MismatchError, PeerError, ShoalError, TransportError
 
 # How long to wait for the news of a rank's death after the transport already failed over it.
 _NEWS_S = 3.0
@@ -121,17 +122,26 @@ class ProcessBackend(Backend):
         where = self._where(operation, number, site)
         patience = self._patience(where, eager)
         patience.check()
-        headers = self._agree(operation, number, site, patience)
+        headers = self._or_fail(self._agree, operation, number, site, patience)
         waited = time.perf_counter() - begin
         payload = operation.prepare(headers, self.rank)
         payload.wires = [header.wire for header in headers]
         if payload.total:
-            self._move(operation.kind, payload, patience)
+            with ops.writing(payload.target):
+                self._or_fail(self._move, operation.kind, payload, patience)
             if self._is_through_at_once:
                 self._settle()
         result = operation.result()
         self._count(operation.kind, payload, begin, waited)
         return result
+
+    def _or_fail(self, step: Callable[..., Any], *args: Any) -> Any:
+        """A rank that gives up is out of step with the others for good, so they must know."""
+        try:
+            return step(*args)
+        except DeadlineError as error:
+            self.fail(describe(error))
+            raise
 
     def _where(self, operation: Operation, number: int, site: str) -> Callable[[], str]:
         def text() -> str:
@@ -215,7 +225,7 @@ class ProcessBackend(Backend):
         header = Header(operation.signature, operation.meta, self._expose_message(operation), site)
         is_sender = operation.kind == "send"
         meet = self._channel.offer if is_sender else self._channel.accept
-        message = meet(peer, key, encode(header), patience)
+        message = self._or_fail(meet, peer, key, encode(header), patience)
         theirs = decode(message.theirs)
         try:
             self._check_message(header, theirs, peer, is_sender)
@@ -227,7 +237,7 @@ class ProcessBackend(Backend):
         payload.wires = [theirs.wire]
         if payload.total:
             self._transport(self._send if is_sender else self._recv, payload, message, patience)
-        message.finish(patience)
+        self._or_fail(message.finish, patience)
         self._count(operation.kind, payload, begin, waited)
         return operation.result()
 

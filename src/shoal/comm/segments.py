@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shoal.comm.raw import as_bytes
+
 _ALIGNMENT = 128
 _SLAB_BYTES = 8 << 20
 _LARGEST_IN_SLAB = 1 << 20
@@ -77,21 +79,21 @@ class Arena:
     def empty(self, num_bytes: int) -> Tensor:
         """Bytes in a segment; small requests share one."""
         if num_bytes > _LARGEST_IN_SLAB:
-            return torch.frombuffer(self._new_segment(num_bytes), dtype=torch.uint8)[:num_bytes]
+            return as_bytes(self._new_segment(num_bytes))[:num_bytes]
         with self._lock:
             if self._slab is None or self._slab_used + num_bytes > _SLAB_BYTES:
                 self._slab, self._slab_used = self._new_segment(_SLAB_BYTES), 0
             slab, start = self._slab, self._slab_used
             self._slab_used += max(num_bytes, 1) + -max(num_bytes, 1) % _ALIGNMENT
         # A slice of the whole keeps the segment alive and its storage begins at its address.
-        return torch.frombuffer(slab, dtype=torch.uint8)[start : start + num_bytes]
+        return as_bytes(slab)[start : start + num_bytes]
 
     def _new_segment(self, num_bytes: int) -> mmap.mmap:
         num_bytes += -num_bytes % mmap.PAGESIZE
         fd = os.memfd_create("shoal-data")
         os.ftruncate(fd, num_bytes)
         memory = mmap.mmap(fd, num_bytes)
-        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        address = as_bytes(memory).data_ptr()
         with self._lock:
             self._segments[address] = _Segment(fd, os.fstat(fd).st_ino, num_bytes, address)
             self._addresses = sorted(self._segments)
@@ -167,7 +169,7 @@ class Peer:
             memory = mmap.mmap(fd, location.segment_bytes)
         finally:
             os.close(fd)
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        return as_bytes(memory)
 
     def _path(self, fd: int) -> str:
         return f"/proc/{self._pid}/fd/{fd}"

@@ -72,12 +72,12 @@ def encode_settled(slot: int, number: int) -> bytes:
 def encode_failure(failure: Failure) -> bytes:
     """The frame of a failure, with as much of its reason as is good for a reader."""
     numbers = _FAILURE.pack(failure.rank, failure.time_ns, failure.is_echo)
-    return encode(FAILURE, numbers + failure.reason.encode()[:_MAX_REASON_BYTES])
+    return encode(FAILURE, numbers + failure.reason.encode(errors="replace")[:_MAX_REASON_BYTES])
 
 
 def encode_note(where: str) -> bytes:
     """The frame of a note of what a rank is doing."""
-    return encode(WHERE, where.encode()[:_MAX_NOTE_BYTES])
+    return encode(WHERE, where.encode(errors="replace")[:_MAX_NOTE_BYTES])
 
 
 def is_letter(kind: int) -> bool:

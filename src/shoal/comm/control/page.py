@@ -156,7 +156,7 @@ class PageControl(Control):
         word = row // _WORD
         if self._words[word + _STATE] == _FAILED:
             return
-        reason = failure.reason.encode()[: _REASON_BYTES - 4]
+        reason = failure.reason.encode(errors="replace")[: _REASON_BYTES - 4]
         self._page.write(row + _REASON_AT, reason, _REASON_BYTES)
         self._words[word + _FAILED_AT] = failure.time_ns
         self._words[word + _CULPRIT] = failure.rank
@@ -418,7 +418,7 @@ class _DeathWatch:
 
 @lru_cache(maxsize=1024)
 def _clipped(where: str) -> bytes:
-    return where.encode()[: _WHERE_BYTES - 4]
+    return where.encode(errors="replace")[: _WHERE_BYTES - 4]
 
 
 def _spent_if_stopped(pid: int) -> bytes | None:
