@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import leaks
+import pools
 from faults.gate import Gate
 from shoal.comm.bootstrap import store_for_one_host
 from shoal.launch.forkserver import fork_server
@@ -23,7 +24,8 @@ def first_store() -> None:
 
 @pytest.fixture(autouse=True)
 def forkserver_is_up(first_store: None) -> None:
-    """It serves all tests, so it is no leak of the first one."""
+    """It serves all tests, so it is no leak of the first one; other tests' pools are gone."""
+    pools.close_all()
     fork_server()
     leaks.baseline()
 

@@ -1,0 +1,167 @@
+"""What each of torch's optimizers needs to see at once, as found by trying."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.optim import Kind, find_kind
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.zeros(4, 4))]
+
+
+ELEMENT_WISE: dict[str, Callable[[Any], Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "SGD maximizing": lambda p: torch.optim.SGD(p, lr=0.1, maximize=True, weight_decay=0.1),
+    "SGD for each": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "SGD fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "Adam": lambda p: torch.optim.Adam(p),
+    "Adam with amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "Adam fused": lambda p: torch.optim.Adam(p, fused=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "AdamW one by one": lambda p: torch.optim.AdamW(p, foreach=False),
+    "AdamW with a tensor for lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01)),
+    "NAdam": lambda p: torch.optim.NAdam(p),
+    "RAdam": lambda p: torch.optim.RAdam(p),
+    "Adamax": lambda p: torch.optim.Adamax(p),
+    "RMSprop": lambda p: torch.optim.RMSprop(p),
+    "RMSprop centered": lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.5),
+    "Adagrad": lambda p: torch.optim.Adagrad(p),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "Rprop": lambda p: torch.optim.Rprop(p),
+    "ASGD": lambda p: torch.optim.ASGD(p),
+}
+PER_PARAMETER: dict[str, Callable[[Any], Optimizer]] = {
+    "Adafactor": lambda p: torch.optim.Adafactor(p),
+    "Muon": lambda p: torch.optim.Muon(p),
+}
+GLOBAL: dict[str, Callable[[Any], Optimizer]] = {
+    "LBFGS": lambda p: torch.optim.LBFGS(p),
+    "SparseAdam": lambda p: torch.optim.SparseAdam(p),
+}
+ZOO = [
+    *((name, make, Kind.ELEMENT_WISE) for name, make in ELEMENT_WISE.items()),
+    *((name, make, Kind.PER_PARAMETER) for name, make in PER_PARAMETER.items()),
+    *((name, make, Kind.GLOBAL) for name, make in GLOBAL.items()),
+]
+
+
+@pytest.mark.parametrize(("name", "make", "kind"), ZOO, ids=[name for name, _, _ in ZOO])
+def test_kinds_of_torch_s_optimizers(
+    name: str, make: Callable[[Any], Optimizer], kind: Kind
+) -> None:
+    assert find_kind(make(parameters())) is kind
+
+
+def test_every_optimizer_of_torch_is_tried() -> None:
+    found = {
+        name
+        for name, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
+    }
+    tried = {name.split()[0] for name, _, _ in ZOO}
+    assert found <= tried
+
+
+def test_groups_count_with_their_own_settings() -> None:
+    first, second = parameters()
+    groups = [{"params": [first], "lr": 0.1}, {"params": [second], "momentum": 0.9}]
+    assert find_kind(torch.optim.SGD(groups, lr=0.2)) is Kind.ELEMENT_WISE
+
+
+class Normalized(Optimizer):
+    """Divides by the norm of all gradients: couples everything."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            gradients = [p.grad for p in group["params"] if p.grad is not None]
+            norm = torch.stack([g.norm() for g in gradients]).norm()
+            for p in group["params"]:
+                p.sub_(p.grad / norm, alpha=group["lr"])
+
+
+class LayerNormalized(Normalized):
+    """Divides by the norm of the parameter's own gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad / p.grad.norm(), alpha=group["lr"])
+
+
+class Sign(Normalized):
+    """Looks at nothing but the element."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad.sign(), alpha=group["lr"])
+
+
+class LateCoupling(Normalized):
+    """Couples parameters only from its third step on."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.count = getattr(self, "count", 0) + 1
+        every = [p for group in self.param_groups for p in group["params"]]
+        factor: float | Tensor = sum(p.grad.sum() for p in every) if self.count > 2 else 1.0
+        for p in every:
+            p.sub_(p.grad * factor)
+
+
+class Demanding(Normalized):
+    """Cannot be built from its settings, so it cannot be tried."""
+
+    def __init__(self, params: Any, secret: object) -> None:
+        super().__init__(params)
+        self.secret = secret
+
+
+OWN = [
+    (Sign, Kind.ELEMENT_WISE),
+    (LayerNormalized, Kind.PER_PARAMETER),
+    (Normalized, Kind.GLOBAL),
+    (LateCoupling, Kind.GLOBAL),
+]
+
+
+@pytest.mark.parametrize(("make", "kind"), OWN)
+def test_kinds_of_one_s_own_optimizers(make: Any, kind: Kind) -> None:
+    assert find_kind(make(parameters())) is kind
+
+
+def test_in_doubt_it_is_global() -> None:
+    assert find_kind(Demanding(parameters(), object())) is Kind.GLOBAL
+
+
+def test_trying_leaves_no_trace() -> None:
+    state = torch.get_rng_state()
+    mine = parameters()
+    optimizer = torch.optim.AdamW(mine, lr=0.1)
+    find_kind(optimizer)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not optimizer.state
+    assert all(p.eq(0).all() and p.grad is None for p in mine)
+
+
+def test_a_kind_is_known_by_its_name() -> None:
+    assert [kind.value for kind in Kind] == ["element-wise", "per-parameter", "global"]
+    assert Kind("per-parameter") is Kind.PER_PARAMETER
