@@ -70,6 +70,7 @@ class GroupGradients:
     def collect(self, place: int) -> bool:
         """A parameter's gradient is there; returns whether the group is complete now."""
         parameter = self.group.parameters[place]
+        self.finish_reduction()  # one that comes late adds to what was averaged already
         view = self._view(place)
         gradient = parameter.grad
         if isinstance(gradient, ShardedGradient):
@@ -81,9 +82,9 @@ class GroupGradients:
             else:
                 view.copy_(gradient)
         self._collected.add(place)
-        parameter.grad = None if self._is_sharded else view
+        parameter.grad = None  # so that nothing is added to a buffer that is being reduced
         self._waiting -= 1
-        return self._waiting == 0
+        return self._waiting <= 0
 
     def _view(self, place: int) -> Tensor:
         slot = self.group.layout.slots[place]
