@@ -428,7 +428,7 @@ _IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 def build_gpt2() -> nn.Module:
     hf = _transformers()
     config = hf.GPT2Config(
-        vocab_size=23, n_positions=8, n_embd=6, n_layer=2, n_head=2,
+        vocab_size=23, n_positions=8, n_embd=6, n_layer=1, n_head=2,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, **_IDS,
     )  # fmt: skip
     return hf.GPT2LMHeadModel(config)
@@ -437,7 +437,7 @@ def build_gpt2() -> nn.Module:
 def build_llama() -> nn.Module:
     hf = _transformers()
     config = hf.LlamaConfig(
-        vocab_size=23, hidden_size=8, intermediate_size=11, num_hidden_layers=2,
+        vocab_size=23, hidden_size=8, intermediate_size=11, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=8,
         use_cache=False, **_IDS,
     )  # fmt: skip
@@ -456,7 +456,7 @@ def build_t5() -> nn.Module:
 def build_bert() -> nn.Module:
     hf = _transformers()
     config = hf.BertConfig(
-        vocab_size=23, hidden_size=6, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=23, hidden_size=6, num_hidden_layers=1, num_attention_heads=2,
         intermediate_size=11, max_position_embeddings=8, num_labels=3,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
@@ -466,7 +466,7 @@ def build_bert() -> nn.Module:
 def build_vit() -> nn.Module:
     hf = _transformers()
     config = hf.ViTConfig(
-        hidden_size=6, num_hidden_layers=2, num_attention_heads=2, intermediate_size=11,
+        hidden_size=6, num_hidden_layers=1, num_attention_heads=2, intermediate_size=11,
         image_size=4, patch_size=2, num_labels=3,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip

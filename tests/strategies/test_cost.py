@@ -7,6 +7,7 @@ K P for an optimizer's state, each of them divided by N where it is sharded.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,12 +18,11 @@ import torch
 from torch import nn
 
 import shoal
-from strategies.loops import run
+from strategies.loops import each, gathered, run
 from strategies.training import STRATEGIES
 
 pytestmark = pytest.mark.timeout(60)
 
-each = pytest.mark.parametrize("strategy", STRATEGIES)
 GATHERING = ("zero3", "fsdp")
 SHARDED_GRADIENTS = ("zero2", "zero3", "fsdp")
 WIDTHS = tuple(64 + 4 * index for index in range(17))
@@ -93,6 +93,12 @@ def measure(strategy: str, steps: int = 3, widths: Sequence[int] = WIDTHS, **opt
     return Cost(**{**vars(cost), "spare": spare_bytes(engine) / total})
 
 
+@functools.cache
+def costs(strategy: str, ranks: int) -> list[Cost]:
+    """What each rank saw in a few steps; many tests look at the same."""
+    return run(measure, strategy, ranks=ranks)
+
+
 def held_bytes(engine: Any, total: int) -> tuple[float, float]:
     parameters = sum(group.num_bytes_held for group in engine.groups)
     return parameters / total, sum(each.num_bytes_held for each in engine.gradients) / total
@@ -123,22 +129,22 @@ EXPECTED_WIRE = {"ddp": 2.0, "zero1": 3.0, "zero2": 2.0, "zero3": 3.0, "fsdp": 3
 
 
 @each
-@pytest.mark.parametrize("ranks", [2, 4, 5])
+@pytest.mark.parametrize("ranks", [2, 5, 8])
 def test_bytes_moved_are_those_of_theory(strategy: str, ranks: int) -> None:
-    for cost in run(measure, strategy, ranks=ranks):
+    for cost in costs(strategy, ranks):
         for moved in cost.bytes:
             found = wire_bytes(moved, ranks) / ((ranks - 1) / ranks)
             assert found == pytest.approx(EXPECTED_WIRE[strategy], rel=0.02)
 
 
 def test_zero3_moves_one_and_a_half_times_the_bytes_of_ddp() -> None:
-    ddp, zero3 = (run(measure, name, ranks=4)[0].bytes[-1] for name in ("ddp", "zero3"))
+    ddp, zero3 = (costs(name, 4)[0].bytes[-1] for name in ("ddp", "zero3"))
     assert wire_bytes(zero3, 4) / wire_bytes(ddp, 4) == pytest.approx(1.5, rel=0.02)
 
 
 @each
 def test_collectives_are_those_of_the_strategy(strategy: str) -> None:
-    for cost in run(measure, strategy, ranks=4):
+    for cost in costs(strategy, 4):
         for calls in cost.calls[1:]:  # the first step also learns
             moving = {name for name in calls if name != "barrier"}
             expected = {
@@ -150,7 +156,7 @@ def test_collectives_are_those_of_the_strategy(strategy: str) -> None:
 
 @each
 def test_each_group_is_reduced_once_and_gathered_once_a_pass(strategy: str) -> None:
-    for cost in run(measure, strategy, ranks=4):
+    for cost in costs(strategy, 4):
         groups = cost.num_groups
         assert groups > 5
         for calls in cost.calls:
@@ -162,11 +168,11 @@ def test_each_group_is_reduced_once_and_gathered_once_a_pass(strategy: str) -> N
 
 def test_one_rank_moves_nothing() -> None:
     for strategy in STRATEGIES:
-        (cost,) = run(measure, strategy, ranks=1)
+        (cost,) = costs(strategy, 1)
         assert wire_bytes(cost.bytes[-1], 1) == 0
 
 
-@pytest.mark.parametrize("strategy", GATHERING)
+@gathered
 def test_a_thousand_tiny_layers_take_fifty_gathers_a_pass(strategy: str) -> None:
     """256 x 256 as in the promise would take minutes here; grouping is by share of the total."""
 
@@ -206,7 +212,7 @@ def test_accumulation_moves_gradients_once() -> None:
         counters = shoal.world().stats()
         return {name: counter.calls for name, counter in counters.items()}
 
-    groups = run(measure, "zero2", 1, ranks=2)[0].num_groups
+    groups = costs("zero2", 2)[0].num_groups
     for strategy in STRATEGIES:
         calls = run(count, strategy, ranks=2)[0]
         assert calls.get("all_reduce", 0) + calls.get("reduce_scatter", 0) == groups
@@ -230,7 +236,7 @@ def formula(strategy: str, ranks: int) -> tuple[float, float, float]:
 def test_memory_held_between_steps_is_that_of_the_formula(strategy: str, ranks: int) -> None:
     """Padding is nobody's state: the last rank may have a little less than its share."""
     expected = formula(strategy, ranks)
-    costs = run(measure, strategy, ranks=ranks)
+    costs = costs(strategy, ranks)
     for cost in costs:
         for found in cost.held:
             assert sum(found) <= 1.05 * sum(expected)
@@ -245,7 +251,7 @@ def test_memory_during_backward_is_the_formula_and_the_groups_in_flight(
     strategy: str, ranks: int
 ) -> None:
     parameters, gradients, _ = formula(strategy, ranks)
-    for cost in run(measure, strategy, ranks=ranks):
+    for cost in costs(strategy, ranks):
         # One in use, one on its way, one on its way out.
         in_flight = 3 * cost.largest if ranks > 1 else cost.largest
         for peak in cost.peak:
@@ -258,20 +264,20 @@ def test_memory_during_backward_is_the_formula_and_the_groups_in_flight(
 def test_memory_kept_in_spare_buffers_is_that_of_the_groups_in_flight(
     strategy: str, ranks: int
 ) -> None:
-    for cost in run(measure, strategy, ranks=ranks):
+    for cost in costs(strategy, ranks):
         assert cost.spare <= 3 * cost.largest
 
 
 @each
 def test_memory_is_the_same_in_each_of_fifty_steps(strategy: str) -> None:
-    for cost in run(measure, strategy, 50, ranks=2):
+    for cost in run(measure, strategy, 50, WIDTHS[:7], ranks=2):
         assert len(set(cost.held)) == 1
         assert len(set(cost.peak[1:])) == 1
 
 
-@pytest.mark.parametrize("strategy", GATHERING)
+@gathered
 def test_an_eighth_of_everything_on_eight_ranks(strategy: str) -> None:
-    for cost in run(measure, strategy, ranks=8):
+    for cost in costs(strategy, 8):
         assert sum(cost.held[-1]) <= 1.05 * 4 / 8
 
 

@@ -66,7 +66,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
     "adagrad": lambda m: [torch.optim.Adagrad(m.parameters(), lr=0.02, eps=1e-3)],
     "adafactor": lambda m: [torch.optim.Adafactor(m.parameters(), lr=0.01)],
     "muon": _muon,
-    "lbfgs": lambda m: [torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=3, history_size=4)],
+    "lbfgs": lambda m: [torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=2, history_size=4)],
 }
 AMPLIFYING = ("adafactor", "muon")
 

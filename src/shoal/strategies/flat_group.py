@@ -73,6 +73,8 @@ class FlatGroup:
         """This rank's part of a buffer that is laid out like the whole."""
         return buffer[self.low : self.high]
 
+    # What is made in inference mode could not be trained with afterwards.
+    @torch.inference_mode(False)
     def vanish(self, gather: Callable[[FlatGroup], None]) -> None:
         """Frees the whole; ``gather`` is called when somebody wants it nevertheless."""
         if not self.is_present or not self.is_sharded:
@@ -90,12 +92,14 @@ class FlatGroup:
         identity: int = self.whole.untyped_storage()._cdata
         return identity
 
+    @torch.inference_mode(False)
     def allocate(self) -> Tensor:
         """Memory for the whole, to be filled; the parameters stay absent until `appear`."""
         if not self.is_present:
             self.whole = self.shard.new_empty(self.layout.num_elements)
         return self.whole
 
+    @torch.inference_mode(False)
     def appear(self) -> None:
         """The whole has been filled: the parameters can be used."""
         if self.is_present:
