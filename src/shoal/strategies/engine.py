@@ -253,8 +253,20 @@ class Engine:
             self._complete.discard(index)
             self.gradients[index].start_reduction()
             self._in_flight.append(index)
-            if len(self._in_flight) > _MOST_IN_FLIGHT:
-                self.gradients[self._in_flight.popleft()].finish_reduction()
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        """Bounds what is under way.
+
+        Where parameters are gathered meanwhile, nobody may wait for a reduction: another rank may
+        get to its part of it only after a gather that this rank has yet to join.
+        """
+        while len(self._in_flight) > _MOST_IN_FLIGHT:
+            oldest = self.gradients[self._in_flight[0]]
+            if self.sharding.parameters and not oldest.is_reduced():
+                return
+            self._in_flight.popleft()
+            oldest.finish_reduction()
 
     def _end_backward(self) -> None:
         self._in_backward = False

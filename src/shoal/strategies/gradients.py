@@ -117,6 +117,10 @@ class GroupGradients:
         place = (self._backend.rank, self._backend.size)
         return _FlaggedReduceScatter(whole, self.group.layout.sizes, place, flags)
 
+    def is_reduced(self) -> bool:
+        """Whether `finish_reduction` would not wait."""
+        return self._work is None or self._work[0].is_done()
+
     def finish_reduction(self) -> None:
         """Waits for the average."""
         if self._work is None:
