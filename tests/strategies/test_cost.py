@@ -236,12 +236,14 @@ def formula(strategy: str, ranks: int) -> tuple[float, float, float]:
 def test_memory_held_between_steps_is_that_of_the_formula(strategy: str, ranks: int) -> None:
     """Padding is nobody's state: the last rank may have a little less than its share."""
     expected = formula(strategy, ranks)
-    costs = costs(strategy, ranks)
-    for cost in costs:
+    measured = costs(strategy, ranks)
+    for cost in measured:
         for found in cost.held:
             assert sum(found) <= 1.05 * sum(expected)
-    for step in range(len(costs[0].held)):
-        means = [sum(parts) / ranks for parts in zip(*(c.held[step] for c in costs), strict=True)]
+    for step in range(len(measured[0].held)):
+        means = [
+            sum(parts) / ranks for parts in zip(*(c.held[step] for c in measured), strict=True)
+        ]
         assert means == pytest.approx(expected, rel=0.05)
 
 
