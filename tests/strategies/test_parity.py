@@ -103,7 +103,7 @@ def over_processes() -> Iterator[object]:
     fast = [
         ("shm", 2, "gpt", "adamw", "accumulate"),
         ("shm", 2, "experts", "sgd", "plain"),
-        ("shm", 3, "mlp", "muon", "clip"),
+        ("shm", 2, "mlp", "muon", "clip"),
         ("shm", 4, "unused", "adamw", "plain"),
         ("gloo", 3, "gpt", "sgd", "clip"),
         ("mpi", 3, "mlp", "adamw", "plain"),

@@ -94,7 +94,7 @@ class Case:
     @property
     def min_group_bytes(self) -> int:
         """Small models in several groups; and for some worlds in one."""
-        return {3: 3000, 5: 1 << 20}.get(self.ranks, 300)
+        return {2: 300, 3: 3000, 5: 1 << 20}.get(self.ranks, 1500)
 
     @property
     def max_norm(self) -> float:

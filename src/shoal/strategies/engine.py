@@ -119,6 +119,7 @@ class Engine:
         """Gives the parameters memory of their own again, and lets go of the module."""
         with self.full_parameters(keep_changes=False):
             for group in self.groups:
+                group.is_sharded = False  # it is not this engine's to free any more
                 for parameter in group.parameters:
                     parameter.data = parameter.data.clone()
         for handle in self._hooks:
