@@ -240,10 +240,10 @@ def leave_before_a_slow_rank(seconds: float) -> float:
     if world.rank == 1:  # it has not got as far as rank 0 for a while
         settle = backend._channel.settle
 
-        def settle_late(number: int) -> list[int]:
+        def settle_late(number: int) -> None:
             backend._channel.settle = settle
             time.sleep(seconds)
-            return settle(number)
+            settle(number)
 
         backend._channel.settle = settle_late
     backend.all_reduce(torch.ones(2))

@@ -331,7 +331,7 @@ def fail_on(rank, error):
 @pytest.mark.parametrize("backend", ["memory", "shm"])
 @pytest.mark.parametrize(
     "error",
-    [ValueError("a reason"), OwnError(3, {"a": 1}), KeyboardInterrupt(), SystemExit(4)],
+    [ValueError("a reason"), OwnError(3, {"a": 1})],
     ids=lambda error: type(error).__name__,
 )
 def test_the_first_failing_ranks_exception_is_what_the_caller_sees(backend, error) -> None:
@@ -345,6 +345,17 @@ def test_the_first_failing_ranks_exception_is_what_the_caller_sees(backend, erro
     assert "in fail_on" in notes
     if isinstance(error, OwnError):
         assert (caught.value.code, caught.value.detail) == (3, {"a": 1})
+
+
+@pytest.mark.parametrize("backend", ["memory", "shm"])
+@pytest.mark.parametrize(
+    "ending", [KeyboardInterrupt(), SystemExit(4)], ids=lambda ending: type(ending).__name__
+)
+def test_a_rank_that_asks_to_exit_does_not_take_the_caller_with_it(backend, ending) -> None:
+    fork_server()
+    leaks.baseline()
+    with pytest.raises(PeerError, match=f"rank 1 failed: it ended by {type(ending).__name__}"):
+        shoal.run(fail_on, 3, backend, args=(1, ending))
 
 
 def others_hear():

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -62,19 +62,21 @@ class Payload:
 
     source: Tensor | None = None
     target: Tensor | None = None
-    counts: list[int] = field(default_factory=list)
-    arriving: list[int] = field(default_factory=list)
-    matrix: list[list[int]] = field(default_factory=list)
+    counts: Sequence[int] = ()
+    arriving: Sequence[int] = ()
+    matrix: Sequence[Sequence[int]] = ()
     op: ReduceOp = ReduceOp.SUM
     root: int = 0
     total: int = 0
-    wires: list[bytes] = field(default_factory=list)
+    wires: Sequence[bytes] = ()
 
     @property
     def num_bytes(self) -> int:
         """The larger of what this rank gives and gets."""
         given = self.source.nbytes if self.source is not None else 0
-        return max(given, self.target.nbytes if self.target is not None else 0)
+        if self.target is None or self.target is self.source:
+            return given
+        return max(given, self.target.nbytes)
 
 
 class Operation(ABC):
@@ -103,11 +105,10 @@ class Operation(ABC):
 
 def flatten(tensor: Tensor) -> Tensor:
     """A flat contiguous view, or a copy where there can be no view; bool as bytes."""
-    is_flat = tensor.dim() == 1 and tensor.is_contiguous() and tensor.stride(0) == 1
-    is_plain = tensor.is_floating_point() and not tensor.requires_grad and not tensor.is_neg()
-    if is_flat and is_plain:
-        return tensor  # the usual case, and worth a few microseconds
-    flat = tensor.detach().contiguous().view(-1)
+    flat = tensor.detach()
+    if flat.dim() == 1 and flat.stride(0) == 1 and flat.is_floating_point() and not flat.is_neg():
+        return flat  # the usual case, and worth a few microseconds
+    flat = flat.contiguous().view(-1)
     flat = flat.resolve_conj().resolve_neg()  # what lies in memory is what counts from here on
     if flat.stride(0) != 1:  # a single element of a longer row keeps that row's stride
         flat = flat.as_strided(flat.shape, (1,))
@@ -122,11 +123,16 @@ def write_back(flat: Tensor, tensor: Tensor) -> None:
             tensor.detach().copy_(values.view(tensor.shape))
 
 
+# Autograd does not follow what `flatten` returns, so there is nothing to switch off.
+_AS_IT_IS = nullcontext()
+
+
 def writing(*tensors: Tensor | None) -> AbstractContextManager[object]:
-    """Allows to write to tensors from a thread that is not the one that made them."""
-    if any(tensor is not None and tensor.is_inference() for tensor in tensors):
-        return torch.inference_mode()
-    return torch.no_grad()
+    """Allows to write to flat tensors, also if they were made in inference mode."""
+    for tensor in tensors:
+        if tensor is not None and tensor.is_inference():
+            return torch.inference_mode()
+    return _AS_IT_IS
 
 
 def num_rows(tensor: Tensor) -> int:

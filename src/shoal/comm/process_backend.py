@@ -36,6 +36,7 @@ from shoal.errors import DeadlineError, MismatchError, PeerError, ShoalError, Tr
 _NEWS_S = 3.0
 _FAREWELL_S = 5.0
 _POLL_S = 0.001
+_MOST_AGREED = 1024
 
 
 class ProcessBackend(Backend):
@@ -57,6 +58,8 @@ class ProcessBackend(Backend):
         self._messages: dict[tuple[str, int, int], int] = defaultdict(int)
         self._queue = WorkQueue(f"shoal-{self.name}-{control.rank}")
         self._errands: list[PendingWork[Any]] = []
+        # A training loop agrees on the same headers again and again.
+        self._agreed: dict[bytes, tuple[list[bytes], list[Header]]] = {}
         self._lock = threading.Lock()
         self._message_lock = threading.Lock()  # a message need not wait for a collective
         state.groups.append(self)
@@ -159,10 +162,17 @@ class ProcessBackend(Backend):
     ) -> list[Header]:
         wire = self._expose(operation, number)
         mine = Header(operation.signature, operation.meta, wire, site)
-        shown = self._channel.exchange(number, encode(mine), patience)
+        encoded = encode(mine)
+        shown = self._channel.exchange(number, encoded, patience)
+        known = self._agreed.get(encoded)
+        if known is not None and known[0] == shown:
+            return known[1]
         headers = [decode(header) for header in shown]
         check_equal(headers, self.ranks, number)
         operation.check(headers, self.ranks)
+        if len(self._agreed) >= _MOST_AGREED:
+            self._agreed.clear()
+        self._agreed[encoded] = (shown, headers)
         return headers
 
     def _move(self, kind: str, payload: Payload, patience: Patience) -> None:
@@ -293,7 +303,7 @@ class ProcessBackend(Backend):
     def _await_others(self) -> None:
         """See [Note: leaving]."""
         deadline = time.monotonic() + _FAREWELL_S
-        while late := self._channel.settle(self._num_settled):
+        while late := self._channel.unsettled(self._num_settled):
             is_pointless = all(self._control.absence(rank) is not None for rank in late)
             if is_pointless or self._control.failure() is not None or time.monotonic() > deadline:
                 return

@@ -221,7 +221,7 @@ class ProcessGroupBackend(ProcessBackend):
         if source is None:
             source = target[:0]
         else:
-            leaving = payload.counts
+            leaving = list(payload.counts)
         self._swap(source, leaving, target, arriving, patience)
 
     def _all_to_all(self, payload: Payload, patience: Patience) -> None:

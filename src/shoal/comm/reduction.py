@@ -28,8 +28,9 @@ class ReduceOp(StrEnum):
     @classmethod
     def parse(cls, op: ReduceOp | str) -> ReduceOp:
         """Accepts a member or its name; ``avg``, ``mean`` and ``prod`` are understood too."""
-        if type(op) is cls:
-            return op
+        known = _BY_NAME.get(op)
+        if known is not None:
+            return known
         name = str(op).lower()
         try:
             return cls(_ALIASES.get(name, name))
@@ -39,6 +40,7 @@ class ReduceOp(StrEnum):
 
 
 _ALIASES = {"avg": "average", "mean": "average", "prod": "product"}
+_BY_NAME: dict[ReduceOp | str, ReduceOp] = {op: op for op in ReduceOp}
 _COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.AVERAGE: torch.add,

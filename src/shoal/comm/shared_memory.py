@@ -34,10 +34,11 @@ from shoal.comm.segments import Arena, Location, Peer
 from shoal.comm.staging import HALF_BYTES, Staging
 
 # Up to here copying is cheaper than the extra meeting that a shared tensor needs.
-_SMALL_BYTES = 32 << 10
+_SMALL_BYTES = 128 << 10
 # Small enough for the cache: what was just reduced is still there when it is handed out.
 _BLOCK_BYTES = 256 << 10
 _SHARED, _STAGED, _WINDOWED = b"m", b"s", b"w"
+_MOST_WHOLES = 1024
 
 
 class SharedMemoryBackend(ProcessBackend):
@@ -68,6 +69,7 @@ class SharedMemoryBackend(ProcessBackend):
         self._page_control, self._page_channel = control, channel
         self._arena, self._peers = arena, peers
         self._staging = Staging(arena)
+        self._wholes: dict[tuple[object, ...], list[Tensor]] = {}
 
     def empty(
         self, numel: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
@@ -94,6 +96,7 @@ class SharedMemoryBackend(ProcessBackend):
 
     def _close_transport(self) -> None:
         self._staging.close()
+        self._wholes.clear()
         self._arena.close()
         for peer in self._peers:
             peer.close()
@@ -294,12 +297,19 @@ class SharedMemoryBackend(ProcessBackend):
         self, payload: Payload, counts: Sequence[int], dtype: torch.dtype
     ) -> list[Tensor]:
         """Everybody's staged source, the short way: small operations are all overhead."""
-        return [
-            self._view(rank, wire[1:], counts[rank] * dtype.itemsize, dtype)
-            if wire
-            else _nothing(dtype)
-            for rank, wire in enumerate(payload.wires)
-        ]
+        key = (*payload.wires, *counts, dtype)
+        wholes = self._wholes.get(key)
+        if wholes is None:
+            wholes = [
+                self._view(rank, wire[1:], counts[rank] * dtype.itemsize, dtype)
+                if wire
+                else _nothing(dtype)
+                for rank, wire in enumerate(payload.wires)
+            ]
+            if len(self._wholes) >= _MOST_WHOLES:
+                self._wholes.clear()
+            self._wholes[key] = wholes
+        return wholes
 
     def _is_own(self, sender: int, payload: Payload, out: Tensor) -> bool:
         """Whether the rank would copy its own source onto itself."""

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+
+
+_MOST_NOTES = 4096
 
 
 @dataclass(slots=True)
@@ -38,13 +42,20 @@ class Statistics:
         """Everything at zero."""
         self._counters: dict[str, Counter] = {}
         self._lock = threading.Lock()
+        # Operations only leave a note here, which is quick and safe in any thread.
+        self._notes: deque[tuple[str, int, float, float]] = deque()
 
     def count(self, kind: str, num_bytes: int, seconds: float, waiting_seconds: float) -> None:
         """Adds one operation."""
-        with self._lock:
-            counter = self._counters.get(kind)
-            if counter is None:
-                counter = self._counters[kind] = Counter()
+        self._notes.append((kind, num_bytes, seconds, waiting_seconds))
+        if len(self._notes) > _MOST_NOTES:
+            with self._lock:
+                self._add_up()
+
+    def _add_up(self) -> None:
+        while self._notes:
+            kind, num_bytes, seconds, waiting_seconds = self._notes.popleft()
+            counter = self._counters.setdefault(kind, Counter())
             counter.calls += 1
             counter.num_bytes += num_bytes
             counter.seconds += seconds
@@ -53,9 +64,11 @@ class Statistics:
     def snapshot(self) -> Mapping[str, Counter]:
         """A copy of the counters as they are now."""
         with self._lock:
+            self._add_up()
             return {kind: replace(counter) for kind, counter in self._counters.items()}
 
     def reset(self) -> None:
         """Everything back to zero."""
         with self._lock:
+            self._notes.clear()
             self._counters.clear()

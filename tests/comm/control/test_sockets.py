@@ -199,8 +199,9 @@ def test_tickets_of_open_messages_differ_and_come_back(world: World) -> None:
 def test_a_rank_knows_who_is_not_through_yet(world: World) -> None:
     with world(3) as controls:
         first, second, third = (control.channel(1, range(3)) for control in controls)
-        assert first.settle(0) == []
-        assert first.settle(2) == [1, 2]
+        assert first.unsettled(0) == []
+        first.settle(2)
+        assert first.unsettled(2) == [1, 2]
         second.settle(1)
         third.settle(2)
         await_settled(first, 2, [1])
@@ -213,9 +214,9 @@ def test_a_rank_knows_who_is_not_through_yet(world: World) -> None:
 
 def await_settled(channel: Channel, number: int, late: list[int]) -> None:
     deadline = time.monotonic() + 10
-    while channel.settle(number) != late and time.monotonic() < deadline:
+    while channel.unsettled(number) != late and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert channel.settle(number) == late
+    assert channel.unsettled(number) == late
 
 
 # Failures -------------------------------------------------------------------------------

@@ -130,6 +130,7 @@ class PageControl(Control):
         self._next_look_for_deaths = 0.0
         self._stopped: dict[int, tuple[float, bytes]] = {}
         self._is_closed = False
+        self._noted = ""
         self._words[self._row // _WORD + _PID] = os.getpid()
         self._set_state(_RUNNING)
 
@@ -166,8 +167,9 @@ class PageControl(Control):
 
     def failure(self) -> Failure | None:
         """The first failure; ranks that died without a word are written up here."""
-        if time.monotonic() >= self._next_look_for_deaths:
-            self._next_look_for_deaths = time.monotonic() + _LOOK_FOR_DEATHS_EVERY_S
+        now = time.monotonic()
+        if now >= self._next_look_for_deaths:
+            self._next_look_for_deaths = now + _LOOK_FOR_DEATHS_EVERY_S
             self._record_deaths()
         if not self._words[0]:
             return None
@@ -212,7 +214,9 @@ class PageControl(Control):
 
     def note(self, where: str) -> None:
         """Writes into this rank's row."""
-        self._page.write(self._row + _WHERE_AT, _clipped(where), _WHERE_BYTES)
+        if where != self._noted:  # most of what a rank does it does again and again
+            self._noted = where
+            self._page.write(self._row + _WHERE_AT, _clipped(where), _WHERE_BYTES)
 
     def whereabouts(self, rank: int) -> str:
         """Reads from the other's row; it may be writing, so this is a hint only."""
@@ -246,19 +250,25 @@ class PageChannel(Channel):
         self._settled = [step + 1 for step in self._steps]
         self._mine = list(ranks).index(rank)
         self._step = 0
+        self._written = [b"", b""]
 
     def exchange(self, number: int, header: bytes, patience: Patience) -> list[bytes]:
         """See [Note: two slots are enough]."""
-        place = 2 * _LINE + (number % 2) * self._page.layout.header_bytes
-        page = self._page
-        page.write(self._rows[self._mine] + place, header, page.layout.header_bytes)
+        page, slot = self._page, number % 2
+        place = 2 * _LINE + slot * page.layout.header_bytes
+        if header != self._written[slot]:
+            page.write(self._rows[self._mine] + place, header, page.layout.header_bytes)
+            self._written[slot] = header
         self._words[self._numbers[self._mine]] = number
         self._wait(self._numbers, number, patience)
         return [page.read(row + place) for row in self._rows]
 
-    def settle(self, number: int) -> list[int]:
+    def settle(self, number: int) -> None:
         """A counter beside the one of `sync`."""
         self._words[self._settled[self._mine]] = number
+
+    def unsettled(self, number: int) -> list[int]:
+        """Whose counter is not there yet."""
         return self._missing(self._settled, number)
 
     def sync(self, patience: Patience) -> None:

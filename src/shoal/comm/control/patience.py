@@ -51,10 +51,10 @@ class Patience:
         self._control = control
         self._what = what
         self._ranks = ranks
-        self._begin = time.monotonic()
-        self._deadline = self._begin + timeout
-        self._warn_at = self._begin + min(FIRST_WARNING_S, timeout / 2)
-        self._next_look = self._begin + _LOOK_EVERY_S
+        self._begin = begin = time.monotonic()
+        self._deadline = begin + timeout
+        self._warn_at = begin + (FIRST_WARNING_S if timeout > 2 * FIRST_WARNING_S else timeout / 2)
+        self._next_look = begin + _LOOK_EVERY_S
         self._sleep = _FIRST_SLEEP_S
         self._spins = _SPINS if len(ranks) <= _CORES else 0
         self._first_poll = 0 if eager else self._spins + _YIELDS

@@ -97,16 +97,18 @@ class Channel(ABC):
         """Waits for the message that ``peer`` offers under ``key`` and shows it our header."""
 
     @abstractmethod
-    def settle(self, number: int) -> list[int]:
+    def settle(self, number: int) -> None:
         """Says that this rank needs nothing more from the others for the first transfers.
-
-        A rank asks before it goes: whoever is not through yet may still need something of it.
 
         Args:
             number: How many transfers of the group this rank is through with.
+        """
 
-        Returns:
-            The world ranks that have not said the same of as many.
+    @abstractmethod
+    def unsettled(self, number: int) -> list[int]:
+        """The world ranks that have not settled as many transfers.
+
+        A rank asks before it goes: whoever is not through yet may still need something of it.
         """
 
 

@@ -24,7 +24,6 @@ class SocketChannel(Channel):
         self.ranks = ranks
         self._control, self._slot = control, slot
         self._peers = [rank for rank in ranks if rank != control.rank]
-        self._num_settled = 0
 
     def exchange(self, number: int, header: bytes, patience: Patience) -> list[bytes]:
         """Everybody sends its header to everybody."""
@@ -36,11 +35,12 @@ class SocketChannel(Channel):
         headers[control.rank] = header
         return [headers[rank] for rank in self.ranks]
 
-    def settle(self, number: int) -> list[int]:
-        """Tells the others once, however often it is asked."""
-        if number != self._num_settled:
-            self._num_settled = number
-            self._control.tell(self._peers, frames.encode_settled(self._slot, number))
+    def settle(self, number: int) -> None:
+        """Tells the others."""
+        self._control.tell(self._peers, frames.encode_settled(self._slot, number))
+
+    def unsettled(self, number: int) -> list[int]:
+        """Who has not told as much."""
         settled = self._control.settled
         return [peer for peer in self._peers if settled(self._slot, peer) < number]
 
