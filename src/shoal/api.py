@@ -151,7 +151,8 @@ def as_distributed(
         strategy: "ddp", "zero1", "zero2", "zero3", "fsdp", or "auto" to choose by size.
         backend: What to start communication with, if it has to be started.
         enabled: If false, model and optimizer come back untouched.
-        options: For the model's class, for example ``min_group_bytes``.
+        options: For the model's class, for example ``min_group_bytes``, ``sync_batchnorm`` or
+            ``seed`` (for a model on the meta device); see `ShardedModel`.
 
     Returns:
         The wrapped model, or the wrapped model and optimizer (a list if one was given).

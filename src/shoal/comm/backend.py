@@ -28,6 +28,7 @@ from shoal.comm.lanes import Lanes
 from shoal.comm.raw import as_bytes
 from shoal.comm.reduction import ReduceOp
 from shoal.comm.statistics import Counter, Statistics
+from shoal.comm.work import Work
 from shoal.errors import ClosedError
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -70,6 +71,8 @@ class Backend(ABC):
 
     name: ClassVar[str]
     """What users call this backend: "memory", "shm", "gloo", "nccl" or "mpi"."""
+    shares_memory: ClassVar[bool] = False
+    """Whether `reach` gives access to the other ranks' memory."""
 
     def __init__(self, state: WorldState, ranks: Sequence[int], rank: int) -> None:
         """``ranks`` are the members' world ranks in order, ``rank`` is this one's place."""
@@ -121,6 +124,14 @@ class Backend(ABC):
     ) -> Tensor:
         """A flat tensor in memory that this transport reaches without a copy."""
         return torch.empty(numel, dtype=dtype, device=device or self.device)
+
+    def reach(self, memory: Tensor) -> list[Tensor] | None:
+        """Every rank's ``memory``, to read and write directly; all ranks call it.
+
+        None where ranks do not share memory. It has to come from `empty`. Whoever uses it must
+        see to it that nobody reads what another writes: nothing is agreed on and nobody waits.
+        """
+        return None
 
     # Collectives ----------------------------------------------------------------------
 
@@ -354,6 +365,15 @@ class Backend(ABC):
     def __repr__(self) -> str:
         """Which rank of how many, over what."""
         return f"<{type(self).__name__} rank {self.rank} of {self.size}>"
+
+    def post(self, operation: ops.Operation) -> Work[Any]:
+        """Starts an operation for somebody who comes back soon and often to ask how it is going.
+
+        Where ranks share memory it then needs no thread: it goes on whenever it is asked for, or
+        another one is posted.
+        """
+        work: Work[Any] = self.run(operation, async_op=True)
+        return work
 
     def run(self, operation: ops.Operation, *, async_op: bool = False) -> Any:
         """Carries out an operation that was made by hand, for what it knows besides the result."""

@@ -112,6 +112,7 @@ class ProcessBackend(Backend):
         if operation.source is not None:
             self._check_tensor(operation.source)
         with self._lock:
+            self._finish_posted()
             self._number += 1
             is_inline = not async_op and self._queue.is_idle()
             task = partial(self._perform, operation, self._number, call_site(), is_inline)
@@ -119,6 +120,9 @@ class ProcessBackend(Backend):
                 return task()
             work = self._queue.put(PendingWork(task, operation.signature))
         return work if async_op else work.wait()
+
+    def _finish_posted(self) -> None:
+        """Waits for what was shown to the others and not carried out yet."""
 
     def _perform(self, operation: Operation, number: int, site: str, eager: bool) -> Any:
         begin = time.perf_counter()
@@ -164,6 +168,12 @@ class ProcessBackend(Backend):
         mine = Header(operation.signature, operation.meta, wire, site)
         encoded = encode(mine)
         shown = self._channel.exchange(number, encoded, patience)
+        return self._compare(operation, number, encoded, shown)
+
+    def _compare(
+        self, operation: Operation, number: int, encoded: bytes, shown: list[bytes]
+    ) -> list[Header]:
+        """Everybody's header, given that they fit together."""
         known = self._agreed.get(encoded)
         if known is not None and known[0] == shown:
             return known[1]

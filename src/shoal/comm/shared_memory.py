@@ -14,8 +14,10 @@ inside every part, so that all ranks have work in each window.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,12 +28,16 @@ from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Message
 from shoal.comm.copying import copy
 from shoal.comm.exposure import Exposure, Window
-from shoal.comm.operation import Operation, Payload
+from shoal.comm.header import Header, encode
+from shoal.comm.operation import Operation, Payload, writing
 from shoal.comm.partition import offsets, split_sizes
+from shoal.comm.posting import Carrier, Postbox, Posted
 from shoal.comm.process_backend import ProcessBackend
 from shoal.comm.reduction import reduce_into
 from shoal.comm.segments import Arena, Location, Peer
+from shoal.comm.site import call_site
 from shoal.comm.staging import HALF_BYTES, Staging
+from shoal.comm.work import Work
 
 # Up to here copying is cheaper than the extra meeting that a shared tensor needs.
 _SMALL_BYTES = 128 << 10
@@ -54,6 +60,7 @@ class SharedMemoryBackend(ProcessBackend):
     """
 
     name = "shm"
+    shares_memory = True
 
     def __init__(
         self,
@@ -69,6 +76,7 @@ class SharedMemoryBackend(ProcessBackend):
         self._page_control, self._page_channel = control, channel
         self._arena, self._peers = arena, peers
         self._staging = Staging(arena)
+        self._postbox = Postbox(Carrier(channel, self._patience_for, self._or_fail, self._do_part))
         self._wholes: dict[tuple[object, ...], list[Tensor]] = {}
 
     def empty(
@@ -79,6 +87,21 @@ class SharedMemoryBackend(ProcessBackend):
             return super().empty(numel, dtype, device)
         dtype = dtype or torch.get_default_dtype()
         return self._arena.empty(numel * dtype.itemsize).view(dtype)
+
+    def reach(self, memory: Tensor) -> list[Tensor]:
+        """Maps the other ranks' memory."""
+        location = self._arena.locate(memory)
+        if location is None:
+            raise ValueError("only memory from Backend.empty can be reached by other ranks")
+        found = self.all_gather_object([list(location), memory.nbytes])
+        mapped = []
+        for rank, (place, num_bytes) in enumerate(found):
+            wire = Location(*place).encode()
+            mapped.append(
+                memory if rank == self.rank else self._view(rank, wire, num_bytes, memory.dtype)
+            )
+        self.barrier()  # everybody has mapped what may be let go of from here on
+        return mapped
 
     def _make_group(self, members: Sequence[int], slot: int) -> SharedMemoryBackend:
         ranks = [self.ranks[member] for member in members]
@@ -93,6 +116,65 @@ class SharedMemoryBackend(ProcessBackend):
                 f"the shm backend carries CPU tensors; got one on {tensor.device}. "
                 "Use backend='nccl' or 'gloo' for it, or move it to the CPU."
             )
+
+    # Posting ----------------------------------------------------------------------------
+
+    def post(self, operation: Operation) -> Work[Any]:
+        """All-reduces and reduce-scatters of memory from `empty` need no thread."""
+        location = None if operation.source is None else self._arena.locate(operation.source)
+        can_post = operation.kind in ("all_reduce", "reduce_scatter") and self.size > 1
+        with self._lock:
+            if can_post and location is not None and self._queue.is_idle():
+                self._number += 1
+                operation.signature += " posted"  # who does not post it moves other data
+                wire = _SHARED + location.encode()
+                header = encode(Header(operation.signature, operation.meta, wire, call_site()))
+                self._where(operation, self._number, call_site())
+                return self._postbox.put(operation, self._number, header)
+        return super().post(operation)
+
+    def _patience_for(self, operation: Operation, number: int) -> Patience:
+        return self._patience(self._where(operation, number, call_site()), True)
+
+    def _do_part(self, posted: Posted) -> int:
+        shown = self._page_channel.shown(posted.number)
+        headers = self._compare(posted.operation, posted.number, posted.header, shown)
+        waited = time.perf_counter() - posted.begin
+        payload = posted.operation.prepare(headers, self.rank)
+        payload.wires = [header.wire for header in headers]
+        with writing(payload.target):
+            if posted.operation.kind == "all_reduce":
+                self._reduce_slice_of_all(payload)
+            else:
+                self._reduce_own_slice(payload)
+        self._settle()
+        posted.result = posted.operation.result()
+        self._count(posted.operation.kind, payload, posted.begin, waited)
+        return self._num_settled
+
+    def _reduce_slice_of_all(self, payload: Payload) -> None:
+        parts = split_sizes(payload.total, self.size)
+        start, stop = offsets(parts)[self.rank : self.rank + 2]
+        inputs = [whole[start:stop] for whole in self._shared_wholes(payload)]
+        _reduce_and_hand_out(payload, inputs, range(self.size))
+
+    def _reduce_own_slice(self, payload: Payload) -> None:
+        assert payload.target is not None
+        start, stop = offsets(payload.counts)[self.rank : self.rank + 2]
+        inputs = [whole[start:stop] for whole in self._shared_wholes(payload)]
+        for block in _blocks(payload.target):
+            reduce_into(payload.op, [value[block] for value in inputs], payload.target[block])
+
+    def _shared_wholes(self, payload: Payload) -> list[Tensor]:
+        assert payload.source is not None
+        dtype = payload.source.dtype
+        num_bytes = payload.total * dtype.itemsize
+        return [
+            self._view(rank, wire[1:], num_bytes, dtype) for rank, wire in enumerate(payload.wires)
+        ]
+
+    def _finish_posted(self) -> None:
+        self._postbox.finish_all()
 
     def _close_transport(self) -> None:
         self._staging.close()

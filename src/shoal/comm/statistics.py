@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-
 _MOST_NOTES = 4096
 
 

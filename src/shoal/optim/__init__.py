@@ -9,6 +9,7 @@ from shoal.optim.optimizer import (
     ZeRO2Optimizer,
     ZeRO3Optimizer,
 )
+from shoal.optim.scaler import GradScaler
 from shoal.strategies import (
     DDPModel,
     FSDPModel,
@@ -31,6 +32,7 @@ __all__ = [
     "PAIRS",
     "DDPOptimizer",
     "FSDPOptimizer",
+    "GradScaler",
     "Kind",
     "ShardedOptimizer",
     "ZeRO1Optimizer",

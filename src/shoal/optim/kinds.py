@@ -43,7 +43,7 @@ def find_kind(optimizer: Optimizer) -> Kind:
 
 def _kind_of_group(optimizer: Optimizer, group: dict[str, Any]) -> Kind:
     def make(parameters: Sequence[nn.Parameter]) -> Optimizer:
-        return _similar(optimizer, group, parameters)
+        return similar(optimizer, group, parameters)
 
     try:
         if not _is_same(_together(make), _apart(make)):
@@ -56,9 +56,10 @@ def _kind_of_group(optimizer: Optimizer, group: dict[str, Any]) -> Kind:
         return Kind.PER_PARAMETER
 
 
-def _similar(
+def similar(
     optimizer: Optimizer, group: dict[str, Any], parameters: Sequence[nn.Parameter]
 ) -> Optimizer:
+    """A new optimizer of the same class, with a parameter group's settings."""
     known = inspect.signature(type(optimizer).__init__).parameters
     settings = {key: value for key, value in group.items() if key in known and key != "params"}
     return type(optimizer)(list(parameters), **settings)

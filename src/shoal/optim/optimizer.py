@@ -126,8 +126,8 @@ class ShardedOptimizer(Optimizer):
         for which in range(len(self._segments)):
             for segment in list(self._segments[which]):
                 self._hand_out(which, segment)
-        self.optimizer.step()
-        self._engine.publish_step()
+        with self._engine.stepping():
+            self.optimizer.step()
         return loss
 
     def _step_everything(self, closure: Callable[[], Any] | None) -> Any:
@@ -226,10 +226,9 @@ class ShardedOptimizer(Optimizer):
 
     def _memory(self, group: FlatGroup) -> tuple[Tensor, tuple[int, int]]:
         """What this rank steps of a group, and where that lies in the group's buffer."""
-        if not self._engine.sharding.optimizer:
-            return group.whole, (0, group.layout.num_elements)
-        rank = self._engine.backend.rank
-        return group.shard, (group.layout.bounds[rank], group.layout.bounds[rank + 1])
+        if not group.owns_part:
+            return group.master, (0, group.layout.num_elements)
+        return group.master, (group.low, group.high)
 
     def _split(self, which: int, segment: Segment, used: list[bool]) -> list[Segment]:
         """See [Note: segments]."""

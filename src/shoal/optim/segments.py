@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from shoal.strategies.elsewhere import ShardedGradient
 from shoal.strategies.flat_group import FlatGroup
 
 
@@ -33,6 +34,17 @@ class Segment:
     start: int
     parameter: nn.Parameter
 
+    def __post_init__(self) -> None:
+        """Gradients are handed out for a step only."""
+        self.hide()
+
+    def hide(self) -> None:
+        """Whoever looks for a gradient outside of a step, to clip or unscale it, gets an error.
+
+        With none at all it would go on as if there were nothing to do.
+        """
+        self.parameter.grad = ShardedGradient(self.parameter)
+
     def show(self, buffer: Tensor | None) -> None:
         """Gives the parameter its part of this rank's gradient, or none."""
         gradient = None
@@ -47,6 +59,7 @@ class Segment:
         self.parameter = nn.Parameter(
             self.parameter.detach().view(self.group.layout.slots[place].shape)
         )
+        self.hide()
 
 
 def make_segments(

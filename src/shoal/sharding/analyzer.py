@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,8 @@ from torch import nn
 MIN_GROUP_BYTES = 1 << 20
 # More groups than this cost more in latency than they save in memory.
 _MOST_GROUPS = 48
+
+_Kind = tuple[torch.dtype, torch.device, str]
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,24 @@ class ParameterAnalyzer:
         True
     """
 
-    def __init__(self, model: nn.Module, min_group_bytes: int = MIN_GROUP_BYTES) -> None:
-        """Looks at the model's registration order only, so every rank finds the same groups."""
+    def __init__(
+        self,
+        model: nn.Module,
+        min_group_bytes: int = MIN_GROUP_BYTES,
+        apart: Mapping[int, str] | None = None,
+    ) -> None:
+        """Looks at the model's registration order only, so every rank finds the same groups.
+
+        Args:
+            model: Whose parameters to group.
+            min_group_bytes: When a group may close.
+            apart: Parameters, by id, that are held in a way of their own; only those of the same
+                way share groups.
+        """
         if min_group_bytes < 0:
             raise ValueError(f"min_group_bytes must not be negative; got {min_group_bytes}")
-        layers = list(_layers(model))
+        self._apart = apart or {}
+        layers = list(_layers(model, self._kind))
         self.total_bytes = sum(layer.num_bytes for layer in _without_repeats(layers))
         self.threshold_bytes = max(min_group_bytes, -(-self.total_bytes // _MOST_GROUPS))
         self.groups = self._closed(layers)
@@ -81,9 +96,9 @@ class ParameterAnalyzer:
 
     def _collect(self, layers: list[ParameterGroup]) -> list[ParameterGroup]:
         groups: list[ParameterGroup] = []
-        open_groups: dict[tuple[torch.dtype, torch.device], list[ParameterGroup]] = {}
+        open_groups: dict[_Kind, list[ParameterGroup]] = {}
         for layer in layers:
-            kind = (layer.dtype, layer.device)
+            kind = self._kind(layer.parameters[0])
             if layer.num_bytes > self.threshold_bytes:
                 groups.append(layer)
                 continue
@@ -93,6 +108,9 @@ class ParameterAnalyzer:
                 groups.append(_merged(open_groups.pop(kind)))
         groups += [_merged(members) for members in open_groups.values()]
         return sorted(groups, key=_position(layers))
+
+    def _kind(self, parameter: nn.Parameter) -> _Kind:
+        return parameter.dtype, parameter.device, self._apart.get(id(parameter), "")
 
     def __str__(self) -> str:
         """A table: a line for each group."""
@@ -112,13 +130,13 @@ class ParameterAnalyzer:
         return "\n".join(lines)
 
 
-def _layers(model: nn.Module) -> Iterator[ParameterGroup]:
-    """Each module's own parameters, by dtype and device; a tied one at each of its places."""
+def _layers(model: nn.Module, kind_of: Callable[[nn.Parameter], _Kind]) -> Iterator[ParameterGroup]:
+    """Each module's own parameters, by kind; a tied one at each of its places."""
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in model.modules():
-        kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+        kinds: dict[_Kind, list[nn.Parameter]] = {}
         for parameter in module.parameters(recurse=False):
-            kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+            kinds.setdefault(kind_of(parameter), []).append(parameter)
         for parameters in kinds.values():
             names = tuple(canonical[id(parameter)] for parameter in parameters)
             yield ParameterGroup(names, tuple(parameters))

@@ -14,8 +14,8 @@ from shoal.errors import ShoalError
 class ShardedGradient(torch.Tensor):
     """Stands for a gradient of which each rank holds a part; it has no values to compute with.
 
-    Whoever would compute with it, such as ``torch.nn.utils.clip_grad_norm_``, gets an error
-    instead of a number that is only this rank's.
+    Whoever would compute with it, such as ``torch.nn.utils.clip_grad_norm_`` or torch's
+    ``GradScaler``, gets an error instead of a number that is only this rank's.
     """
 
     arrived: Tensor | None
@@ -44,8 +44,8 @@ class ShardedGradient(torch.Tensor):
             return args[0]
         raise ShoalError(
             f"{func} was asked of a gradient that is spread over the ranks: use "
-            "model.clip_grad_norm_ or clip_grad_value_ to clip, and model.gradient_shard(name) "
-            "for this rank's part"
+            "model.clip_grad_norm_ or clip_grad_value_ to clip, shoal.optim.GradScaler (not "
+            "torch.amp's) to scale and unscale, and model.gradient_shard(name) for this rank's part"
         )
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]

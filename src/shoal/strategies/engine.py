@@ -24,10 +24,12 @@ from shoal.comm import Backend
 from shoal.sharding.analyzer import MIN_GROUP_BYTES, ParameterAnalyzer, ParameterGroup
 from shoal.sharding.layout import GroupLayout, balanced_owners
 from shoal.strategies.admission import check_models
-from shoal.strategies.flat_group import FlatGroup
+from shoal.strategies.flat_group import FlatGroup, Residence, Tenure
 from shoal.strategies.gathering import Gathering, Plan
 from shoal.strategies.gradients import BufferPool, GroupGradients
+from shoal.strategies.precision import Precision
 from shoal.strategies.schedule import Round
+from shoal.strategies.steps import Steps
 from shoal.strategies.voting import Vote
 
 # Gradients whose reduction is under way take memory: one on the wire, one about to follow.
@@ -43,36 +45,88 @@ class Sharding:
     parameters: bool = False
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """Who trains together.
+
+    Attributes:
+        all: Everybody.
+        shards: Those among whom memory is divided.
+        replicas: Those that hold the same shard, if not everybody shares one division.
+    """
+
+    all: Backend
+    shards: Backend
+    replicas: Backend | None = None
+
+
+def divide(backend: Backend, num_replicas: int, *, is_sharded: bool) -> Ranks:
+    """Everybody, or blocks of neighbours that each hold all shards between them."""
+    if num_replicas == 1:
+        return Ranks(backend, backend)
+    if not is_sharded:
+        raise ValueError("replica= is for sharded parameters: use strategy='fsdp' or 'zero3'")
+    if num_replicas < 1 or backend.size % num_replicas:
+        raise ValueError(
+            f"replica must divide the number of ranks, {backend.size}; got {num_replicas}"
+        )
+    num_shards = backend.size // num_replicas
+    shards = backend.split(backend.rank // num_shards)
+    replicas = backend.split(backend.rank % num_shards)
+    assert shards is not None
+    return Ranks(backend, shards, replicas)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What users may choose.
+
+    Attributes:
+        min_group_bytes: See `ParameterAnalyzer`.
+        compute_dtype: What to compute with, if not with the parameters' own dtype.
+        resident_below: Parameters of fewer elements stay whole on every rank where others are
+            sharded.
+    """
+
+    min_group_bytes: int = MIN_GROUP_BYTES
+    compute_dtype: torch.dtype | None = None
+    resident_below: int = 0
+
+
 class Engine:
     """Parameters, gradients and their way between the ranks, for one model on one rank."""
 
     def __init__(
         self,
         module: nn.Module,
-        backend: Backend,
+        ranks: Ranks,
         sharding: Sharding,
-        min_group_bytes: int = MIN_GROUP_BYTES,
+        settings: Settings,
         undivided: Collection[nn.Parameter] = (),
     ) -> None:
         """Takes the module's parameters over; rank 0's values count.
 
         Args:
             module: The user's module.
-            backend: The ranks that train it together.
+            ranks: Those that train it together.
             sharding: What is sharded.
-            min_group_bytes: See `ParameterAnalyzer`.
+            settings: What users may choose.
             undivided: Parameters that must not be cut: their optimizer looks at all of one.
         """
-        self.module, self.backend, self.sharding = module, backend, sharding
-        self.min_group_bytes = min_group_bytes
+        self.module, self.sharding, self.settings = module, sharding, settings
+        self.ranks, self.backend = ranks, ranks.all
+        self.shards, self._replicas = ranks.shards, ranks.replicas
         self.auto_sync = True
         self._undivided = {id(parameter) for parameter in undivided}
-        check_models(module, backend)
-        self._gather_group, self._reduce_group = backend.lane(self), backend.lane(self)
-        self.groups = self._make_groups(min_group_bytes)
-        pool = BufferPool(backend)
+        check_models(module, self.backend)
+        self._gather_group, self._reduce_group = self.shards.lane(self), self.shards.lane(self)
+        self._buffer_group = self.backend.lane(self)
+        self._precision = Precision(module, settings.compute_dtype)
+        self.groups = self._make_groups()
+        pool = BufferPool(self.shards)
+        is_sharded = sharding.gradients and self.shards.size > 1
         self.gradients = [
-            GroupGradients(group, pool, self._reduce_group, sharding.gradients)
+            GroupGradients(group, pool, self._reduce_group, is_sharded)
             for group in self.groups
         ]
         self._place = {
@@ -88,27 +142,47 @@ class Engine:
         self._in_flight: deque[int] = deque()
         self._in_backward = False
         self._saving: list[Any] = []
+        self._steps = Steps(self.groups, self._gather_group)
         self._hooks = self._install()
         self._share_buffers()
         self.gathering.free_all()
 
-    def _make_groups(self, min_group_bytes: int) -> list[FlatGroup]:
+    def _make_groups(self) -> list[FlatGroup]:
         groups = []
-        load = [0] * self.backend.size
-        for index, found in enumerate(ParameterAnalyzer(self.module, min_group_bytes).groups):
+        load = [0] * self.shards.size
+        analyzer = ParameterAnalyzer(self.module, self.settings.min_group_bytes, self._apart())
+        for index, found in enumerate(analyzer.groups):
             for parameter in found.parameters:
                 self.backend.broadcast(parameter.data)
             layout = self._lay_out(found, load)
             by_name = dict(zip(found.names, found.parameters, strict=True))
             parameters = [by_name[slot.name] for slot in layout.slots]
-            is_sharded = self.sharding.parameters and self.backend.size > 1
-            group = FlatGroup(index, layout, parameters, self.backend, is_sharded=is_sharded)
-            groups.append(group)
+            groups.append(FlatGroup(index, layout, parameters, self.shards, self._tenure(found)))
         return groups
+
+    def _apart(self) -> dict[int, str]:
+        """Parameters that are held in a way of their own."""
+        return {
+            id(parameter): f"{self._residence(parameter)} {self._precision.dtype_of(parameter)}"
+            for parameter in self.module.parameters()
+        }
+
+    def _residence(self, parameter: nn.Parameter) -> Residence:
+        if not self.sharding.parameters or self.shards.size == 1:
+            return Residence.REPLICATED
+        if parameter.numel() < self.settings.resident_below:
+            return Residence.REPLICATED
+        is_common = self.shards.shares_memory and parameter.is_cpu
+        return Residence.COMMON if is_common else Residence.SHARDED
+
+    def _tenure(self, group: ParameterGroup) -> Tenure:
+        first = group.parameters[0]
+        dtype = self._precision.dtype_of(first)
+        return Tenure(self._residence(first), self.sharding.optimizer, dtype)
 
     def _lay_out(self, group: ParameterGroup, load: list[int]) -> GroupLayout:
         """Slices of one size, or whole parameters if some of the group's must stay whole."""
-        num_ranks = self.backend.size
+        num_ranks = self.shards.size
         shapes = [(n, p.shape) for n, p in zip(group.names, group.parameters, strict=True)]
         if self._undivided.isdisjoint(map(id, group.parameters)):
             return GroupLayout.even(shapes, num_ranks, group.dtype.itemsize)
@@ -119,7 +193,8 @@ class Engine:
         """Gives the parameters memory of their own again, and lets go of the module."""
         with self.full_parameters(keep_changes=False):
             for group in self.groups:
-                group.is_sharded = False  # it is not this engine's to free any more
+                group.residence = Residence.REPLICATED  # it is not this engine's to free any more
+                group.exposed = None
                 for parameter in group.parameters:
                     parameter.data = parameter.data.clone()
         for handle in self._hooks:
@@ -133,14 +208,16 @@ class Engine:
 
     def _install(self) -> list[Any]:
         handles: list[Any] = [
-            self.module.register_forward_pre_hook(self._begin_forward, prepend=True),
+            self.module.register_forward_pre_hook(
+                self._begin_forward, prepend=True, with_kwargs=True
+            ),
             self.module.register_forward_hook(self._end_forward, always_call=True),
         ]
         for group, gradients in zip(self.groups, self.gradients, strict=True):
             for place, parameter in enumerate(group.parameters):
                 if parameter.is_floating_point() or parameter.is_complex():
                     handles.append(self._watch(parameter, gradients, place))
-        if self.sharding.parameters:
+        if any(group.is_sharded for group in self.groups):
             handles += self._pin_parents()
         return handles
 
@@ -154,7 +231,11 @@ class Engine:
 
         def arrived(_: Tensor) -> None:
             if (living := engine()) is not None:
-                living._gradient_arrived(living.gradients[index], place)
+                of_group = living.gradients[index]
+                of_group.arrived.append(place)
+                of_group.waiting -= 1
+                if of_group.waiting <= 0:
+                    living._group_arrived(of_group)
 
         arrived.engine = engine  # type: ignore[attr-defined]
         handle = parameter.register_post_accumulate_grad_hook(arrived)
@@ -172,29 +253,33 @@ class Engine:
                 handles.append(module.register_forward_hook(_pinning(groups, -1), always_call=True))
         return handles
 
-    def _begin_forward(self, module: nn.Module, args: object) -> None:
+    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._is_recomputing():
-            return
+            return None
+        self._steps.check()
         if module.training:
             self._share_buffers()
         self.gathering.begin_pass(self._forward_plan)
         saving: Any = contextlib.nullcontext()
-        if self.sharding.parameters and torch.is_grad_enabled():
+        if self.gathering.is_needed and torch.is_grad_enabled():
             saving = self.gathering.saving()
         saving.__enter__()
         self._saving.append(saving)
+        return self._precision.narrowed((args, kwargs))
 
-    def _end_forward(self, module: nn.Module, args: object, output: object) -> None:
+    def _end_forward(self, module: nn.Module, args: object, output: object) -> Any:
         if self._is_recomputing():
-            return
+            return None
         self._saving.pop().__exit__(None, None, None)
         if output is None and sys.exception() is not None:
-            return  # forward failed: this rank has nothing more to share with the others
+            return None  # forward failed: this rank has nothing more to share with the others
         self.gathering.end_pass()
+        output = self._precision.widened(output)
         if torch.is_grad_enabled():
             for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn:
                     tensor.register_hook(self._begin_backward)
+        return output
 
     def _is_recomputing(self) -> bool:
         """Whether this forward is part of a backward pass, which then just goes on.
@@ -212,7 +297,7 @@ class Engine:
                 kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
         for buffers in kinds.values():
             joined = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
-            self._gather_group.broadcast(joined)
+            self._buffer_group.broadcast(joined)
             parts = joined.split([buffer.numel() for buffer in buffers])
             with torch.no_grad():
                 for buffer, part in zip(buffers, parts, strict=True):
@@ -235,10 +320,13 @@ class Engine:
     def _backward_order(self) -> list[int]:
         return [group.index for group in reversed(self.groups)]
 
-    def _gradient_arrived(self, gradients: GroupGradients, place: int) -> None:
-        self._begin_backward()
-        is_complete = gradients.collect(place)
-        if is_complete and self.auto_sync:
+    def _group_arrived(self, gradients: GroupGradients) -> None:
+        if not self._in_backward:
+            self._begin_backward()
+            if gradients.waiting > 0:
+                return
+        gradients.collect()
+        if self.auto_sync:
             self._complete.add(gradients.group.index)
             self._reduce_complete()
 
@@ -264,7 +352,7 @@ class Engine:
         """
         while len(self._in_flight) > _MOST_IN_FLIGHT:
             oldest = self.gradients[self._in_flight[0]]
-            if self.sharding.parameters and not oldest.is_reduced():
+            if self.gathering.is_needed and not oldest.is_reduced():
                 return
             self._in_flight.popleft()
             oldest.finish_reduction()
@@ -272,10 +360,20 @@ class Engine:
     def _end_backward(self) -> None:
         self._in_backward = False
         self.gathering.end_pass()
+        for gradients in self.gradients:
+            gradients.waiting = 0
+            gradients.collect()
         if self.auto_sync:
             self._reduce_the_rest()
+        self._finish_reductions()
+
+    def _finish_reductions(self) -> None:
         for gradients in self.gradients:
             gradients.finish_reduction()
+        if self._replicas is not None and self.auto_sync:
+            for gradients in self.gradients:
+                gradients.average_over(self._replicas)
+        for gradients in self.gradients:
             gradients.show()
 
     def _reduce_the_rest(self) -> None:
@@ -289,9 +387,9 @@ class Engine:
     def synchronize(self) -> None:
         """Averages the gradients now, where that was not done in backward."""
         self._take_turns(self._backward_order())
-        for gradients in self.gradients:
-            gradients.finish_reduction()
-            gradients.show()
+        before, self.auto_sync = self.auto_sync, True
+        self._finish_reductions()
+        self.auto_sync = before
 
     def gradient_buffers(self) -> list[Tensor]:
         """All averaged gradients that this rank holds."""
@@ -310,7 +408,7 @@ class Engine:
             return None
         layout = self.groups[group].layout
         first_name = layout.slots[place].name
-        for piece in layout.pieces(self.backend.rank):
+        for piece in layout.pieces(self.shards.rank):
             if piece.name == first_name:
                 return own[piece.offset : piece.offset + piece.stop - piece.start]
         return own[:0]
@@ -330,9 +428,9 @@ class Engine:
 
     def _norm_over_ranks(self, norm: Tensor, norm_type: float) -> Tensor:
         if norm_type == float("inf"):
-            largest: Tensor = self.backend.all_reduce(norm.clone(), "max")
+            largest: Tensor = self.shards.all_reduce(norm.clone(), "max")
             return largest
-        total: Tensor = self.backend.all_reduce(norm**norm_type) ** (1.0 / norm_type)
+        total: Tensor = self.shards.all_reduce(norm**norm_type) ** (1.0 / norm_type)
         return total
 
     def clear_gradients(self) -> None:
@@ -352,14 +450,42 @@ class Engine:
             with self.gathering.keeping():
                 self.gathering.begin_pass(Plan(self._forward_plan.order, is_learned=True))
                 for group in self.groups:
-                    self.gathering.need(group)
+                    if group.is_sharded:
+                        self.gathering.need(group)
                 self.gathering.end_pass()
-                try:
+                with self._exposed(keep_changes):
                     yield
-                finally:
-                    self._keep_changes(keep_changes)
         finally:
             self.gathering.free_unless_kept()
+
+    @contextlib.contextmanager
+    def _exposed(self, keep_changes: bool) -> Iterator[None]:
+        """What ranks share, or have in another precision, is shown as a private copy of masters."""
+        exposed = [
+            group
+            for group in self.groups
+            if (group.is_mixed or (keep_changes and group.residence is Residence.COMMON))
+            and group.exposed is None
+        ]
+        for group in exposed:
+            group.expose(self._all_masters(group))
+        try:
+            yield
+        finally:
+            self._steps.meet()
+            for group in exposed:
+                if group.exposed is not None:
+                    group.conceal(keep=keep_changes)
+            self._keep_changes(keep_changes)
+            self._steps.meet()
+
+    def _all_masters(self, group: FlatGroup) -> Tensor:
+        if not group.is_mixed:
+            return group.whole.clone()
+        if not group.owns_part:
+            return group.master.clone()
+        masters: Tensor = self._gather_group.all_gather(group.master)
+        return masters
 
     def _keep_changes(self, is_wanted: bool) -> None:
         if is_wanted:
@@ -367,14 +493,13 @@ class Engine:
             for group in self.groups:
                 group.keep_changes()
 
-    def publish_step(self) -> None:
-        """The optimizer has stepped this rank's shards: everybody else needs them."""
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Around an optimizer's step on this rank's masters: afterwards everybody has them all."""
+        with self._steps.taking():
+            yield
         self.gathering.generation += 1
-        if self.sharding.parameters:
-            self.gathering.free_all()
-        elif self.sharding.optimizer:
-            for group in self.groups:
-                self._gather_group.all_gather(group.shard, out=group.whole)
+        self.gathering.free_all()
 
 
 def _pinning(groups: Sequence[FlatGroup], step: int) -> Any:

@@ -1,25 +1,57 @@
-"""One group of parameters as flat memory: the whole, this rank's shard, and the gradients.
+"""One group of parameters as flat memory: the whole, and what this rank has of it.
 
 [Note: resident and sharded]
 The parameters of a group are views of one flat buffer, the *whole*. Where parameters are
 replicated the whole is always there. Where they are sharded it is made when it is gathered and
 dropped afterwards, and this rank's *shard* has memory of its own. Whoever still holds a view of
-a dropped whole keeps it alive; nothing ever points at freed memory.
+a dropped whole keeps it alive; nothing ever points at freed memory. Where ranks share memory,
+sharded parameters are one whole that all of them map: it is always there, and each rank writes
+its own part of it only.
 
 [Note: absent parameters]
 While the whole is gone, its parameters have no values, only a shape, and another class,
 `AbsentParameter`, which gathers the whole on any access that needs values.
+
+[Note: masters]
+What an optimizer steps are the *masters*: the whole itself or this rank's part of it. With mixed
+precision they have memory of their own in the parameters' first dtype, and the whole has a
+narrower one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 from torch import Tensor, nn
 
 from shoal.comm import Backend
 from shoal.sharding.layout import GroupLayout
+
+
+class Residence(StrEnum):
+    """Where the whole of a group lives; see [Note: resident and sharded]."""
+
+    REPLICATED = "replicated"
+    SHARDED = "sharded"
+    COMMON = "common"  # to the ranks of one host
+
+
+@dataclass(frozen=True)
+class Tenure:
+    """How a group's memory is held.
+
+    Attributes:
+        residence: Where the whole lives.
+        owns_part: Whether the optimizer on this rank steps a part only.
+        dtype: What the parameters are computed with; None for their own.
+    """
+
+    residence: Residence
+    owns_part: bool
+    dtype: torch.dtype | None = None
 
 
 class FlatGroup:
@@ -31,47 +63,124 @@ class FlatGroup:
         layout: GroupLayout,
         parameters: Sequence[nn.Parameter],
         backend: Backend,
-        *,
-        is_sharded: bool,
+        tenure: Tenure,
     ) -> None:
         """``parameters`` are in the order of the layout's slots; their values are taken over."""
         self.index, self.layout, self.parameters = index, layout, list(parameters)
         self.names = [slot.name for slot in layout.slots]
-        self.is_sharded = is_sharded
+        self.residence, self.owns_part = tenure.residence, tenure.owns_part
         self.is_present = True
+        self.exposed: Tensor | None = None
         self.pins = 0
         self._classes = [type(parameter) for parameter in parameters]
-        first = parameters[0]
-        if is_sharded:
-            self.whole = torch.zeros(layout.num_elements, dtype=first.dtype, device=first.device)
-        else:
-            self.whole = backend.empty(layout.num_elements, first.dtype, first.device).zero_()
-        self._nothing = first.detach().new_zeros(())
-        self._take_over()
-        low, high = layout.bounds[backend.rank], layout.bounds[backend.rank + 1]
-        self.low, self.high = low, high
-        self.shard = self.whole[low:high]
-        if is_sharded:
-            self.shard = backend.empty(high - low, first.dtype, first.device).copy_(self.shard)
+        first = parameters[0].detach()
+        self.master_dtype = first.dtype
+        self._nothing = first.new_zeros((), dtype=tenure.dtype)
+        self.low, self.high = layout.bounds[backend.rank], layout.bounds[backend.rank + 1]
+        values = self._joined_values(first, backend)
+        self.whole = self._place_whole(values, backend)
+        self.shard = self._place_shard(backend)
+        self.master = self._place_master(values)
+        self.point_at(self.whole)
 
-    def _take_over(self) -> None:
-        """Moves the parameters' values into the whole, and the parameters onto it."""
+    def _joined_values(self, like: Tensor, backend: Backend) -> Tensor:
+        """The parameters' values in a row, in memory that may become the whole."""
+        numel = self.layout.num_elements
+        if self.is_sharded or self.is_mixed:
+            values = torch.zeros(numel, dtype=like.dtype, device=like.device)
+        else:
+            values = backend.empty(numel, like.dtype, like.device).zero_()
         with torch.no_grad():
             for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
-                view = self.whole[slot.start : slot.stop].view(slot.shape)
-                view.copy_(parameter)
-                parameter.data = view
+                values[slot.start : slot.stop].view(slot.shape).copy_(parameter)
+        return values
+
+    def _place_whole(self, values: Tensor, backend: Backend) -> Tensor:
+        numel, dtype = self.layout.num_elements, self._nothing.dtype
+        if self.residence is Residence.COMMON:
+            return self._map_whole(values.to(dtype), backend)
+        if not self.is_mixed:
+            return values
+        if self.is_sharded:
+            return values.to(dtype)
+        return backend.empty(numel, dtype, values.device).copy_(values)
+
+    def _map_whole(self, values: Tensor, backend: Backend) -> Tensor:
+        """One memory for all ranks; they take turns in making it, so that each has its share."""
+        owner = self.index % backend.size
+        own = backend.empty(values.numel() if backend.rank == owner else 1, values.dtype)
+        if backend.rank == owner:
+            own.copy_(values)
+        reachable = backend.reach(own)
+        assert reachable is not None
+        return reachable[owner]
+
+    def _place_shard(self, backend: Backend) -> Tensor:
+        shard = self.own_slice(self.whole)
+        if not self.is_sharded:
+            return shard
+        return backend.empty(shard.numel(), shard.dtype, shard.device).copy_(shard)
+
+    def _place_master(self, values: Tensor) -> Tensor:
+        if not self.is_mixed:
+            return self.shard if self.owns_part else self.whole
+        return self.own_slice(values).clone() if self.owns_part else values
+
+    def point_at(self, buffer: Tensor) -> None:
+        """Makes the parameters views of a buffer that is laid out like the whole."""
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            parameter.data = buffer[slot.start : slot.stop].view(slot.shape)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the whole comes and goes."""
+        return self.residence is Residence.SHARDED
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether masters have a dtype of their own."""
+        return self.master_dtype is not self._nothing.dtype
 
     @property
     def num_bytes_held(self) -> int:
-        """Bytes of parameters that this rank holds now."""
-        if not self.is_sharded:
-            return self.whole.nbytes
-        return self.shard.nbytes + (self.whole.nbytes if self.is_present else 0)
+        """Bytes of parameters and masters that this rank holds now, its share of common ones."""
+        held = self.master.nbytes if self.is_mixed else 0
+        if self.is_sharded:
+            return held + self.shard.nbytes + (self.whole.nbytes if self.is_present else 0)
+        is_common = self.residence is Residence.COMMON
+        return held + (self.shard.nbytes if is_common else self.whole.nbytes)
 
     def own_slice(self, buffer: Tensor) -> Tensor:
         """This rank's part of a buffer that is laid out like the whole."""
         return buffer[self.low : self.high]
+
+    def refresh(self) -> None:
+        """The optimizer has stepped the masters: what they are masters of follows."""
+        if self.is_mixed:
+            (self.shard if self.owns_part else self.whole).copy_(self.master)
+
+    # Showing something else -------------------------------------------------------------
+
+    def expose(self, buffer: Tensor) -> None:
+        """Lets the parameters show another buffer, in the masters' dtype, until `conceal`."""
+        self.exposed = buffer
+        self.point_at(buffer)
+
+    def conceal(self, *, keep: bool) -> None:
+        """Lets them show the whole again; ``keep``: with the values of the other buffer."""
+        assert self.exposed is not None
+        if keep:
+            self._take_over(self.exposed)
+        self.exposed = None
+        self.point_at(self.whole)
+
+    def _take_over(self, buffer: Tensor) -> None:
+        if self.residence is not Residence.COMMON:  # there, everybody writes its own part only
+            self.whole.copy_(buffer)
+        if self.owns_part:
+            self.shard.copy_(self.own_slice(buffer))
+        if self.is_mixed:
+            self.master.copy_(self.own_slice(buffer) if self.owns_part else buffer)
 
     # What is made in inference mode could not be trained with afterwards.
     @torch.inference_mode(False)

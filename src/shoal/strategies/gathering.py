@@ -50,6 +50,8 @@ class Gathering:
         self._seen: list[int] = []
         self._again: set[int] = set()
         self._keep_all = False
+        self.is_needed = bool(self._groups)
+        """Whether anything is sharded at all."""
         self._storages = {group.storage_id: group for group in self._groups.values()}
         self.num_gathers = 0
         self.generation = 0

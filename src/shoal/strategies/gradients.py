@@ -4,6 +4,10 @@
 In plain PyTorch a parameter that took no part in the loss has no gradient and is not stepped.
 With ranks it counts if any rank used it. Which ones a rank used rides in the header of the
 reduction, as bits, so that knowing it costs nothing.
+
+[Note: arriving]
+Autograd leaves each gradient with its parameter. When the last of a group has arrived they are
+moved into the group's buffer, all with one call, and the parameters let go of them.
 """
 
 from __future__ import annotations
@@ -56,66 +60,104 @@ class GroupGradients:
         self._is_sharded = is_sharded
         self._buffer: Tensor | None = None
         self._whole: Tensor | None = None
+        self._views: dict[int, list[Tensor]] = {}
         self._shard: Tensor | None = None
+        self._shard_memory: Tensor | None = None
         self._collected: set[int] = set()
-        self._waiting = 0
+        self.arrived: list[int] = []
+        """Parameters, by place, whose gradients are there and not collected yet."""
+        self.waiting = 0
+        """How many are still missing in this backward; none outside of one."""
         self._work: tuple[Work[Tensor], _Flags] | None = None
         self.used: set[int] = set()
         """Parameters, by place in the group, that have a gradient on some rank."""
 
     def expect(self) -> None:
         """A backward pass begins: every trainable parameter may get a gradient."""
-        self._waiting = sum(parameter.requires_grad for parameter in self.group.parameters)
+        missing = sum(parameter.requires_grad for parameter in self.group.parameters)
+        self.waiting = missing - len(self.arrived)
 
-    def collect(self, place: int) -> bool:
-        """A parameter's gradient is there; returns whether the group is complete now."""
-        parameter = self.group.parameters[place]
+    # Collecting ---------------------------------------------------------------------------
+
+    def collect(self) -> None:
+        """Moves what has arrived into the buffer; see [Note: arriving]."""
+        if not self.arrived:
+            return
         self.finish_reduction()  # one that comes late adds to what was averaged already
-        view = self._view(place)
+        places, self.arrived = self.arrived, []
+        views = self._all_views()
+        fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
+        more: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for place in dict.fromkeys(places):
+            gradient = self._take_gradient(place)
+            if gradient is not None and gradient.data_ptr() != views[place].data_ptr():
+                targets, sources = more if place in self._collected else fresh
+                targets.append(views[place])
+                sources.append(gradient)
+            self._collected.add(place)
+        if fresh[0]:
+            torch._foreach_copy_(*fresh)
+        for view, gradient in zip(*more, strict=True):
+            view.add_(gradient.to(view.dtype))
+
+    def _take_gradient(self, place: int) -> Tensor | None:
+        parameter = self.group.parameters[place]
         gradient = parameter.grad
+        parameter.grad = None  # so that nothing is added to a buffer that is being reduced
         if isinstance(gradient, ShardedGradient):
             gradient = gradient.arrived
-        assert gradient is not None
-        if gradient.data_ptr() != view.data_ptr():
-            if place in self._collected:
-                view.add_(gradient.to(view.dtype))
-            else:
-                view.copy_(gradient)
-        self._collected.add(place)
-        parameter.grad = None  # so that nothing is added to a buffer that is being reduced
-        self._waiting -= 1
-        return self._waiting <= 0
+        return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
-    def _view(self, place: int) -> Tensor:
-        slot = self.group.layout.slots[place]
-        return self.whole()[slot.start : slot.stop].view(slot.shape)
+    def _all_views(self) -> list[Tensor]:
+        """Each parameter's place in the buffer."""
+        whole = self.whole()
+        views = self._views.get(whole.data_ptr())
+        if views is None:
+            views = [
+                whole[slot.start : slot.stop].view(slot.shape) for slot in self.group.layout.slots
+            ]
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            self._views[whole.data_ptr()] = views
+        return views
 
     def whole(self) -> Tensor:
         """The buffer of the group's whole gradient."""
         if self._whole is None:
             numel = self.group.layout.num_elements
-            self._buffer = self._pool.take(self.group.shard, numel)
+            self._buffer = self._pool.take(self.group.master, numel)
             self._whole = self._buffer[:numel]
             self._whole[self.group.layout.slots[-1].stop :].zero_()
         return self._whole
 
+    # Reducing -----------------------------------------------------------------------------
+
     def start_reduction(self) -> None:
         """Averages over the ranks in the background."""
+        self.collect()
         self.finish_reduction()
         whole = self.whole()
-        for place, slot in enumerate(self.group.layout.slots):
-            if place not in self._collected:
-                whole[slot.start : slot.stop].zero_()
+        if len(self._collected) < len(self.group.parameters):
+            for place, slot in enumerate(self.group.layout.slots):
+                if place not in self._collected:
+                    whole[slot.start : slot.stop].zero_()
         flags = _Flags(self._collected, len(self.group.parameters))
         operation = self._operation(whole, flags)
         operation.signature += f" of gradient group {self.group.index}"
-        self._work = (self._backend.run(operation, async_op=True), flags)
+        self._work = (self._backend.post(operation), flags)
 
     def _operation(self, whole: Tensor, flags: _Flags) -> AllReduce | ReduceScatter:
         if not self._is_sharded:
             return _FlaggedAllReduce(whole, flags)
         place = (self._backend.rank, self._backend.size)
-        return _FlaggedReduceScatter(whole, self.group.layout.sizes, place, flags)
+        out = self._kept_memory() if self._shard is None else None
+        return _FlaggedReduceScatter(whole, out, self.group.layout.sizes, place, flags)
+
+    def _kept_memory(self) -> Tensor:
+        """Memory for the shard, the same in every step: fresh pages cost more than the sum."""
+        if self._shard_memory is None:
+            self._shard_memory = torch.empty_like(self.group.master)
+        return self._shard_memory
 
     def is_reduced(self) -> bool:
         """Whether `finish_reduction` would not wait."""
@@ -132,11 +174,23 @@ class GroupGradients:
             self._shard = result if self._shard is None else self._shard.add_(result)
             self._drop_whole()
 
+    def average_over(self, replicas: Backend) -> None:
+        """The other copies of the shards take part too."""
+        held = self.held()
+        assert held is not None
+        flags = _Flags(self.used, len(self.group.parameters))
+        operation = _FlaggedAllReduce(held, flags)
+        operation.signature += f" of gradient group {self.group.index} over the replicas"
+        replicas.run(operation)
+        self.used |= flags.union
+
     def _drop_whole(self) -> None:
         if self._buffer is not None:
             self._pool.give(self._buffer)
             self._buffer = self._whole = None
         self._collected.clear()
+
+    # What is there ------------------------------------------------------------------------
 
     def own(self) -> Tensor | None:
         """This rank's part of the averaged gradient."""
@@ -150,13 +204,15 @@ class GroupGradients:
 
     def show(self) -> None:
         """Lets the parameters show what they have: nothing if nobody used them."""
+        shows_stand_in = self._is_sharded or self.group.is_mixed
+        views = [] if shows_stand_in or self._whole is None else self._all_views()
         for place, parameter in enumerate(self.group.parameters):
             if place not in self.used and place not in self._collected:
                 parameter.grad = None
-            elif self._is_sharded:
+            elif shows_stand_in:
                 parameter.grad = ShardedGradient(parameter)
             else:
-                parameter.grad = self._view(place)
+                parameter.grad = views[place]
 
     def forget_cleared(self) -> None:
         """A gradient that the user set to None is no longer there to be added to."""
@@ -181,10 +237,9 @@ class GroupGradients:
             whole = backend.all_gather(self._shard)
         for place, parameter in enumerate(self.group.parameters):
             slot = self.group.layout.slots[place]
-            has_gradient = place in self.used and whole is not None
-            parameter.grad = (
-                whole[slot.start : slot.stop].view(slot.shape) if has_gradient else None  # type: ignore[index]
-            )
+            parameter.grad = None
+            if place in self.used and whole is not None:
+                parameter.grad = whole[slot.start : slot.stop].view(slot.shape)
 
     def clear(self) -> None:
         """Forgets all gradients."""
@@ -193,6 +248,7 @@ class GroupGradients:
             parameter.grad = None
         self.used.clear()
         self._collected.clear()
+        self.arrived.clear()
         self._shard = None
         if self._is_sharded:
             self._drop_whole()
@@ -200,8 +256,11 @@ class GroupGradients:
     @property
     def num_bytes_held(self) -> int:
         """Bytes of gradients that this rank holds now."""
-        held = [buffer for buffer in (self._whole, self._shard) if buffer is not None]
+        held = [buffer for buffer in (self._whole, self._shard_memory) if buffer is not None]
         return sum(buffer.nbytes for buffer in held)
+
+
+_MOST_VIEWS = 8
 
 
 class _Flags:
@@ -213,8 +272,12 @@ class _Flags:
             words[place // _BITS] |= 1 << (place % _BITS)
         self.words = tuple(words)
         self.union: set[int] = set()
+        self._all = set(range(count)) if len(used) == count else None
 
     def unite(self, headers: Sequence[Header]) -> None:
+        if self._all is not None:
+            self.union = self._all
+            return
         for index in range(len(self.words)):
             union = 0
             for header in headers:
@@ -234,9 +297,14 @@ class _FlaggedAllReduce(AllReduce):
 
 class _FlaggedReduceScatter(ReduceScatter):
     def __init__(
-        self, whole: Tensor, sizes: Sequence[int], place: tuple[int, int], flags: _Flags
+        self,
+        whole: Tensor,
+        out: Tensor | None,
+        sizes: Sequence[int],
+        place: tuple[int, int],
+        flags: _Flags,
     ) -> None:
-        super().__init__(whole, ReduceOp.AVERAGE, None, sizes, place)
+        super().__init__(whole, ReduceOp.AVERAGE, out, sizes, place)
         self.meta, self._flags = flags.words, flags
 
     def prepare(self, headers: Sequence[Header], rank: int) -> Payload:

@@ -13,7 +13,10 @@ from shoal.comm import Backend, World
 from shoal.comm.world import current
 from shoal.errors import ShoalError
 from shoal.sharding.analyzer import MIN_GROUP_BYTES
-from shoal.strategies.engine import Engine, Sharding
+from shoal.strategies.batch_norm import check_layers, synchronize
+from shoal.strategies.engine import Engine, Settings, Sharding, divide
+from shoal.strategies.materialization import materialize
+from shoal.strategies.precision import parse_precision
 from shoal.strategies.training import (
     LossFunction,
     call_module,
@@ -45,17 +48,49 @@ class ShardedModel(nn.Module):
         *,
         min_group_bytes: int = MIN_GROUP_BYTES,
         auto_sync: bool = True,
+        sync_batchnorm: bool = False,
+        seed: int = 0,
+        mixed_precision: str | torch.dtype | None = None,
+        replica: int = 1,
+        resident_below: int = 0,
     ) -> None:
-        """Takes over the module's parameters; every rank starts from rank 0's values."""
+        """Takes over the module's parameters; every rank starts from rank 0's values.
+
+        Args:
+            module: The user's; what it has on the meta device is initialised here.
+            world: The ranks that train it; the current world by default.
+            min_group_bytes: See `ParameterAnalyzer`.
+            auto_sync: Whether each backward averages the gradients over the ranks.
+            sync_batchnorm: Whether BatchNorm sees the rows of all ranks instead of this one's.
+            seed: For the values of what is on the meta device.
+            mixed_precision: "bf16" or "fp16" to compute with; the optimizer steps float32.
+            replica: How many groups of ranks hold all shards between them; for sharded parameters.
+            resident_below: Parameters of fewer elements are not sharded.
+        """
         super().__init__()
         if isinstance(module, ShardedModel):
             raise TypeError("the model is wrapped already; wrap the plain module once")
         backend = world if isinstance(world, Backend) else (world or current()).backend
         # Not registered as a child, so that names get no prefix.
         object.__setattr__(self, "module", module)
-        self.engine = Engine(module, backend, self.sharding, min_group_bytes)
+        materialize(module, backend.device, seed)
+        if sync_batchnorm:
+            check_layers(module)
+        settings = Settings(min_group_bytes, parse_precision(mixed_precision), resident_below)
+        ranks = divide(backend, replica, is_sharded=self.sharding.parameters)
+        self.engine = Engine(module, ranks, self.sharding, settings)
         self.engine.auto_sync = auto_sync
-        self.options = {"min_group_bytes": min_group_bytes, "auto_sync": auto_sync}
+        if sync_batchnorm:
+            synchronize(module, backend)
+        self.options = {
+            "min_group_bytes": min_group_bytes,
+            "auto_sync": auto_sync,
+            "sync_batchnorm": sync_batchnorm,
+            "seed": seed,
+            "mixed_precision": mixed_precision,
+            "replica": replica,
+            "resident_below": resident_below,
+        }
         self.optimizers: list[object] = []
         """What steps this model's memory."""
         self.training = module.training
@@ -69,9 +104,7 @@ class ShardedModel(nn.Module):
             )
         old = self.engine
         old.dissolve()
-        self.engine = Engine(
-            self.module, old.backend, self.sharding, old.min_group_bytes, parameters
-        )
+        self.engine = Engine(self.module, old.ranks, self.sharding, old.settings, parameters)
         self.engine.auto_sync = old.auto_sync
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.comm import Backend
 
 
-def call_module(model: nn.Module, module: nn.Module, inputs: Any) -> Any:
+def call_module(model: Callable[..., Any], module: nn.Module, inputs: Any) -> Any:
     """Calls the model: a tuple is expanded, a dict only if its keys name forward's parameters."""
     if isinstance(inputs, tuple):
         return model(*inputs)

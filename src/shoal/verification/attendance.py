@@ -11,6 +11,7 @@ from functools import partial
 from torch import Tensor
 
 from shoal.comm.world import World, current
+from shoal.strategies.precision import parse_precision
 from shoal.verification.judge import Difference, Judge, default_tolerance
 from shoal.verification.member import Member
 from shoal.verification.single import SplitBatch, WholeBatch
@@ -42,17 +43,18 @@ def attend(trial: Trial) -> Findings:
 
 
 def _reference(trial: Trial) -> WholeBatch:
+    narrow = parse_precision(trial.options.get("mixed_precision"))
     if trial.reference == "split":
-        return SplitBatch(trial.build, trial.steps, trial.ranks)
-    return WholeBatch(trial.build, trial.steps)
+        return SplitBatch(trial.build, trial.steps, trial.ranks, compute_dtype=narrow)
+    return WholeBatch(trial.build, trial.steps, compute_dtype=narrow)
 
 
 def _tolerance(trial: Trial, member: Member) -> float:
     if trial.tolerance is not None:
         return trial.tolerance
     usual = default_tolerance(member.parts.model)
-    mixed = trial.options.get("mixed_precision")
-    return max(usual, _MIXED_PRECISION_TOLERANCE) if mixed else usual
+    is_rounded = trial.options.get("mixed_precision") and trial.reference == "batch"
+    return max(usual, _MIXED_PRECISION_TOLERANCE) if is_rounded else usual
 
 
 def _walk(step: int, reference: WholeBatch | None, member: Member, judge: Judge) -> bool:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
+from shoal.strategies.precision import Precision
 from shoal.strategies.training import call_module, count_items
 from shoal.verification.batches import Batch, share
 from shoal.verification.dice import Dice
@@ -26,11 +30,19 @@ def rank_dice(rank: int, variation: int = 0) -> Dice:
 class WholeBatch(Trainee):
     """One process on the whole batch."""
 
-    def __init__(self, build: Build, num_steps: int, *, variation: int = 0) -> None:
+    def __init__(
+        self,
+        build: Build,
+        num_steps: int,
+        *,
+        variation: int = 0,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
         """Another ``variation`` trains the same model with other random numbers."""
         with Dice(BUILD_SEED).rolling():
             self.parts = Parts.build(build, num_steps)
         self._dice = rank_dice(0, variation)
+        self._call = partial(_call_narrow, self.parts.model, compute_dtype)
 
     def compute(self, step: int) -> Tensor:
         """Forward and backward of the whole batch."""
@@ -40,8 +52,8 @@ class WholeBatch(Trainee):
         return loss.detach()
 
     def _loss(self, batch: Batch) -> Tensor:
-        model = self.parts.model
-        return self.parts.loss_fn(call_module(model, model, batch[0]), batch[1])
+        output = call_module(self._call, self.parts.model, batch[0])
+        return self.parts.loss_fn(output, batch[1])
 
     def gradients(self) -> Iterator[Seen]:
         """Each is measured against the largest of all: noise comes in that size."""
@@ -69,9 +81,17 @@ class WholeBatch(Trainee):
 class SplitBatch(WholeBatch):
     """One process that replays the ranks' local batches and averages in rank order."""
 
-    def __init__(self, build: Build, num_steps: int, num_ranks: int, *, variation: int = 0) -> None:
+    def __init__(
+        self,
+        build: Build,
+        num_steps: int,
+        num_ranks: int,
+        *,
+        variation: int = 0,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
         """Each local batch has the random numbers that its rank would have."""
-        super().__init__(build, num_steps, variation=variation)
+        super().__init__(build, num_steps, variation=variation, compute_dtype=compute_dtype)
         self._all_dice = [rank_dice(rank, variation) for rank in range(num_ranks)]
 
     def compute(self, step: int) -> Tensor:
@@ -93,6 +113,18 @@ class SplitBatch(WholeBatch):
         buffers.finish()
         total.finish(num_ranks)
         return losses.mean()
+
+
+def _call_narrow(
+    model: nn.Module, compute_dtype: torch.dtype | None, *args: Any, **kwargs: Any
+) -> Any:
+    """Calls the model with its parameters and inputs in a narrower dtype, or as it is."""
+    if compute_dtype is None:
+        return model(*args, **kwargs)
+    precision = Precision(model, compute_dtype)
+    narrow = {n: p.to(precision.dtype_of(p) or p.dtype) for n, p in model.named_parameters()}
+    args, kwargs = precision.narrowed((args, kwargs))
+    return precision.widened(functional_call(model, narrow, args, kwargs))
 
 
 def _factor(loss: Tensor, factor: float) -> Tensor:

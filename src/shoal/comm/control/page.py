@@ -6,10 +6,12 @@ Nothing in Python fences memory, so this is right only where the processor keeps
 order and loads in order. x86 does; ARM does not, and there the page refuses to start.
 No step relies on a store being seen before a later load (the one order x86 gives up).
 
-[Note: two slots are enough]
-A rank writes the header of operation n into slot n % 2. The slot is written again for
-n + 2, which a rank begins only after seeing all headers of n + 1, and a rank shows that
-header only when it is done with n. So nobody reads a slot while it is rewritten.
+[Note: slots]
+A rank writes the header of operation n into slot n % SLOTS. Ranks that carry out one operation
+after the other would need two: the slot is written again for n + 2, which a rank begins only
+after seeing all headers of n + 1, and a rank shows that header only when it is done with n. The
+others are for operations that are shown ahead; whoever does that sees to it that everybody is
+done with n - SLOTS. So nobody reads a slot while it is rewritten.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from shoal.errors import BackendUnavailableError, ShoalError
 _LINE = 64
 _WORD = 8
 _MAX_GROUPS = 1024
+SLOTS = 8
 _MESSAGES = 256
 _MESSAGE_HEADER = 768
 
@@ -54,7 +57,7 @@ class PageLayout:
         """Sizes everything by the number of ranks."""
         self.size = size
         self.header_bytes = 1024 + 16 * size
-        self.channel_row = 2 * _LINE + 2 * self.header_bytes
+        self.channel_row = 2 * _LINE + SLOTS * self.header_bytes
         self.channel_row += -self.channel_row % _LINE
         self.message_row = _LINE + 2 * _MESSAGE_HEADER
         self._roster = _LINE
@@ -250,18 +253,34 @@ class PageChannel(Channel):
         self._settled = [step + 1 for step in self._steps]
         self._mine = list(ranks).index(rank)
         self._step = 0
-        self._written = [b"", b""]
+        self._written = [b""] * SLOTS
 
     def exchange(self, number: int, header: bytes, patience: Patience) -> list[bytes]:
-        """See [Note: two slots are enough]."""
-        page, slot = self._page, number % 2
-        place = 2 * _LINE + slot * page.layout.header_bytes
+        """See [Note: slots]."""
+        self.show(number, header)
+        self._wait(self._numbers, number, patience)
+        return self.shown(number)
+
+    def show(self, number: int, header: bytes) -> None:
+        """Shows a header without waiting for those of the others."""
+        page, slot = self._page, number % SLOTS
         if header != self._written[slot]:
-            page.write(self._rows[self._mine] + place, header, page.layout.header_bytes)
+            place = self._rows[self._mine] + self._place(number)
+            page.write(place, header, page.layout.header_bytes)
             self._written[slot] = header
         self._words[self._numbers[self._mine]] = number
-        self._wait(self._numbers, number, patience)
-        return [page.read(row + place) for row in self._rows]
+
+    def unshown(self, number: int) -> list[int]:
+        """The world ranks that have not shown their header of an operation yet."""
+        return self._missing(self._numbers, number)
+
+    def shown(self, number: int) -> list[bytes]:
+        """Everybody's header of an operation that everybody has shown."""
+        place = self._place(number)
+        return [self._page.read(row + place) for row in self._rows]
+
+    def _place(self, number: int) -> int:
+        return 2 * _LINE + (number % SLOTS) * self._page.layout.header_bytes
 
     def settle(self, number: int) -> None:
         """A counter beside the one of `sync`."""

@@ -1,0 +1,172 @@
+"""Training where ranks share memory: one copy of sharded parameters, gradients read in place."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import leaks
+import pools
+import shoal
+from shoal.comm.bootstrap import store_for_one_host
+from shoal.errors import PeerError, ShoalError
+from shoal.launch.forkserver import fork_server
+from shoal.launch.run import run_outcomes
+from strategies.loops import assert_same, data, local, momentum, one_step, seeded, whole_state
+
+RANKS = 2
+STEPS = 6
+each = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp"])
+shared = pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
+
+
+def team(fn: Any, *args: Any, ranks: int = RANKS) -> list[Any]:
+    return pools.Team("shm", ranks).run(fn, *args)
+
+
+def wrap(strategy: str, **options: Any) -> Any:
+    module = seeded()
+    options = {"min_group_bytes": 300, **options}
+    return shoal.as_distributed(module, momentum(module), strategy=strategy, **options)
+
+
+def one_process() -> Any:
+    model = seeded()
+    optimizer = momentum(model)
+    for step in range(STEPS):
+        one_step(model, optimizer, data(step, items=12))
+    return whole_state(model)
+
+
+def train(strategy: str, options: dict[str, Any]) -> Any:
+    model, optimizer = wrap(strategy, **options)
+    shoal.world().reset_stats()
+    for step in range(STEPS):
+        one_step(model, optimizer, local(step, items=12))
+    calls = {name: counter.calls for name, counter in shoal.world().stats().items()}
+    addresses = {p.data_ptr() for p in model.parameters()}
+    return model.state_dict(), calls, addresses, [g.residence for g in model.engine.groups]
+
+
+@each
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("options", [{}, {"min_group_bytes": 0}, {"resident_below": 10}], ids=str)
+def test_training_equals_one_process(strategy: str, ranks: int, options: dict[str, Any]) -> None:
+    expected = one_process()
+    for state, *_ in team(train, strategy, options, ranks=ranks):
+        assert_same(state, expected)
+
+
+@shared
+def test_nothing_is_gathered(strategy: str) -> None:
+    for _, calls, _, residences in team(train, strategy, {}):
+        assert "all_gather" not in calls
+        assert set(residences) == {"common"}
+
+
+@shared
+def test_small_parameters_may_stay_with_every_rank(strategy: str) -> None:
+    for *_, residences in team(train, strategy, {"resident_below": 10}):
+        assert set(residences) == {"common", "replicated"}
+
+
+def change_by_hand(strategy: str) -> Any:
+    model, optimizer = wrap(strategy)
+    one_step(model, optimizer, local(0))
+    before = model.state_dict()
+    with model.full_parameters(), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    return before, model.state_dict()
+
+
+@each
+def test_a_change_that_every_rank_makes_is_made_once(strategy: str) -> None:
+    for before, after in team(change_by_hand, strategy):
+        assert_same(after, {name: 2 * value for name, value in before.items()})
+
+
+def go_back(strategy: str) -> Any:
+    model, optimizer = wrap(strategy)
+    start = model.state_dict()
+    one_step(model, optimizer, local(0))
+    model.load_state_dict(start)
+    loaded = model.state_dict()
+    return start, loaded
+
+
+@each
+def test_loading(strategy: str) -> None:
+    for start, loaded in team(go_back, strategy):
+        assert_same(loaded, start, tolerance=0)
+
+
+def predict_while_others_step(strategy: str) -> Any:
+    """Rank 0 predicts between backward and step; nobody may change what it computes with."""
+    model, optimizer = wrap(strategy)
+    x, y = local(0)
+    model.train_step(x, y, nn.functional.mse_loss)
+    with torch.no_grad():
+        expected = model(x)
+    if shoal.world().rank == 0:
+        for _ in range(200):
+            with torch.no_grad():
+                assert torch.equal(model(x), expected)
+    optimizer.step()
+    return True
+
+
+@shared
+def test_a_rank_that_is_late_computes_with_old_parameters(strategy: str) -> None:
+    assert all(team(predict_while_others_step, strategy))
+
+
+def backward_after_step(strategy: str) -> str:
+    model, optimizer = wrap(strategy)
+    x, y = local(0)
+    loss = nn.functional.mse_loss(model(x), y)
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@each
+def test_backward_with_parameters_that_have_changed_is_an_error(strategy: str) -> None:
+    for message in team(backward_after_step, strategy):
+        assert "modified by an inplace operation" in message or "run forward again" in message
+
+
+# A rank dies in the middle of an update ---------------------------------------------------
+
+
+def die_in_a_step(strategy: str) -> str:
+    model, optimizer = wrap(strategy)
+    x, y = local(0)
+    model.train_step(x, y, nn.functional.mse_loss)
+    if shoal.world().rank == 1:
+        optimizer.optimizer.register_step_post_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(PeerError, match="died"):
+        optimizer.step()
+    with pytest.raises(ShoalError, match="the parameters are a mixture"):
+        model(x)
+    return "refused"
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_a_mixture_of_old_and_new_parameters_is_refused(strategy: str) -> None:
+    fork_server()
+    store_for_one_host()
+    leaks.baseline()
+    survivor, victim = run_outcomes(die_in_a_step, (strategy,), 2, "shm", 30.0)
+    assert victim.exit_code == -signal.SIGKILL
+    assert survivor.value == "refused" or isinstance(survivor.error, PeerError), survivor
+    assert survivor.error is None, survivor.traceback
