@@ -66,6 +66,7 @@ def test_training_equals_one_process(strategy: str, ranks: int, options: dict[st
 def test_nothing_is_gathered(strategy: str) -> None:
     for _, calls, _, residences in team(train, strategy, {}):
         assert "all_gather" not in calls
+        assert calls["gather_in_place"] == 2 * STEPS
         assert set(residences) == {"common"}
 
 

@@ -15,7 +15,7 @@ Sends complete when the message was received, on every backend alike.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -25,9 +25,10 @@ from torch import Tensor
 from shoal.comm import objects
 from shoal.comm import operation as ops
 from shoal.comm.lanes import Lanes
+from shoal.comm.ledger import Account
 from shoal.comm.raw import as_bytes
 from shoal.comm.reduction import ReduceOp
-from shoal.comm.statistics import Counter, Statistics
+from shoal.comm.statistics import Snapshot, Statistics
 from shoal.comm.work import Work
 from shoal.errors import ClosedError
 
@@ -346,12 +347,24 @@ class Backend(ABC):
 
     # Housekeeping ---------------------------------------------------------------------
 
-    def stats(self) -> Mapping[str, Counter]:
-        """Counters of this rank by operation, over all groups of the world."""
+    def stats(self) -> Snapshot:
+        """Counters of this rank by operation, over all groups of the world; and memory."""
         return self._state.statistics.snapshot()
 
+    def count_in_place(self, num_bytes: int) -> None:
+        """Counts a gather that was none, because everybody reads the same memory.
+
+        It has a counter of its own, "gather_in_place", so that what was needed and what was moved
+        can be told apart.
+        """
+        self._state.statistics.count("gather_in_place", num_bytes, 0.0, 0.0)
+
+    def open_account(self) -> Account:
+        """For a holder of memory that `stats` should know of."""
+        return self._state.statistics.memory.account()
+
     def reset_stats(self) -> None:
-        """Sets the counters back to zero."""
+        """Sets the counters back to zero, and the peaks of memory to what is held now."""
         self._state.statistics.reset()
 
     def __enter__(self) -> Self:

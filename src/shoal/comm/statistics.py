@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from shoal.comm.ledger import Ledger, MemoryUse
+
 _MOST_NOTES = 4096
 
 
@@ -27,6 +29,19 @@ class Counter:
     waiting_seconds: float = 0.0
 
 
+class Snapshot(dict[str, Counter]):
+    """Counters by operation, and what memory is held for what.
+
+    Attributes:
+        memory: By purpose: "parameters", "gradients", "state" and "buffers" of wrapped models.
+    """
+
+    def __init__(self, counters: Mapping[str, Counter], memory: Mapping[str, MemoryUse]) -> None:
+        """Of one moment."""
+        super().__init__(counters)
+        self.memory = memory
+
+
 class Statistics:
     """Counters by operation, shared by a world and all its groups.
 
@@ -41,6 +56,7 @@ class Statistics:
         """Everything at zero."""
         self._counters: dict[str, Counter] = {}
         self._lock = threading.Lock()
+        self.memory = Ledger()
         # Operations only leave a note here, which is quick and safe in any thread.
         self._notes: deque[tuple[str, int, float, float]] = deque()
 
@@ -60,14 +76,16 @@ class Statistics:
             counter.seconds += seconds
             counter.waiting_seconds += waiting_seconds
 
-    def snapshot(self) -> Mapping[str, Counter]:
-        """A copy of the counters as they are now."""
+    def snapshot(self) -> Snapshot:
+        """A copy of the figures as they are now."""
         with self._lock:
             self._add_up()
-            return {kind: replace(counter) for kind, counter in self._counters.items()}
+            counters = {kind: replace(counter) for kind, counter in self._counters.items()}
+        return Snapshot(counters, self.memory.snapshot())
 
     def reset(self) -> None:
         """Everything back to zero."""
         with self._lock:
             self._notes.clear()
             self._counters.clear()
+        self.memory.reset()

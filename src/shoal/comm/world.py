@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Self
@@ -13,7 +12,7 @@ from shoal.comm.agreement import agree
 from shoal.comm.backend import Backend
 from shoal.comm.failure import describe
 from shoal.comm.reduction import ReduceOp
-from shoal.comm.statistics import Counter
+from shoal.comm.statistics import Snapshot
 from shoal.errors import ClosedError, PeerError
 
 
@@ -84,8 +83,8 @@ class World:
         """
         return agree(self.backend, value, how)
 
-    def stats(self) -> Mapping[str, Counter]:
-        """Counters of this rank by operation."""
+    def stats(self) -> Snapshot:
+        """Counters of this rank by operation, and in ``.memory`` what is held for what."""
         return self.backend.stats()
 
     def __getattr__(self, name: str) -> Any:

@@ -9,8 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ShoalError
+from shoal.optim.fresh_state import renew_state
 from shoal.optim.kinds import Kind, find_kind
 from shoal.optim.segments import Segment, make_segments
 from shoal.optim.state import cut_state, join_states, shared_state, split_state
@@ -34,6 +36,8 @@ class ShardedOptimizer(Optimizer):
     """
 
     model_class: ClassVar[type[ShardedModel]] = ShardedModel
+    # A fused optimizer has it, but would not see the scale that a scaler leaves on this object.
+    _step_supports_amp_scaling = False
 
     def __init__(
         self, optimizer: Optimizer, model: ShardedModel, *, kind: Kind | str | None = None
@@ -49,6 +53,9 @@ class ShardedOptimizer(Optimizer):
         self.optimizer, self.model = optimizer, model
         self.kind = find_kind(optimizer) if kind is None else Kind(kind)
         self._check_parameters()
+        renew_state(optimizer)
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        """The model's, that this optimizer was built for."""
         if self.kind is Kind.PER_PARAMETER:
             model.keep_whole([p for group in optimizer.param_groups for p in group["params"]])
         if self.kind is Kind.GLOBAL and model.sharding.optimizer:
@@ -59,6 +66,7 @@ class ShardedOptimizer(Optimizer):
                 '"per-parameter".',
                 stacklevel=2,
             )
+        self._num_states = self._state_bytes = 0
         self._segments = [] if self.kind is Kind.GLOBAL else self._make_segments()
         model.optimizers.append(self)
 
@@ -123,12 +131,26 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = self._mean(closure())
+        self._engine.adopt_gradients()
         for which in range(len(self._segments)):
             for segment in list(self._segments[which]):
                 self._hand_out(which, segment)
-        with self._engine.stepping():
-            self.optimizer.step()
+        try:
+            with self._engine.stepping():
+                self.optimizer.step()
+        finally:
+            self._hide_gradients()
+        self._account()
         return loss
+
+    def _account(self) -> None:
+        """Says how much memory the state takes, when there is more of it than before."""
+        if len(self.optimizer.state) != self._num_states:
+            self._num_states = len(self.optimizer.state)
+            tensors = tree_leaves(list(self.optimizer.state.values()))
+            held = sum(value.nbytes for value in tensors if isinstance(value, Tensor))
+            self._engine.account.add("state", held - self._state_bytes)
+            self._state_bytes = held
 
     def _step_everything(self, closure: Callable[[], Any] | None) -> Any:
         """Every rank makes the same step on everything."""
@@ -141,7 +163,9 @@ class ShardedOptimizer(Optimizer):
         if closure is None:
             evaluate()
         with self._engine.full_parameters():
-            return self.optimizer.step(evaluate if closure is not None else None)
+            loss = self.optimizer.step(evaluate if closure is not None else None)
+        self._account()
+        return loss
 
     def _mean(self, loss: Any) -> Any:
         """The loss of the whole batch: what a closure returns is this rank's."""
@@ -152,9 +176,13 @@ class ShardedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients of the model."""
         self._engine.clear_gradients()
+        self._hide_gradients()
+
+    def _hide_gradients(self) -> None:
+        """See `Segment.hide`."""
         for segments in self._segments:
             for segment in segments:
-                segment.parameter.grad = None
+                segment.hide()
 
     def _hand_out(self, which: int, segment: Segment) -> None:
         """Gives a segment its gradient, if its parameters have one."""

@@ -68,6 +68,7 @@ class GradScaler(torch.amp.GradScaler):
 def _held_gradients(optimizer: ShardedOptimizer) -> Iterator[Tensor]:
     """All that this rank holds of the averaged gradients of an optimizer's parameters."""
     engine = optimizer.model.engine
+    engine.adopt_gradients()
     places: dict[int, set[int]] = {}
     for parameter in optimizer.parameters:
         group, place = engine.locate(parameter)  # type: ignore[misc]

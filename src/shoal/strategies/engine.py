@@ -117,17 +117,21 @@ class Engine:
         self.ranks, self.backend = ranks, ranks.all
         self.shards, self._replicas = ranks.shards, ranks.replicas
         self.auto_sync = True
+        self.has_meetings = False
+        """Whether ranks wait for each other in the middle of a pass, for more than parameters."""
         self._undivided = {id(parameter) for parameter in undivided}
         check_models(module, self.backend)
         self._gather_group, self._reduce_group = self.shards.lane(self), self.shards.lane(self)
         self._buffer_group = self.backend.lane(self)
         self._precision = Precision(module, settings.compute_dtype)
+        self.account = self.backend.open_account()
+        weakref.finalize(self, self.account.close).atexit = False
+        self.account.add("buffers", sum(buffer.nbytes for buffer in module.buffers()))
         self.groups = self._make_groups()
-        pool = BufferPool(self.shards)
+        pool = BufferPool(self.shards, self.account)
         is_sharded = sharding.gradients and self.shards.size > 1
         self.gradients = [
-            GroupGradients(group, pool, self._reduce_group, is_sharded)
-            for group in self.groups
+            GroupGradients(group, pool, self._reduce_group, is_sharded) for group in self.groups
         ]
         self._place = {
             id(parameter): (group.index, place)
@@ -143,6 +147,9 @@ class Engine:
         self._in_backward = False
         self._saving: list[Any] = []
         self._steps = Steps(self.groups, self._gather_group)
+        self._common_bytes = sum(
+            group.whole.nbytes for group in self.groups if group.residence is Residence.COMMON
+        )
         self._hooks = self._install()
         self._share_buffers()
         self.gathering.free_all()
@@ -157,7 +164,10 @@ class Engine:
             layout = self._lay_out(found, load)
             by_name = dict(zip(found.names, found.parameters, strict=True))
             parameters = [by_name[slot.name] for slot in layout.slots]
-            groups.append(FlatGroup(index, layout, parameters, self.shards, self._tenure(found)))
+            group = FlatGroup(
+                index, layout, parameters, self.shards, self._tenure(found), self.account
+            )
+            groups.append(group)
         return groups
 
     def _apart(self) -> dict[int, str]:
@@ -199,6 +209,7 @@ class Engine:
                     parameter.data = parameter.data.clone()
         for handle in self._hooks:
             handle.remove()
+        self.account.close()
 
     def locate(self, parameter: nn.Parameter) -> tuple[int, int] | None:
         """Group and place of a parameter of the model; None for a stranger."""
@@ -259,13 +270,18 @@ class Engine:
         self._steps.check()
         if module.training:
             self._share_buffers()
-        self.gathering.begin_pass(self._forward_plan)
+        self._begin_pass(self._forward_plan)
         saving: Any = contextlib.nullcontext()
         if self.gathering.is_needed and torch.is_grad_enabled():
             saving = self.gathering.saving()
         saving.__enter__()
         self._saving.append(saving)
         return self._precision.narrowed((args, kwargs))
+
+    def _begin_pass(self, plan: Plan) -> None:
+        self.gathering.begin_pass(plan)
+        if self._common_bytes:
+            self.backend.count_in_place(self._common_bytes)
 
     def _end_forward(self, module: nn.Module, args: object, output: object) -> Any:
         if self._is_recomputing():
@@ -309,7 +325,7 @@ class Engine:
         if self._is_recomputing():
             return
         self._in_backward = True
-        self.gathering.begin_pass(self._backward_plan)
+        self._begin_pass(self._backward_plan)
         self._reductions = Round(self._backward_order())
         self._complete.clear()
         for gradients in self.gradients:
@@ -352,7 +368,8 @@ class Engine:
         """
         while len(self._in_flight) > _MOST_IN_FLIGHT:
             oldest = self.gradients[self._in_flight[0]]
-            if self.gathering.is_needed and not oldest.is_reduced():
+            may_wait = not self.gathering.is_needed and not self.has_meetings
+            if not may_wait and not oldest.is_reduced():
                 return
             self._in_flight.popleft()
             oldest.finish_reduction()
@@ -393,8 +410,14 @@ class Engine:
 
     def gradient_buffers(self) -> list[Tensor]:
         """All averaged gradients that this rank holds."""
+        self.adopt_gradients()
         held = [gradients.held() for gradients in self.gradients]
         return [buffer for buffer in held if buffer is not None]
+
+    def adopt_gradients(self) -> None:
+        """What the user did to the parameters' gradients counts."""
+        for gradients in self.gradients:
+            gradients.adopt()
 
     def gradient_shard(self, name: str) -> Tensor | None:
         """This rank's part of a parameter's averaged gradient."""
@@ -440,6 +463,7 @@ class Engine:
 
     def gather_gradients(self) -> None:
         """Every rank gets the whole averaged gradient, for optimizers that need all of it."""
+        self.adopt_gradients()
         for gradients in self.gradients:
             gradients.gather(self._gather_group)
 

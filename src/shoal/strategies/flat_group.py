@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm import Backend
+from shoal.comm.ledger import Account
 from shoal.sharding.layout import GroupLayout
 
 
@@ -64,6 +65,7 @@ class FlatGroup:
         parameters: Sequence[nn.Parameter],
         backend: Backend,
         tenure: Tenure,
+        account: Account,
     ) -> None:
         """``parameters`` are in the order of the layout's slots; their values are taken over."""
         self.index, self.layout, self.parameters = index, layout, list(parameters)
@@ -82,6 +84,8 @@ class FlatGroup:
         self.shard = self._place_shard(backend)
         self.master = self._place_master(values)
         self.point_at(self.whole)
+        self.account = account
+        account.add("parameters", self.num_bytes_held)
 
     def _joined_values(self, like: Tensor, backend: Backend) -> Tensor:
         """The parameters' values in a row, in memory that may become the whole."""
@@ -189,6 +193,7 @@ class FlatGroup:
         if not self.is_present or not self.is_sharded:
             return
         self.is_present = False
+        self.account.add("parameters", -self.whole.nbytes)
         self.whole = self._nothing
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             parameter.data = self._nothing.expand(slot.shape)
@@ -206,6 +211,7 @@ class FlatGroup:
         """Memory for the whole, to be filled; the parameters stay absent until `appear`."""
         if not self.is_present:
             self.whole = self.shard.new_empty(self.layout.num_elements)
+            self.account.add("parameters", self.whole.nbytes)
         return self.whole
 
     @torch.inference_mode(False)

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from shoal.comm import Backend, ReduceOp, Work
 from shoal.comm.header import Header
+from shoal.comm.ledger import Account
 from shoal.comm.operation import AllReduce, Payload, ReduceScatter
+from shoal.errors import ShoalError
 from shoal.strategies.elsewhere import ShardedGradient
 from shoal.strategies.flat_group import FlatGroup
 
@@ -29,9 +31,9 @@ _BITS = 62
 class BufferPool:
     """Flat buffers that groups use in turn, in memory that the transport reaches directly."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, account: Account) -> None:
         """Nothing in it yet."""
-        self._backend = backend
+        self._backend, self.account = backend, account
         self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
 
     def take(self, like: Tensor, numel: int) -> Tensor:
@@ -40,7 +42,8 @@ class BufferPool:
         fitting = [buffer for buffer in free if buffer.numel() >= numel]
         if not fitting:
             if free:  # too short for what comes now: let it go instead of keeping both
-                free.pop()
+                self.account.add("gradients", -free.pop().nbytes)
+            self.account.add("gradients", numel * like.itemsize)
             return self._backend.empty(numel, like.dtype, like.device)
         chosen = min(fitting, key=Tensor.numel)
         free[:] = [buffer for buffer in free if buffer is not chosen]
@@ -127,7 +130,6 @@ class GroupGradients:
             numel = self.group.layout.num_elements
             self._buffer = self._pool.take(self.group.master, numel)
             self._whole = self._buffer[:numel]
-            self._whole[self.group.layout.slots[-1].stop :].zero_()
         return self._whole
 
     # Reducing -----------------------------------------------------------------------------
@@ -141,6 +143,8 @@ class GroupGradients:
             for place, slot in enumerate(self.group.layout.slots):
                 if place not in self._collected:
                     whole[slot.start : slot.stop].zero_()
+        # Clipping by a norm that is not finite leaves no zeros behind the last slot.
+        whole[self.group.layout.slots[-1].stop :].zero_()
         flags = _Flags(self._collected, len(self.group.parameters))
         operation = self._operation(whole, flags)
         operation.signature += f" of gradient group {self.group.index}"
@@ -157,6 +161,7 @@ class GroupGradients:
         """Memory for the shard, the same in every step: fresh pages cost more than the sum."""
         if self._shard_memory is None:
             self._shard_memory = torch.empty_like(self.group.master)
+            self._pool.account.add("gradients", self._shard_memory.nbytes)
         return self._shard_memory
 
     def is_reduced(self) -> bool:
@@ -214,6 +219,24 @@ class GroupGradients:
             else:
                 parameter.grad = views[place]
 
+    def adopt(self) -> None:
+        """Takes over what a user did to the gradients that the parameters show."""
+        self.forget_cleared()
+        for place in self.used:
+            parameter = self.group.parameters[place]
+            if isinstance(parameter.grad, ShardedGradient):
+                continue
+            if self._is_sharded or self.group.is_mixed:
+                raise ShoalError(
+                    f"the gradient of {self.group.names[place]} was replaced, but each rank has "
+                    "only a part of it: change model.gradient_shard(name) in place instead"
+                )
+            view = self._all_views()[place]
+            assert parameter.grad is not None
+            if parameter.grad.data_ptr() != view.data_ptr():
+                view.copy_(parameter.grad)
+                parameter.grad = view
+
     def forget_cleared(self) -> None:
         """A gradient that the user set to None is no longer there to be added to."""
         for place in [*(self.used | self._collected)]:
@@ -224,6 +247,8 @@ class GroupGradients:
         self.used.discard(place)
         self._collected.discard(place)
         slot = self.group.layout.slots[place]
+        if self._whole is not None:
+            self._whole[slot.start : slot.stop].zero_()
         if self._shard is not None:
             low = self.group.low
             start, stop = (min(max(edge - low, 0), len(self._shard)) for edge in slot.bounds)

@@ -82,6 +82,7 @@ class ShardedModel(nn.Module):
         self.engine.auto_sync = auto_sync
         if sync_batchnorm:
             synchronize(module, backend)
+            self.engine.has_meetings = True
         self.options = {
             "min_group_bytes": min_group_bytes,
             "auto_sync": auto_sync,
@@ -106,6 +107,7 @@ class ShardedModel(nn.Module):
         old.dissolve()
         self.engine = Engine(self.module, old.ranks, self.sharding, old.settings, parameters)
         self.engine.auto_sync = old.auto_sync
+        self.engine.has_meetings = old.has_meetings
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
