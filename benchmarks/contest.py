@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from contenders import (
     Contender,
     RawMPI,
@@ -19,14 +16,12 @@ from contenders import (
     floor_s,
 )
 from timing import alternate
+from worlds import connect, join_torch, stores
 
 import shoal
 from shoal.comm import Backend
-from shoal.comm.bootstrap import StoreBootstrap, store_for_one_host
-from shoal.comm.connect import connect_backend
 from shoal.comm.control.patience import num_cores
 
-TIMEOUT_S = 300.0
 _SMALL, _LARGE = 64 << 10, 64 << 20
 
 
@@ -60,13 +55,11 @@ def hold(plan: Plan) -> list[dict[str, Any]]:
 
 def _contenders(plan: Plan, stack: contextlib.ExitStack) -> tuple[Backend, dict[str, Contender]]:
     world = shoal.world().backend
-    stores = _stores(world)
+    fresh = stores(world)
     is_mpi = world.name == "mpi"
-    shm = stack.enter_context(_connect("shm", next(stores), world)) if is_mpi else world
-    gloo = stack.enter_context(_connect("gloo", next(stores), world))
-    # Only now: a backend made after this would use torch's group instead of one of its own.
-    dist.init_process_group("gloo", store=next(stores), rank=world.rank, world_size=world.size)
-    stack.callback(dist.destroy_process_group)
+    shm = stack.enter_context(connect("shm", next(fresh), world)) if is_mpi else world
+    gloo = stack.enter_context(connect("gloo", next(fresh), world))
+    join_torch(next(fresh), world, stack)
     contenders: dict[str, Contender] = {
         "shm": Shoal(shm),
         "shm, own memory": ShoalOnItsOwnMemory(shm),
@@ -80,24 +73,6 @@ def _contenders(plan: Plan, stack: contextlib.ExitStack) -> tuple[Backend, dict[
 
         contenders["mpi4py"] = RawMPI(MPI.COMM_WORLD.Dup())
     return shm, contenders
-
-
-def _stores(world: Backend) -> Iterator[dist.Store]:
-    """Stores that nobody used before, all on one server at rank 0."""
-    if world.rank == 0:
-        store, port = store_for_one_host()
-        world.broadcast_object(port)
-    else:
-        port = world.broadcast_object()
-        wait = timedelta(seconds=TIMEOUT_S)
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=wait)
-    for number in range(3):
-        yield dist.PrefixStore(f"world-{number}", store)
-
-
-def _connect(name: str, store: dist.Store, world: Backend) -> Backend:
-    bootstrap = StoreBootstrap(store, world.rank, world.size, TIMEOUT_S)
-    return connect_backend(name, bootstrap, TIMEOUT_S)
 
 
 def _measure(

@@ -21,6 +21,11 @@ class Shape:
     length: int = 64
     heads: int = 4
 
+    @property
+    def key(self) -> str:
+        """A short name: ``6x256``."""
+        return f"{self.layers}x{self.width}"
+
     def __str__(self) -> str:
         return f"{self.layers} layers, d={self.width}, batch {self.batch}x{self.length}"
 
@@ -55,6 +60,9 @@ class GPT(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, shape.width)
         self.places = nn.Embedding(shape.length, shape.width)
+        # With torch's own the first loss is 20, not log(2048), and gradients are as small as
+        # Adam's eps, which makes differences of rounding visible.
+        nn.init.normal_(self.tokens.weight, std=0.02)
         self.blocks = nn.Sequential(*(Block(shape) for _ in range(shape.layers)))
         self.norm = nn.LayerNorm(shape.width)
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from targets import OWN, PLAIN, judge
 from timing import readable_size, readable_time
+from verdicts import print_judged
 
 Row = dict[str, Any]
 _BASE = "torch gloo"
@@ -87,18 +88,7 @@ def _cell(row: Row) -> str:
 
 def print_verdicts(console: Console, rows: Sequence[Row]) -> bool:
     """One line for each target, and the sizes at which it was missed; True if none was."""
-    console.print("[bold]Targets with 2 processes[/bold]")
-    all_passed = True
-    for name, verdicts in judge(rows):
-        missed = [verdict.text for verdict in verdicts if not verdict.passed]
-        all_passed &= not missed
-        word = "SKIP" if not verdicts else "FAIL" if missed else "PASS"
-        colour = {"SKIP": "dim", "FAIL": "red", "PASS": "green"}[word]
-        reached = f"{len(verdicts) - len(missed)} of {len(verdicts)}"
-        console.print(f"[{colour}]{word}[/{colour}]  {name}: {reached}", highlight=False)
-        for text in missed:
-            console.print(f"        {text}", highlight=False)
-    return all_passed
+    return print_judged(console, "Targets with 2 processes", judge(rows))
 
 
 def save_plot(path: Path, rows: Sequence[Row]) -> None:

@@ -6,19 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from timing import readable_size, readable_time
+from verdicts import Verdict
 
 KIB, MIB = 1 << 10, 1 << 20
 OWN, PLAIN = "shm, own memory", "shm"
 _SLACK_S = 30e-6
 
 Row = dict[str, Any]
-
-
-class Verdict(NamedTuple):
-    """One target at one size of one operation."""
-
-    passed: bool
-    text: str
 
 
 class Target(NamedTuple):

@@ -28,6 +28,10 @@ class Times:
         low, median, high = samples.quantile(torch.tensor([0.25, 0.5, 0.75]).double()).tolist()
         return Times(median, low, high, samples.numel())
 
+    def divided_by(self, number: int) -> Times:
+        """For one of so many that were timed together."""
+        return Times(self.median / number, self.low / number, self.high / number, self.count)
+
     def as_dict(self) -> dict[str, float]:
         """For JSON."""
         return asdict(self)

@@ -72,7 +72,7 @@ def test_all_contenders_train_the_same_model(measured: dict[str, Any]) -> None:
         assert (row["difference"] is not None) == is_common
         assert not is_common or row["difference"] <= 1e-4, row
     text = io.StringIO()
-    import_module("training_report").print_tables(Console(file=text, width=200), rows)
+    import_module("training_report").print_table(Console(file=text, width=200), rows)
     assert all(name in text.getvalue() for name in contenders())
 
 

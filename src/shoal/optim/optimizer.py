@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.errors import ShoalError
 from shoal.optim.fresh_state import renew_state
 from shoal.optim.kinds import Kind, find_kind
-from shoal.optim.segments import Segment, make_segments
+from shoal.optim.segments import Segment, longest_segment, make_segments
 from shoal.optim.state import cut_state, join_states, shared_state, split_state
 from shoal.strategies.flat_group import FlatGroup
 from shoal.strategies.model import (
@@ -206,7 +206,9 @@ class ShardedOptimizer(Optimizer):
         segments: list[list[Segment]] = [[] for _ in self.param_groups]
         for group in self._engine.groups:
             kinds = [self._kind_at(group, place, membership) for place in range(len(group.names))]
-            for _, segment in make_segments(group, *self._memory(group), kinds):
+            memory, bounds = self._memory(group)
+            longest = longest_segment(memory, may_be_cut=self.kind is Kind.ELEMENT_WISE)
+            for _, segment in make_segments(group, memory, bounds, kinds, longest):
                 if self.kind is Kind.PER_PARAMETER:
                     segment.restore_shape()
                 first = group.parameters[segment.places[0]]

@@ -3,8 +3,9 @@
 [Note: segments]
 An optimizer that works element by element does not care where parameters begin and end. So it
 is given *segments*: runs of this rank's memory whose parameters have the same hyperparameters.
-Few long tensors are stepped much faster than many short ones. When some parameters of a
-segment have a gradient and others have not, it is cut there, its state with it, and stays so.
+Few long tensors are stepped faster than many short ones, up to what the cache holds. When some
+parameters of a segment have a gradient and others have not, it is cut there, its state with it,
+and stays so.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 
 from shoal.strategies.elsewhere import ShardedGradient
 from shoal.strategies.flat_group import FlatGroup
+
+_CACHED_BYTES = 1 << 20
 
 
 @dataclass
@@ -63,7 +66,11 @@ class Segment:
 
 
 def make_segments(
-    group: FlatGroup, memory: Tensor, bounds: tuple[int, int], kinds: Sequence[object]
+    group: FlatGroup,
+    memory: Tensor,
+    bounds: tuple[int, int],
+    kinds: Sequence[object],
+    longest: int | None = None,
 ) -> Iterator[tuple[object, Segment]]:
     """Cuts ``memory``, which holds ``bounds`` of the group, where neighbours' kinds differ.
 
@@ -72,17 +79,26 @@ def make_segments(
         memory: The part of the buffer that this rank steps.
         bounds: Where that part begins and ends in the buffer.
         kinds: For each parameter by place what must be equal inside a segment; None: not stepped.
+        longest: The most elements of a segment.
     """
     run: list[tuple[int, int, int]] = []
     for place, slot in enumerate(group.layout.slots):
-        start, stop = max(slot.start, bounds[0]), min(slot.stop, bounds[1])
-        if start >= stop:
-            continue
-        if run and kinds[run[-1][0]] != kinds[place]:
-            yield from _segment(group, memory, bounds[0], run, kinds)
-            run = []
-        run.append((place, start, stop))
+        start, end = max(slot.start, bounds[0]), min(slot.stop, bounds[1])
+        while start < end:
+            first = run[0][1] if run else start
+            is_full = longest is not None and start - first >= longest
+            if run and (is_full or kinds[run[-1][0]] != kinds[place]):
+                yield from _segment(group, memory, bounds[0], run, kinds)
+                run, first = [], start
+            stop = end if longest is None else min(end, first + longest)
+            run.append((place, start, stop))
+            start = stop
     yield from _segment(group, memory, bounds[0], run, kinds)
+
+
+def longest_segment(memory: Tensor, *, may_be_cut: bool) -> int | None:
+    """What a CPU's cache holds through the several passes of a step; GPUs like long ones."""
+    return _CACHED_BYTES // memory.itemsize if memory.is_cpu and may_be_cut else None
 
 
 def _segment(

@@ -32,8 +32,10 @@ from shoal.strategies.schedule import Round
 from shoal.strategies.steps import Steps
 from shoal.strategies.voting import Vote
 
-# Gradients whose reduction is under way take memory: one on the wire, one about to follow.
+# Gradients whose reduction is under way take memory: one on the wire, one about to follow. Where
+# ranks do the work themselves instead of a thread, more of them even out who is ahead of whom.
 _MOST_IN_FLIGHT = 2
+_MOST_IN_FLIGHT_DIRECTLY = 5
 
 
 @dataclass(frozen=True)
@@ -366,7 +368,8 @@ class Engine:
         Where parameters are gathered meanwhile, nobody may wait for a reduction: another rank may
         get to its part of it only after a gather that this rank has yet to join.
         """
-        while len(self._in_flight) > _MOST_IN_FLIGHT:
+        most = _MOST_IN_FLIGHT_DIRECTLY if self.shards.shares_memory else _MOST_IN_FLIGHT
+        while len(self._in_flight) > most:
             oldest = self.gradients[self._in_flight[0]]
             may_wait = not self.gathering.is_needed and not self.has_meetings
             if not may_wait and not oldest.is_reduced():

@@ -64,6 +64,7 @@ class GroupGradients:
         self._buffer: Tensor | None = None
         self._whole: Tensor | None = None
         self._views: dict[int, list[Tensor]] = {}
+        self._stand_ins: dict[int, ShardedGradient] = {}
         self._shard: Tensor | None = None
         self._shard_memory: Tensor | None = None
         self._collected: set[int] = set()
@@ -215,9 +216,16 @@ class GroupGradients:
             if place not in self.used and place not in self._collected:
                 parameter.grad = None
             elif shows_stand_in:
-                parameter.grad = ShardedGradient(parameter)
+                parameter.grad = self._stand_in(place)
             else:
                 parameter.grad = views[place]
+
+    def _stand_in(self, place: int) -> ShardedGradient:
+        stand_in = self._stand_ins.get(place)
+        if stand_in is None:
+            stand_in = self._stand_ins[place] = ShardedGradient(self.group.parameters[place])
+        stand_in.arrived = None
+        return stand_in
 
     def adopt(self) -> None:
         """Takes over what a user did to the gradients that the parameters show."""

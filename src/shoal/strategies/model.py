@@ -31,6 +31,12 @@ _DELEGATED = (
     "extra_repr", "__getitem__", "__len__", "__iter__",
 )  # fmt: skip
 
+# What travels at once where every rank has all gradients anyway; and where it keeps its part only.
+_BUCKET_BYTES = 25 << 20
+_SHARDED_BUCKET_BYTES = 4 << 20
+# What is reduced at once where ranks share memory, and parameters need not travel.
+_IN_PLACE_BYTES = 8 << 20
+
 
 class ShardedModel(nn.Module):
     """A module wrapped for data-parallel training; names and attributes stay the module's own.
@@ -46,7 +52,7 @@ class ShardedModel(nn.Module):
         module: nn.Module,
         world: World | Backend | None = None,
         *,
-        min_group_bytes: int = MIN_GROUP_BYTES,
+        min_group_bytes: int | None = None,
         auto_sync: bool = True,
         sync_batchnorm: bool = False,
         seed: int = 0,
@@ -59,7 +65,8 @@ class ShardedModel(nn.Module):
         Args:
             module: The user's; what it has on the meta device is initialised here.
             world: The ranks that train it; the current world by default.
-            min_group_bytes: See `ParameterAnalyzer`.
+            min_group_bytes: See `ParameterAnalyzer`; by default 1 MiB, and more where only
+                gradients travel.
             auto_sync: Whether each backward averages the gradients over the ranks.
             sync_batchnorm: Whether BatchNorm sees the rows of all ranks instead of this one's.
             seed: For the values of what is on the meta device.
@@ -76,7 +83,8 @@ class ShardedModel(nn.Module):
         materialize(module, backend.device, seed)
         if sync_batchnorm:
             check_layers(module)
-        settings = Settings(min_group_bytes, parse_precision(mixed_precision), resident_below)
+        group_bytes = self._group_bytes(backend) if min_group_bytes is None else min_group_bytes
+        settings = Settings(group_bytes, parse_precision(mixed_precision), resident_below)
         ranks = divide(backend, replica, is_sharded=self.sharding.parameters)
         self.engine = Engine(module, ranks, self.sharding, settings)
         self.engine.auto_sync = auto_sync
@@ -95,6 +103,14 @@ class ShardedModel(nn.Module):
         self.optimizers: list[object] = []
         """What steps this model's memory."""
         self.training = module.training
+
+    def _group_bytes(self, backend: Backend) -> int:
+        """Few long messages where nothing is freed early anyway."""
+        if backend.shares_memory:
+            return _IN_PLACE_BYTES
+        if self.sharding.parameters:
+            return MIN_GROUP_BYTES
+        return _SHARDED_BUCKET_BYTES if self.sharding.gradients else _BUCKET_BYTES
 
     def keep_whole(self, parameters: Sequence[nn.Parameter]) -> None:
         """Lays the memory out anew so that these parameters are not cut between ranks."""
