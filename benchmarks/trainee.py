@@ -16,7 +16,7 @@ from gpt import GPT, VOCABULARY, Shape
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-ADAMW = ("fused", "foreach", "loop")
+ADAMW = ("loop", "fused", "foreach")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Course:
     @property
     def adamw_options(self) -> dict[str, Any]:
         """Arguments of AdamW; what is not chosen is refused, so that torch does not choose."""
-        chosen = {name: name == self.adamw for name in ADAMW[:2]}
+        chosen = {name: name == self.adamw for name in ADAMW[1:]}
         return {"lr": self.lr, **chosen}
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> AdamW:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from shoal.comm.backend import DEFAULT_TIMEOUT_S
+from shoal.comm.backend import DEFAULT_TIMEOUT_S, Backend
 from shoal.comm.world import World, current, find_current, set_current
 from shoal.errors import PeerError, ShoalError
 from shoal.launch.exit import watch_exit
@@ -43,10 +43,20 @@ def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT_S) -> World:
             f"this process is already part of {existing!r}: use shoal.world(), "
             "or call its shutdown() first"
         )
-    world = World(join(backend, timeout))
+    return _start(join(backend, timeout))
+
+
+def _start(backend: Backend) -> World:
+    world = World(backend)
     set_current(world, process_wide=True)
     watch_exit()
     return world
+
+
+def _start_for(model: nn.Module, backend: str) -> World:
+    """A GPU that the model is not on has no say in what carries its gradients."""
+    on_cpu = all(parameter.is_cpu for parameter in model.parameters())
+    return _start(join(backend, DEFAULT_TIMEOUT_S, on_cpu=on_cpu))
 
 
 def world() -> World:
@@ -162,7 +172,7 @@ def as_distributed(
     """
     if not enabled:
         return model if optimizer is None else (model, optimizer)
-    world = find_current() or init(backend)
+    world = find_current() or _start_for(model, backend)
     name = _strategy_for(model, world) if strategy == "auto" else strategy
     if name not in PAIRS:
         raise ValueError(f"strategy must be one of {', '.join(PAIRS)} or auto; got {strategy!r}")

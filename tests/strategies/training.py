@@ -69,6 +69,9 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
     "lbfgs": lambda m: [torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=2, history_size=4)],
 }
 AMPLIFYING = ("adafactor", "muon")
+# A norm is added up in another order, and what its last bit does to a gradient that is zero in
+# exact arithmetic these optimizers turn into a visible step.
+_AMPLIFIED = 1e-4
 
 
 @dataclass(frozen=True)
@@ -280,6 +283,8 @@ def compare(case: Case, states: Sequence[State], *, is_exact: bool = True) -> No
     tolerance = TASKS[case.task].tolerance
     if case.reference == "split" and case.mode != "clip" and is_exact:
         tolerance = min(tolerance, 1e-12)
+    if case.optimizer in AMPLIFYING and case.mode == "clip":
+        tolerance = max(tolerance, _AMPLIFIED)
     differences = {
         name: (value.double() - expected[name].double()).abs().max().item()
         for name, value in states[0].items()

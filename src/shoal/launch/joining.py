@@ -27,12 +27,15 @@ _MPI_SOURCES = ("openmpi", "pmi")
 _generation = 0
 
 
-def join(name: str, timeout: float) -> Backend:
-    """The backend of that name ("auto" to choose), joined by all ranks of the environment."""
+def join(name: str, timeout: float, *, on_cpu: bool = False) -> Backend:
+    """The backend of that name ("auto" to choose), joined by all ranks of the environment.
+
+    ``on_cpu``: what it has to carry is known to be on the CPU.
+    """
     check_name(name)
     info = discover()
     if name == "auto":
-        name = os.environ.get("SHOAL_BACKEND") or choose(info)
+        name = os.environ.get("SHOAL_BACKEND") or choose(info, on_cpu=on_cpu)
         check_name(name)
     if name == "memory":
         return _alone(info, timeout)
@@ -50,11 +53,12 @@ def check_name(name: str) -> None:
         raise ValueError(f"backend must be one of {', '.join(NAMES)} or auto; got {name!r}")
 
 
-def choose(info: RankInfo) -> str:
+def choose(info: RankInfo, *, on_cpu: bool = False) -> str:
     """NCCL with a GPU for every rank; else MPI under mpirun, shared memory on one host, Gloo."""
     import torch
 
-    if torch.cuda.is_available() and torch.cuda.device_count() >= info.local_size:
+    has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= info.local_size
+    if has_gpus and not on_cpu:
         return "nccl"
     if info.source in _MPI_SOURCES:
         return "mpi"

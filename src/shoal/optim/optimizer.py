@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ShoalError
 from shoal.optim.fresh_state import renew_state
+from shoal.optim.full_state import as_loaded, assemble, fragments
 from shoal.optim.kinds import Kind, find_kind
 from shoal.optim.segments import Segment, longest_segment, make_segments
 from shoal.optim.state import cut_state, join_states, shared_state, split_state
@@ -54,8 +55,7 @@ class ShardedOptimizer(Optimizer):
         self.kind = find_kind(optimizer) if kind is None else Kind(kind)
         self._check_parameters()
         renew_state(optimizer)
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        """The model's, that this optimizer was built for."""
+        self._originals = [list(group["params"]) for group in optimizer.param_groups]
         if self.kind is Kind.PER_PARAMETER:
             model.keep_whole([p for group in optimizer.param_groups for p in group["params"]])
         if self.kind is Kind.GLOBAL and model.sharding.optimizer:
@@ -116,6 +116,54 @@ class ShardedOptimizer(Optimizer):
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The model's, that this optimizer was built for."""
+        return [parameter for group in self._originals for parameter in group]
+
+    # The whole state ----------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state, as the plain optimizer would have it; every rank calls it."""
+        if self.kind is Kind.GLOBAL:
+            return self.optimizer.state_dict()
+        numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+        segments = [segment for own in self._segments for segment in own]
+        own = list(fragments(self.optimizer, segments, numbers))
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            | {"params": [numbers[id(parameter)] for parameter in originals]}
+            for group, originals in zip(self.param_groups, self._originals, strict=True)
+        ]
+        whole = assemble(self._engine.shards, own, self.parameters)
+        return {"state": whole, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over a whole state, of this optimizer or a plain one; every rank calls it."""
+        if self.kind is Kind.GLOBAL:
+            self.optimizer.load_state_dict(state_dict)
+            return
+        saved = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in saved]
+        if sizes != [len(originals) for originals in self._originals]:
+            raise ValueError(
+                f"the state was saved for groups of {sizes} parameters; this optimizer has groups "
+                f"of {[len(originals) for originals in self._originals]}"
+            )
+        order = [number for group in saved for number in group["params"]]
+        self.optimizer.state.clear()
+        for number, parameter in zip(order, self.parameters, strict=True):
+            group, _ = self._engine.locate(parameter)
+            master = self._engine.groups[group].master
+            state = state_dict["state"].get(number, {})
+            loaded = {key: as_loaded(key, value, master) for key, value in state.items()}
+            if loaded:
+                self.optimizer.state[parameter] = loaded
+        for group, own, originals in zip(saved, self.param_groups, self._originals, strict=True):
+            own.update({key: value for key, value in group.items() if key != "params"})
+            own["params"] = list(originals)
+        self._segments = self._make_segments()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the memory is laid out when the optimizer is wrapped."""

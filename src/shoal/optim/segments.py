@@ -56,6 +56,16 @@ class Segment:
             gradient = gradient.view(self.parameter.shape)
         self.parameter.grad = gradient
 
+    def pieces(self) -> Iterator[tuple[int, int, int, int]]:
+        """Its parameters by place: which of their elements it has, and from where on."""
+        base = self.group.low if self.group.owns_part else 0
+        low = base + self.start
+        high = low + self.parameter.numel()
+        for place in self.places:
+            slot = self.group.layout.slots[place]
+            start, stop = max(slot.start, low), min(slot.stop, high)
+            yield place, start - slot.start, stop - slot.start, start - low
+
     def restore_shape(self) -> None:
         """For a segment that is one whole parameter: that parameter's shape."""
         (place,) = self.places

@@ -15,15 +15,26 @@ from torch import Tensor
 State = dict[str, Any]
 
 
-def is_per_element(value: Any, parameter: Tensor) -> bool:
+_STEPS = "step"
+"""What torch's optimizers call the number of steps: one number, also for a long parameter."""
+
+
+def is_per_element(key: str, value: Any, parameter: Tensor) -> bool:
     """Whether a piece of state has one number for each element of a parameter."""
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return False
+    return value.dim() > 0 or key != _STEPS
 
 
 def shared_state(state: State, parameter: Tensor) -> Hashable:
-    """The state that all elements share; tensors with equal ones can be stepped as one."""
-    shared = [(k, v) for k, v in sorted(state.items()) if not is_per_element(v, parameter)]
-    return tuple((key, _comparable(value)) for key, value in shared)
+    """What state there is, and what of it all elements share.
+
+    Tensors for which this is equal can be stepped as one.
+    """
+    return tuple(
+        (key, "" if is_per_element(key, value, parameter) else _comparable(value))
+        for key, value in sorted(state.items())
+    )
 
 
 def _comparable(value: Any) -> Hashable:
@@ -33,7 +44,9 @@ def _comparable(value: Any) -> Hashable:
 def cut_state(state: State, parameter: Tensor, start: int, stop: int) -> State:
     """The state of some elements of a parameter, flat."""
     return {
-        key: value.reshape(-1)[start:stop] if is_per_element(value, parameter) else _copied(value)
+        key: value.reshape(-1)[start:stop]
+        if is_per_element(key, value, parameter)
+        else _copied(value)
         for key, value in state.items()
     }
 
