@@ -34,8 +34,7 @@ from strategies.training import (
     train_rank_of_pool,
 )
 
-# The other files of this folder check the strategies in the quick run; this is the matrix.
-pytestmark = [pytest.mark.timeout(120), pytest.mark.full]
+pytestmark = pytest.mark.timeout(120)
 
 WORLD_SIZES = (1, 2, 3, 4, 5)
 FACTORS: tuple[Sequence[object], ...] = (
