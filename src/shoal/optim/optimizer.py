@@ -54,6 +54,12 @@ class ShardedOptimizer(Optimizer):
         self.optimizer, self.model = optimizer, model
         self.kind = find_kind(optimizer) if kind is None else Kind(kind)
         self._check_parameters()
+        if self.kind is Kind.GLOBAL and model.engine.settings.compute_dtype is not None:
+            raise ValueError(
+                f"mixed_precision does not go with {type(optimizer).__name__}, which may couple "
+                "any of its parameters. If it works element by element or parameter by "
+                'parameter, say so with kind="element-wise" or "per-parameter".'
+            )
         renew_state(optimizer)
         self._originals = [list(group["params"]) for group in optimizer.param_groups]
         if self.kind is Kind.PER_PARAMETER:
@@ -222,8 +228,8 @@ class ShardedOptimizer(Optimizer):
         return self._engine.backend.all_reduce(loss.detach().clone(), "average")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets all gradients of the model."""
-        self._engine.clear_gradients()
+        """Forgets the gradients of its parameters, or makes them zero."""
+        self._engine.zero_gradients(self.parameters, set_to_none=set_to_none)
         self._hide_gradients()
 
     def _hide_gradients(self) -> None:

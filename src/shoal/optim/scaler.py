@@ -44,7 +44,7 @@ class GradScaler(torch.amp.GradScaler):
                     "gradients in float16 cannot be unscaled, they would be rounded to zero: keep "
                     "the parameters in float32"
                 )
-            here = torch.zeros((), device=device)
+            here = torch.zeros((), dtype=torch.float32, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, inv_scale.to(device))
             found = torch.maximum(found, here.to(found.device))
         return {found.device: self._agreed(found, optimizer.model.engine.backend)}

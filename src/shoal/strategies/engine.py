@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.comm import Backend
+from shoal.errors import ShoalError
 from shoal.sharding.analyzer import MIN_GROUP_BYTES, ParameterAnalyzer, ParameterGroup
 from shoal.sharding.layout import GroupLayout, balanced_owners
 from shoal.strategies.admission import check_models
@@ -213,6 +214,18 @@ class Engine:
             handle.remove()
         self.account.close()
 
+    def __deepcopy__(self, memo: object) -> Engine:
+        """Refused: memory that ranks hold together cannot be copied by one of them."""
+        raise ShoalError(
+            "a wrapped model, or its module, cannot be copied or pickled: build another module and "
+            "load the wrapped model's state_dict() into it"
+        )
+
+    def __reduce__(self) -> str:
+        """Refused like copying."""
+        self.__deepcopy__({})
+        return ""
+
     def locate(self, parameter: nn.Parameter) -> tuple[int, int] | None:
         """Group and place of a parameter of the model; None for a stranger."""
         return self._place.get(id(parameter))
@@ -288,6 +301,8 @@ class Engine:
     def _end_forward(self, module: nn.Module, args: object, output: object) -> Any:
         if self._is_recomputing():
             return None
+        if not self._saving:
+            return None  # it never began
         self._saving.pop().__exit__(None, None, None)
         if output is None and sys.exception() is not None:
             return None  # forward failed: this rank has nothing more to share with the others
@@ -319,7 +334,8 @@ class Engine:
             parts = joined.split([buffer.numel() for buffer in buffers])
             with torch.no_grad():
                 for buffer, part in zip(buffers, parts, strict=True):
-                    buffer.copy_(part.view(buffer.shape))
+                    if not torch.equal(buffer, part.view(buffer.shape)):
+                        buffer.copy_(part.view(buffer.shape))
 
     # Backward ---------------------------------------------------------------------------
 
@@ -328,15 +344,19 @@ class Engine:
             return
         self._in_backward = True
         self._begin_pass(self._backward_plan)
-        self._reductions = Round(self._backward_order())
+        self._reductions = Round(self._reduction_order())
         self._complete.clear()
         for gradients in self.gradients:
-            gradients.forget_cleared()
+            gradients.adopt()
             gradients.expect()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _backward_order(self) -> list[int]:
         return [group.index for group in reversed(self.groups)]
+
+    def _reduction_order(self) -> list[int]:
+        """Integers have no gradients."""
+        return [i for i in self._backward_order() if self.groups[i].has_gradients]
 
     def _group_arrived(self, gradients: GroupGradients) -> None:
         if not self._in_backward:
@@ -391,8 +411,8 @@ class Engine:
         for gradients in self.gradients:
             gradients.finish_reduction()
         if self._replicas is not None and self.auto_sync:
-            for gradients in self.gradients:
-                gradients.average_over(self._replicas)
+            for index in self._reduction_order():
+                self.gradients[index].average_over(self._replicas)
         for gradients in self.gradients:
             gradients.show()
 
@@ -400,13 +420,13 @@ class Engine:
         """Every backward has one round of reductions; gradients that came late want another."""
         self._take_turns(self._reductions.rest())
         while Vote.cast(self._reduce_group, wish=bool(self._complete)).is_wanted:
-            self._take_turns(self._backward_order())
+            self._take_turns(self._reduction_order())
 
     # What users ask for -----------------------------------------------------------------
 
     def synchronize(self) -> None:
         """Averages the gradients now, where that was not done in backward."""
-        self._take_turns(self._backward_order())
+        self._take_turns(self._reduction_order())
         before, self.auto_sync = self.auto_sync, True
         self._finish_reductions()
         self.auto_sync = before
@@ -415,7 +435,7 @@ class Engine:
         """All averaged gradients that this rank holds."""
         self.adopt_gradients()
         held = [gradients.held() for gradients in self.gradients]
-        return [buffer for buffer in held if buffer is not None]
+        return [buffer for buffer in held if buffer is not None and buffer.numel()]
 
     def adopt_gradients(self) -> None:
         """What the user did to the parameters' gradients counts."""
@@ -464,6 +484,21 @@ class Engine:
         for gradients in self.gradients:
             gradients.clear()
 
+    def zero_gradients(self, parameters: Collection[nn.Parameter], *, set_to_none: bool) -> None:
+        """Forgets the gradients of some parameters, or makes them zero."""
+        places: dict[int, set[int]] = {}
+        for parameter in parameters:
+            group, place = self._place[id(parameter)]
+            places.setdefault(group, set()).add(place)
+        for group, own in places.items():
+            gradients = self.gradients[group]
+            if not set_to_none:
+                gradients.make_zero(own)
+            elif len(own) == len(self.groups[group].parameters):
+                gradients.clear()
+            else:
+                gradients.forget(own)
+
     def gather_gradients(self) -> None:
         """Every rank gets the whole averaged gradient, for optimizers that need all of it."""
         self.adopt_gradients()
@@ -499,6 +534,8 @@ class Engine:
         try:
             yield
         finally:
+            for group in self.groups:
+                group.take_back()
             self._steps.meet()
             for group in exposed:
                 if group.exposed is not None:
@@ -523,6 +560,10 @@ class Engine:
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
         """Around an optimizer's step on this rank's masters: afterwards everybody has them all."""
+        if any(group.exposed is not None for group in self.groups):
+            raise ShoalError("an optimizer cannot step inside of full_parameters(): leave it first")
+        for group in self.groups:
+            group.take_back()
         with self._steps.taking():
             yield
         self.gathering.generation += 1

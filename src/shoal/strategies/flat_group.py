@@ -10,7 +10,8 @@ its own part of it only.
 
 [Note: absent parameters]
 While the whole is gone, its parameters have no values, only a shape, and another class,
-`AbsentParameter`, which gathers the whole on any access that needs values.
+`AbsentParameter`, which gathers the whole on any access that needs values. Outside of forward they
+keep it even then: autograd must not save the memory of a parameter that will soon be freed.
 
 [Note: masters]
 What an optimizer steps are the *masters*: the whole itself or this rank's part of it. With mixed
@@ -20,15 +21,18 @@ narrower one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.comm import Backend
 from shoal.comm.ledger import Account
+from shoal.errors import ShoalError
 from shoal.sharding.layout import GroupLayout
 
 
@@ -112,12 +116,13 @@ class FlatGroup:
     def _map_whole(self, values: Tensor, backend: Backend) -> Tensor:
         """One memory for all ranks; they take turns in making it, so that each has its share."""
         owner = self.index % backend.size
-        own = backend.empty(values.numel() if backend.rank == owner else 1, values.dtype)
+        numel = values.numel()
+        own = backend.empty(max(numel, 1) if backend.rank == owner else 1, values.dtype)
         if backend.rank == owner:
-            own.copy_(values)
+            own[:numel].copy_(values)
         reachable = backend.reach(own)
         assert reachable is not None
-        return reachable[owner]
+        return reachable[owner][:numel]
 
     def _place_shard(self, backend: Backend) -> Tensor:
         shard = self.own_slice(self.whole)
@@ -132,13 +137,19 @@ class FlatGroup:
 
     def point_at(self, buffer: Tensor) -> None:
         """Makes the parameters views of a buffer that is laid out like the whole."""
-        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
-            parameter.data = buffer[slot.start : slot.stop].view(slot.shape)
+        with torch._C.DisableTorchFunctionSubclass():  # this is no access that wants values
+            for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+                parameter.data = buffer[slot.start : slot.stop].view(slot.shape)
 
     @property
     def is_sharded(self) -> bool:
         """Whether the whole comes and goes."""
         return self.residence is Residence.SHARDED
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether its dtype can have gradients at all."""
+        return self.master_dtype.is_floating_point or self.master_dtype.is_complex
 
     @property
     def is_mixed(self) -> bool:
@@ -188,17 +199,28 @@ class FlatGroup:
 
     # What is made in inference mode could not be trained with afterwards.
     @torch.inference_mode(False)
-    def vanish(self, gather: Callable[[FlatGroup], None]) -> None:
-        """Frees the whole; ``gather`` is called when somebody wants it nevertheless."""
+    def vanish(
+        self, gather: Callable[[FlatGroup], None], using: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        """Frees the whole.
+
+        ``gather`` is called when somebody wants it nevertheless; what is then done with it is done
+        inside of ``using``.
+        """
         if not self.is_present or not self.is_sharded:
             return
         self.is_present = False
         self.account.add("parameters", -self.whole.nbytes)
         self.whole = self._nothing
-        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
-            parameter.data = self._nothing.expand(slot.shape)
+        with torch._C.DisableTorchFunctionSubclass():
+            for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+                parameter.data = self._nothing.expand(slot.shape)
+        for parameter in self.parameters:
             parameter.__class__ = AbsentParameter
             parameter._appear = lambda: gather(self)  # type: ignore[attr-defined]
+            parameter._using = using  # type: ignore[attr-defined]
+        # What autograd saved of them without our hooks must not be taken for their values.
+        torch.autograd.graph.increment_version(self.parameters)
 
     @property
     def storage_id(self) -> int:
@@ -215,22 +237,47 @@ class FlatGroup:
         return self.whole
 
     @torch.inference_mode(False)
-    def appear(self) -> None:
-        """The whole has been filled: the parameters can be used."""
+    def appear(self, *, is_watched: bool = False) -> None:
+        """The whole has been filled: the parameters can be used.
+
+        ``is_watched``: they keep their other class, which knows when they are used.
+        """
         if self.is_present:
             return
         self.is_present = True
-        for slot, parameter, kind in zip(
-            self.layout.slots, self.parameters, self._classes, strict=True
-        ):
-            parameter.__class__ = kind
-            del parameter._appear  # type: ignore[attr-defined]
-            parameter.data = self.whole[slot.start : slot.stop].view(slot.shape)
+        self.point_at(self.whole)
+        if not is_watched:
+            self.stop_watching()
+
+    def stop_watching(self) -> None:
+        """Gives the parameters their own class back."""
+        for parameter, kind in zip(self.parameters, self._classes, strict=True):
+            if isinstance(parameter, AbsentParameter):
+                parameter.__class__ = kind  # type: ignore[assignment]
+                del parameter._appear, parameter._using
 
     def keep_changes(self) -> None:
         """Takes what was written to the whole over into the shard."""
         if self.is_sharded and self.is_present:
             self.shard.copy_(self.own_slice(self.whole))
+
+    def take_back(self) -> None:
+        """Parameters that were given other memory (``p.data = ...``) come back with its values."""
+        buffer = self.whole if self.exposed is None else self.exposed
+        if self.is_sharded and not self.is_present:
+            return
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            address = buffer.data_ptr() + slot.start * buffer.itemsize
+            if parameter.data_ptr() == address or not parameter.numel():
+                continue
+            if self.residence is Residence.COMMON and self.exposed is None:
+                raise ShoalError(
+                    f"{slot.name} was given other memory, but the ranks of this host share it: "
+                    "change it inside of model.full_parameters()"
+                )
+            view = buffer[slot.start : slot.stop].view(slot.shape)
+            view.copy_(parameter.data)
+            parameter.data = view
 
 
 # What can be asked of a parameter without its values.
@@ -251,6 +298,11 @@ class AbsentParameter(nn.Parameter):
     """A parameter whose values are on other ranks right now; see [Note: absent parameters]."""
 
     _appear: Callable[[], None]
+    _using: Callable[[], AbstractContextManager[Any]]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved as what it is for users: a parameter with values."""
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(
@@ -261,8 +313,11 @@ class AbsentParameter(nn.Parameter):
         if _asked(func) in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **keywords)  # type: ignore[operator]
-        _make_appear((args, keywords))
-        return func(*args, **keywords)  # type: ignore[operator]
+        watched = _make_appear((args, keywords))
+        if watched is None:
+            return func(*args, **keywords)  # type: ignore[operator]
+        with watched._using(), torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **keywords)  # type: ignore[operator]
 
 
 def _asked(func: object) -> str:
@@ -270,12 +325,15 @@ def _asked(func: object) -> str:
     return getattr(func.__self__, "__name__", "") if name in ("__get__", "__set__") else name  # type: ignore[attr-defined]
 
 
-def _make_appear(value: object) -> None:
+def _make_appear(value: object) -> AbsentParameter | None:
+    """Returns one that goes on being watched, if there is any."""
     if isinstance(value, AbsentParameter):
         value._appear()
-    elif isinstance(value, tuple | list):
-        for item in value:
-            _make_appear(item)
+        return value if type(value) is AbsentParameter else None
+    items: Iterable[object] = ()
+    if isinstance(value, tuple | list):
+        items = value
     elif isinstance(value, dict):
-        for item in value.values():
-            _make_appear(item)
+        items = value.values()
+    watched = [_make_appear(item) for item in items]
+    return next((parameter for parameter in watched if parameter is not None), None)

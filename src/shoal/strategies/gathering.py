@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,6 +62,9 @@ class Gathering:
     def begin_pass(self, plan: Plan) -> None:
         """Groups take their turns by a plan from now on."""
         self._plan = plan
+        for group in self._groups.values():
+            if group.is_present:
+                group.stop_watching()
         self._round = Round([])  # the first has to be voted for like any other
         self._seen, self._again = [], set()
 
@@ -111,7 +114,7 @@ class Gathering:
 
     def _free(self, group: FlatGroup) -> None:
         self._storages.pop(group.storage_id, None)
-        group.vanish(self.need)
+        group.vanish(self.need, self._watching)
 
     # Groups -----------------------------------------------------------------------------
 
@@ -153,7 +156,7 @@ class Gathering:
         if work is not None:
             with torch.autograd._unsafe_preserve_version_counter(group.whole):
                 work.wait()
-            group.appear()
+            group.appear(is_watched=torch.is_grad_enabled() and not _is_saving())
 
     def _prefetch(self) -> None:
         following = self._round.following()
@@ -184,6 +187,10 @@ class Gathering:
         """While this is on, what autograd saves of sharded parameters is gathered when needed."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
+    def _watching(self) -> AbstractContextManager[Any]:
+        """Around one use of a parameter; whoever has hooks of their own knows what to save."""
+        return nullcontext() if _is_saving() else self.saving()
+
     def _pack(self, tensor: Tensor) -> object:
         group = self._storages.get(tensor.untyped_storage()._cdata)
         if group is None or tensor.dtype is not group.whole.dtype or tensor.is_conj():
@@ -202,6 +209,11 @@ class Gathering:
             )
         self.need(packed.group)
         return packed.group.whole.as_strided(packed.shape, packed.stride, packed.offset)
+
+
+def _is_saving() -> bool:
+    """Whether somebody decides what autograd saves: this engine in forward, or recomputation."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 class _Saved(NamedTuple):

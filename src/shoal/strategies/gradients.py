@@ -21,7 +21,6 @@ from shoal.comm import Backend, ReduceOp, Work
 from shoal.comm.header import Header
 from shoal.comm.ledger import Account
 from shoal.comm.operation import AllReduce, Payload, ReduceScatter
-from shoal.errors import ShoalError
 from shoal.strategies.elsewhere import ShardedGradient
 from shoal.strategies.flat_group import FlatGroup
 
@@ -228,22 +227,49 @@ class GroupGradients:
         return stand_in
 
     def adopt(self) -> None:
-        """Takes over what a user did to the gradients that the parameters show."""
+        """Takes over what a user did to the gradients that the parameters show.
+
+        One that was set by hand is the whole gradient, the same on every rank.
+        """
         self.forget_cleared()
-        for place in self.used:
-            parameter = self.group.parameters[place]
-            if isinstance(parameter.grad, ShardedGradient):
+        arrived = set(self.arrived)
+        for place, parameter in enumerate(self.group.parameters):
+            gradient = parameter.grad
+            if gradient is None or isinstance(gradient, ShardedGradient) or place in arrived:
                 continue
-            if self._is_sharded or self.group.is_mixed:
-                raise ShoalError(
-                    f"the gradient of {self.group.names[place]} was replaced, but each rank has "
-                    "only a part of it: change model.gradient_shard(name) in place instead"
-                )
-            view = self._all_views()[place]
-            assert parameter.grad is not None
-            if parameter.grad.data_ptr() != view.data_ptr():
-                view.copy_(parameter.grad)
-                parameter.grad = view
+            if self._is_sharded:
+                self._adopt_part(place, gradient)
+            elif gradient.data_ptr() != self._all_views()[place].data_ptr() or (
+                place not in self.used and place not in self._collected
+            ):
+                self._adopt_whole(place, gradient)
+
+    def _adopt_whole(self, place: int, gradient: Tensor) -> None:
+        view = self._all_views()[place]
+        if not self.used and not self._collected:
+            self.whole().zero_()
+        view.copy_(gradient)
+        if not self.group.is_mixed:
+            self.group.parameters[place].grad = view
+        else:
+            self.group.parameters[place].grad = self._stand_in(place)
+        self.used.add(place)
+        self._collected.add(place)
+
+    def _adopt_part(self, place: int, gradient: Tensor) -> None:
+        if self._shard is None:
+            self._shard = self._kept_memory().zero_()
+        (start, stop), slot = self._own_bounds(place), self.group.layout.slots[place]
+        first = start + self.group.low - slot.start
+        self._shard[start:stop] = gradient.reshape(-1)[first : first + stop - start]
+        self.group.parameters[place].grad = self._stand_in(place)
+        self.used.add(place)
+
+    def _own_bounds(self, place: int) -> tuple[int, int]:
+        """Where in this rank's part a parameter's elements are."""
+        slot, length = self.group.layout.slots[place], self.group.high - self.group.low
+        start, stop = (min(max(edge - self.group.low, 0), length) for edge in slot.bounds)
+        return start, stop
 
     def forget_cleared(self) -> None:
         """A gradient that the user set to None is no longer there to be added to."""
@@ -258,9 +284,24 @@ class GroupGradients:
         if self._whole is not None:
             self._whole[slot.start : slot.stop].zero_()
         if self._shard is not None:
-            low = self.group.low
-            start, stop = (min(max(edge - low, 0), len(self._shard)) for edge in slot.bounds)
-            self._shard[start:stop].zero_()
+            self._shard[slice(*self._own_bounds(place))].zero_()
+
+    def forget(self, places: set[int]) -> None:
+        """Forgets the gradients of some parameters."""
+        self.finish_reduction()
+        for place in places:
+            self.group.parameters[place].grad = None
+        self.forget_cleared()
+
+    def make_zero(self, places: set[int]) -> None:
+        """Makes gradients that are there zero; they still count as there."""
+        self.finish_reduction()
+        for place in places & (self.used | self._collected):
+            slot = self.group.layout.slots[place]
+            if self._whole is not None:
+                self._whole[slot.start : slot.stop].zero_()
+            if self._shard is not None:
+                self._shard[slice(*self._own_bounds(place))].zero_()
 
     def gather(self, backend: Backend) -> None:
         """Puts the whole averaged gradient where the parameters show it."""

@@ -34,6 +34,7 @@ _DELEGATED = (
 # What travels at once where every rank has all gradients anyway; and where it keeps its part only.
 _BUCKET_BYTES = 25 << 20
 _SHARDED_BUCKET_BYTES = 4 << 20
+_OWN = ("engine", "options", "optimizers", "training")
 # What is reduced at once where ranks share memory, and parameters need not travel.
 _IN_PLACE_BYTES = 8 << 20
 
@@ -165,8 +166,11 @@ class ShardedModel(nn.Module):
         self.engine.synchronize()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets all gradients."""
-        self.engine.clear_gradients()
+        """Forgets all gradients, or makes them zero."""
+        if set_to_none:
+            self.engine.clear_gradients()
+        else:
+            self.engine.zero_gradients(list(self.module.parameters()), set_to_none=False)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradients so that their norm over all ranks is at most ``max_norm``."""
@@ -212,10 +216,15 @@ class ShardedModel(nn.Module):
 
     full_state_dict = state_dict
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Loads a full state under the module's own names; every rank calls it."""
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads a full state under the module's own names; every rank calls it.
+
+        Values are copied, also with ``assign``: the memory is the engine's.
+        """
         with self.engine.full_parameters():
-            return self.module.load_state_dict(state_dict, *args, **kwargs)
+            return self.module.load_state_dict(state_dict, strict=strict)
 
     # The module's own -------------------------------------------------------------------
 
@@ -240,6 +249,14 @@ class ShardedModel(nn.Module):
     def __getattr__(self, name: str) -> Any:
         """The module's attributes."""
         return getattr(self.__dict__["module"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets the module's attributes, except for the few of the wrapper."""
+        module = self.__dict__.get("module")
+        if module is None or name in _OWN or name in self.__dict__ or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(module, name, value)
 
     def __bool__(self) -> bool:
         """A model is something, however many parts it has."""

@@ -38,7 +38,7 @@ class Steps:
 
     def _reach(self, group: FlatGroup) -> list[Tensor]:
         """Everybody's whole, where ranks can read each other's; or nothing."""
-        if not self._backend.shares_memory or not group.whole.is_cpu:
+        if not self._backend.shares_memory or not group.whole.is_cpu or not group.whole.numel():
             return []
         return self._backend.reach(group.whole) or []
 
@@ -70,6 +70,8 @@ class Steps:
             group.refresh()
         self.meet()
         self._spread()
+        if any(self._others):  # nobody changes what another still reads
+            self.meet()
         self._is_torn = False
         _tell_autograd(self._groups)
 

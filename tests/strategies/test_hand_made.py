@@ -1,0 +1,265 @@
+"""What users do by hand, and plain PyTorch lets them: gradients, memory, attributes.
+
+Each of these once gave other numbers than one process, without a word.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pools
+import shoal
+from shoal.errors import ShoalError
+from strategies.loops import (
+    assert_same,
+    data,
+    distinct,
+    each,
+    gathered,
+    local,
+    momentum,
+    run,
+    seeded,
+    whole_state,
+)
+
+Train = Callable[[Any, Any, Callable[[int], Any]], None]
+
+
+def alone(train: Train) -> Any:
+    model = seeded()
+    train(model, momentum(model), data)
+    return whole_state(model)
+
+
+def on_ranks(train: Train, strategy: str) -> Any:
+    module = seeded()
+    model, optimizer = shoal.as_distributed(
+        module, momentum(module), strategy=strategy, min_group_bytes=100
+    )
+    train(model, optimizer, local)
+    return model.state_dict()
+
+
+def assert_equal(train: Train, strategy: str) -> None:
+    expected = alone(train)
+    for state in run(on_ranks, train, strategy):
+        assert_same(state, expected)
+
+
+def loss_of(model: Any, batch: Any) -> Tensor:
+    x, y = batch
+    return F.mse_loss(model(x), y)
+
+
+@each
+def test_a_penalty_on_the_parameters(strategy: str) -> None:
+    """They are used outside of forward, and freed before backward needs them."""
+
+    def train(model: Any, optimizer: Any, batch: Any) -> None:
+        for step in range(3):
+            penalty = sum(p.square().sum() for p in model.parameters())
+            (loss_of(model, batch(step)) + 0.1 * penalty).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_equal(train, strategy)
+
+
+@each
+def test_gradients_that_are_set(strategy: str) -> None:
+    def train(model: Any, optimizer: Any, batch: Any) -> None:
+        for parameter in model.parameters():
+            values = torch.arange(parameter.numel(), dtype=parameter.dtype)
+            parameter.grad = 0.01 * values.view(parameter.shape)
+        optimizer.step()
+
+    assert_equal(train, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_gradients_that_are_replaced_and_added_to(strategy: str) -> None:
+    def train(model: Any, optimizer: Any, batch: Any) -> None:
+        loss_of(model, batch(0)).backward()
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad * 0.5
+        loss_of(model, batch(1)).backward()
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad * 0.5
+        optimizer.step()
+
+    assert_equal(train, strategy)
+
+
+@each
+def test_gradients_that_are_made_zero_still_count(strategy: str) -> None:
+    """Momentum goes on where a gradient is zero, and stops where there is none."""
+
+    def train(model: Any, optimizer: Any, batch: Any) -> None:
+        loss_of(model, batch(0)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+
+    assert_equal(train, strategy)
+
+
+def two_optimizers(strategy: str | None) -> Any:
+    model: Any = seeded()
+    half = len(list(model.parameters())) // 2
+    parts = list(model.parameters())[:half], list(model.parameters())[half:]
+    optimizers: Any = [torch.optim.SGD(part, lr=0.1, momentum=0.9) for part in parts]
+    if strategy is not None:
+        model, optimizers = shoal.as_distributed(model, optimizers, strategy=strategy)
+    for step in range(3):
+        loss_of(model, data(step) if strategy is None else local(step)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return whole_state(model) if strategy is None else model.state_dict()
+
+
+@each
+def test_an_optimizer_forgets_its_own_gradients_only(strategy: str) -> None:
+    expected = two_optimizers(None)
+    for state in run(two_optimizers, strategy):
+        assert_same(state, expected)
+
+
+@each
+def test_other_memory_inside_full_parameters(strategy: str) -> None:
+    def train(model: Any, optimizer: Any, batch: Any) -> None:
+        loss_of(model, batch(0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if isinstance(model, shoal.strategies.ShardedModel):
+            with model.full_parameters():
+                _halve(model)
+        else:
+            _halve(model)
+        loss_of(model, batch(1)).backward()
+        optimizer.step()
+
+    assert_equal(train, strategy)
+
+
+def _halve(model: nn.Module) -> None:
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(0.5 * vector, model.parameters())
+
+
+@each
+def test_a_state_that_is_assigned_is_copied(strategy: str) -> None:
+    def train(model: Any, optimizer: Any, batch: Any) -> None:
+        start = {name: value.clone() for name, value in model.state_dict().items()}
+        loss_of(model, batch(0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        is_wrapped = isinstance(model, shoal.strategies.ShardedModel)
+        model.load_state_dict(start, assign=is_wrapped)
+        loss_of(model, batch(1)).backward()
+        optimizer.step()
+
+    assert_equal(train, strategy)
+
+
+@distinct
+def test_attributes_are_the_modules(strategy: str) -> None:
+    class Scaled(nn.Linear):
+        factor = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.factor
+
+    def scale() -> float:
+        torch.manual_seed(0)
+        model = shoal.as_distributed(Scaled(3, 3), strategy=strategy)
+        before = model(torch.ones(1, 3)).sum()
+        model.factor = 3.0
+        return (model(torch.ones(1, 3)).sum() / before).item()
+
+    assert run(scale) == pytest.approx([3.0] * 3)
+
+
+@gathered
+def test_a_wrapped_model_says_that_it_cannot_be_copied(strategy: str) -> None:
+    def copied() -> None:
+        copy.deepcopy(shoal.as_distributed(seeded(), strategy=strategy))
+
+    with pytest.raises(ShoalError, match="cannot be copied or pickled"):
+        run(copied)
+
+
+def change_at_once(strategy: str) -> Any:
+    """Right after a step, while other ranks may still read this one's parameters."""
+    module = seeded()
+    model, optimizer = shoal.as_distributed(module, momentum(module), strategy=strategy)
+    for step in range(20):
+        loss_of(model, local(step, items=6)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with model.full_parameters(), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+    return model.state_dict()
+
+
+@each
+def test_changes_right_after_a_step_over_shared_memory(strategy: str) -> None:
+    model = seeded()
+    optimizer = momentum(model)
+    for step in range(20):
+        loss_of(model, data(step, items=6)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+    for state in pools.Team("shm", 2).run(change_at_once, strategy):
+        assert_same(state, whole_state(model))
+
+
+def step_inside(strategy: str) -> None:
+    module = seeded()
+    model, optimizer = shoal.as_distributed(module, momentum(module), strategy=strategy)
+    loss_of(model, local(0, items=6)).backward()
+    with model.full_parameters():
+        optimizer.step()
+
+
+def test_a_step_inside_full_parameters_over_shared_memory_is_refused() -> None:
+    with pytest.raises(ShoalError, match="cannot step inside of full_parameters"):
+        pools.Team("shm", 2).run(step_inside, "zero3")
+
+
+# Kinds ------------------------------------------------------------------------------------
+
+
+class ClippedSGD(torch.optim.SGD):
+    """Couples all parameters, but only where gradients are large."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_([p for p in parameters if p.grad is not None], 10.0)
+        return super().step(closure)
+
+
+def test_coupling_above_a_threshold_is_found() -> None:
+    parameters = [nn.Parameter(torch.zeros(2))]
+    assert shoal.optim.find_kind(ClippedSGD(parameters, lr=0.1)) is shoal.optim.Kind.GLOBAL
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-12])
+def test_a_learning_rate_of_nothing_hides_nothing(rate: float) -> None:
+    optimizer = torch.optim.Adafactor([nn.Parameter(torch.zeros(4, 4))], lr=rate)
+    assert shoal.optim.find_kind(optimizer) is shoal.optim.Kind.PER_PARAMETER
