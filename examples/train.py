@@ -2,6 +2,7 @@
 
 shoal launch -n 2 examples/train.py --strategy zero3
 shoal launch -n 4 examples/train.py --strategy ddp --plain
+shoal launch -n 4 examples/train.py --strategy fsdp --replica 2 --mixed-precision bf16
 python examples/train.py                       a world of one: the same code
 shoal verify examples/train.py:build -n 4      is it equal to one process?
 """
@@ -36,14 +37,17 @@ def build() -> tuple:
     return model, optimizer, DataLoader(make_data(), 60), F.binary_cross_entropy_with_logits
 
 
-def train(strategy: str, *, is_plain: bool = False, epochs: int = 10) -> float:
-    """Returns the share of points that the model gets right."""
+def train(strategy: str, *, is_plain: bool = False, epochs: int = 10, **options) -> float:
+    """Returns the share of points that the model gets right.
+
+    ``options`` go to `as_distributed`: ``mixed_precision="bf16"``, ``replica=2``, ...
+    """
     torch.manual_seed(0)
     data, model = make_data(), make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
 
-    model, optimizer = shoal.as_distributed(model, optimizer, strategy=strategy)
+    model, optimizer = shoal.as_distributed(model, optimizer, strategy=strategy, **options)
 
     world = shoal.world()
     # Batches of 60 for all ranks together: each rank gets its part.
@@ -74,9 +78,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--strategy", default="auto", help="ddp, zero1, zero2, zero3, fsdp, auto")
     parser.add_argument("--plain", action="store_true", help="the plain loop, without train_step")
+    parser.add_argument("--mixed-precision", choices=["bf16", "fp16"], help="compute with 16 bits")
+    parser.add_argument("--replica", type=int, default=1, help="hybrid sharding: groups of ranks")
     arguments = parser.parse_args()
+    options = {"mixed_precision": arguments.mixed_precision, "replica": arguments.replica}
     with shoal.init(timeout=60) as world:
-        right = train(arguments.strategy, is_plain=arguments.plain)
+        right = train(arguments.strategy, is_plain=arguments.plain, **options)
         if world.rank == 0:
             print(f"{100 * right:.0f} % right on {world.size} ranks over {world.backend.name}")
 

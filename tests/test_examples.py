@@ -107,6 +107,14 @@ def test_train(strategy, capsys, first_use):
     assert "epoch 9: loss 0." in capsys.readouterr().out
 
 
+def test_train_in_mixed_precision_with_replicas(first_use):
+    train = load("train").train
+    options = {"mixed_precision": "bf16", "replica": 2}
+    rights = shoal.run(lambda: train("fsdp", epochs=6, **options), 4, "memory", timeout=TIMEOUT_S)
+    assert len(set(rights)) == 1
+    assert rights[0] > 0.8
+
+
 def test_train_launched():
     script = str(EXAMPLES / "train.py")
     text = output_of(SHOAL, "launch", "-n", "2", script, "--strategy", "zero3")

@@ -112,7 +112,7 @@ class GlooBackend(ProcessGroupBackend):
     def _carry(self, works: Iterable[Work], patience: Patience, peer: int | None = None) -> None:
         """Blocks, deaf to everything; the watchdog makes it return if need be."""
         begun: list[Work] = []
-        flight = Flight(patience, self._needed(peer), self._abort)
+        flight = Flight(patience, self._needed(peer), self._abort, is_stubborn=True)
         self._links.watchdog.watch(flight)
         try:
             begun.extend(works)

@@ -16,6 +16,7 @@ _LOOK_EVERY_S = 0.05
 _GRACE_S = 0.25
 # The transport may notice a death, or a peer's abort, before the news of it is here.
 _NEWS_S = 0.5
+_ABORT_AGAIN_S = 0.5
 
 
 class Flight:
@@ -31,10 +32,17 @@ class Flight:
         others: Sequence[int],
         abort: Callable[[ShoalError], None],
         is_over: Callable[[], bool] = lambda: False,
+        *,
+        is_stubborn: bool = False,
     ) -> None:
-        """``others`` are the world ranks it needs; ``is_over`` is for those nobody waits for."""
+        """``others`` are the world ranks it needs; ``is_over`` is for those nobody waits for.
+
+        One that ``is_stubborn`` may survive an abort that comes at a bad moment, so it is aborted
+        again and again until it is released.
+        """
         self._patience, self._others, self._abort = patience, others, abort
-        self.is_over = is_over
+        self.is_over, self.is_stubborn = is_over, is_stubborn
+        self._abort_again_at = 0.0
         self.verdict: ShoalError | None = None
         self._begin = time.monotonic()
 
@@ -59,7 +67,9 @@ class Flight:
     def cut_short(self, verdict: ShoalError) -> None:
         """Makes whoever waits for the transfer return, with an error of the transport's own."""
         self.verdict = verdict
-        self._abort(verdict)
+        if time.monotonic() >= self._abort_again_at:
+            self._abort(verdict)
+            self._abort_again_at = time.monotonic() + _ABORT_AGAIN_S
 
 
 class Watchdog:
@@ -108,10 +118,12 @@ class Watchdog:
     def _run(self) -> None:
         while not self._is_closed.wait(_LOOK_EVERY_S):
             for flight in self._still_under_way():
-                verdict = flight.examine()
-                if verdict is not None:
-                    self._tell(verdict)
-                    flight.cut_short(verdict)
+                verdict = flight.verdict or flight.examine()
+                if verdict is None:
+                    continue
+                self._tell(verdict)
+                flight.cut_short(verdict)
+                if not flight.is_stubborn:
                     self.release(flight)
             self._is_needed.wait()
 

@@ -22,6 +22,7 @@ from shoal.launch.outcome import Outcome
 
 # How long ranks get to come to their next operation, where they end, after an interrupt.
 _GRACE_S = 2.0
+_POLL_S = 0.001
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -88,6 +89,7 @@ def _join(threads: list[threading.Thread], simulator: Simulator) -> None:
 
 
 def _join_for(threads: list[threading.Thread], seconds: float) -> None:
+    """Waits for a while. An interrupted `join` may take a running thread for a stopped one."""
     deadline = time.monotonic() + seconds
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+    while set(threads) & set(threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
