@@ -16,7 +16,7 @@ import shoal
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TIMEOUT_S = 50
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
 @pytest.fixture(scope="module", autouse=True)

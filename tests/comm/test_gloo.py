@@ -256,7 +256,7 @@ def leave_before_a_slow_rank(seconds: float) -> float:
 
 @pytest.mark.parametrize(
     ("seconds", "least", "most"),
-    [(1.0, 0.5, 4.0), pytest.param(9.0, 4.0, 8.0, marks=pytest.mark.slow)],
+    [(1.0, 0.5, 4.0), pytest.param(9.0, 4.0, 8.0, marks=[pytest.mark.slow, pytest.mark.full])],
 )
 def test_a_rank_waits_for_the_others_before_it_leaves_but_not_for_ever(
     seconds: float, least: float, most: float

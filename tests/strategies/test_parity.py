@@ -122,7 +122,7 @@ def over_processes() -> Iterator[object]:
     ):
         # With the more costly ones each strategy runs somewhere, not everywhere.
         is_fast = (backend, ranks, task, optimizer, mode) in fast and (
-            (backend == "shm" and strategy != "zero1") or strategy in ("zero1", "zero3")
+            (backend == "shm" and strategy in ("ddp", "zero3")) or strategy == "zero2"
         )
         marks = [] if is_fast else [pytest.mark.full]
         if backend == "mpi":

@@ -515,6 +515,8 @@ class Engine:
                     if group.is_sharded:
                         self.gathering.need(group)
                 self.gathering.end_pass()
+                for group in self.groups:
+                    group.stop_watching()  # nothing is freed in here
                 with self._exposed(keep_changes):
                     yield
         finally:
