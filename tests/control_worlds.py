@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.comm.bootstrap import Bootstrap
-from shoal.comm.control.page import Page, PageControl
+from shoal.comm.control.page import PageControl
+from shoal.comm.control.page_memory import Page
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Control
 from shoal.comm.control.sockets import SocketControl

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from shoal.comm.control.page import Page, PageControl, is_supported
+from shoal.comm.control.page import PageControl, is_supported
+from shoal.comm.control.page_memory import Page
 from shoal.errors import DeadlineError, PeerError, ShoalError
 
 if TYPE_CHECKING:

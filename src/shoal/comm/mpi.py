@@ -30,11 +30,12 @@ from shoal.comm.bootstrap import Bootstrap, connect
 from shoal.comm.control.page import PageControl
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Control, Message
+from shoal.comm.mpi_bootstrap import BOOTSTRAP_TAG
 from shoal.comm.operation import Payload
 from shoal.comm.partition import offsets, split_sizes
 from shoal.comm.process_backend import ProcessBackend
 from shoal.comm.reduction import reduce_into
-from shoal.errors import BackendUnavailableError, DeadlineError, ShoalError, TransportError
+from shoal.errors import BackendUnavailableError, ShoalError, TransportError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 
 # MPI guarantees tags up to 32767. Messages use their tickets, each group's collectives one more.
 _FIRST_GROUP_TAG = 1024
-_BOOTSTRAP_TAG = 32767
 # A count is an int in MPI 3, so longer tensors travel as several messages.
 _LONGEST_BYTES = 1 << 30
 # Up to here everybody sends everything to whoever needs it: more bytes, but fewer rounds.
@@ -51,60 +51,6 @@ _SMALL_BYTES = 1 << 20
 _WINDOW_BYTES = 2 << 20
 # A rank that left, or died, may have left its last bytes on the way.
 _LAST_BYTES_S = 0.2
-
-
-class MPIBootstrap(Bootstrap):
-    """The first words between the ranks of an MPI job, over MPI itself."""
-
-    is_private = True
-
-    def __init__(self, timeout: float) -> None:
-        """Starts MPI; every rank of the job must do so."""
-        self._mpi = runtime.load(timeout)
-        self._world: MPI.Comm = self._mpi.COMM_WORLD
-        self.rank, self.size, self.timeout = self._world.rank, self._world.size, timeout
-
-    def all_gather(self, data: bytes) -> list[bytes]:
-        """Each rank sends its bytes to all others, and waits for theirs."""
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        with runtime.LOCK:
-            open_ = {rank: [self._world.Isend(data, rank, _BOOTSTRAP_TAG)] for rank in others}
-        found: dict[int, bytes | bytearray] = {self.rank: data}
-        deadline = time.monotonic() + self.timeout
-        for pause in runtime.pauses():
-            missing = [rank for rank in others if not self._is_through(rank, found, open_[rank])]
-            if not missing:
-                break
-            if time.monotonic() > deadline:
-                runtime.keep(open_, found)
-                raise self._late(missing)
-            time.sleep(pause)
-        return [bytes(found[rank]) for rank in range(self.size)]
-
-    def joined(self) -> None:
-        """All have heard from all, so each has mapped what it shares with the others."""
-        runtime.unlink_segments()
-
-    def _is_through(
-        self, rank: int, found: dict[int, bytes | bytearray], requests: list[MPI.Request]
-    ) -> bool:
-        """Whether our bytes have gone to a rank and its own have come."""
-        with runtime.LOCK:
-            if rank not in found:
-                status = self._mpi.Status()
-                message = self._world.Improbe(rank, _BOOTSTRAP_TAG, status)
-                if message is None:
-                    return False
-                found[rank] = bytearray(status.Get_count(self._mpi.BYTE))
-                requests.append(message.Irecv(found[rank]))
-            return all(request.Test() for request in requests)
-
-    def _late(self, missing: Sequence[int]) -> DeadlineError:
-        return DeadlineError(
-            f"rank {self.rank} waited {self.timeout:.0f} s for {len(missing)} of {self.size} ranks "
-            f"of the MPI job to join: {', '.join(map(str, missing[:16]))}. "
-            "Do all of them call shoal.init()?"
-        )
 
 
 def connect_mpi(bootstrap: Bootstrap, state: WorldState) -> MPIBackend:
@@ -184,7 +130,7 @@ class MPIBackend(ProcessBackend):
         self._others = [rank for rank in range(self.size) if rank != self.rank]
         self._scratch: Tensor | None = None
         self._is_broken = False
-        if self._tag >= _BOOTSTRAP_TAG:
+        if self._tag >= BOOTSTRAP_TAG:
             raise TransportError(f"this world has made {slot} groups; make groups once, keep them")
 
     def _make_group(self, members: Sequence[int], slot: int) -> MPIBackend:

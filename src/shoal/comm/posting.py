@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from shoal.comm.control.page import SLOTS, PageChannel
+from shoal.comm.control.page import PageChannel
+from shoal.comm.control.page_memory import SLOTS
 from shoal.comm.control.patience import Patience
 from shoal.comm.operation import Operation
 from shoal.comm.work import Work

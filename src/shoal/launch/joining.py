@@ -81,7 +81,7 @@ def _alone(info: RankInfo, timeout: float) -> Backend:
 
 def _bootstrap(name: str, info: RankInfo, timeout: float) -> Bootstrap:
     if name == "mpi" or (info.source in _MPI_SOURCES and info.master_addr is None):
-        from shoal.comm.mpi import MPIBootstrap
+        from shoal.comm.mpi_bootstrap import MPIBootstrap
 
         return MPIBootstrap(timeout)
     store, holds_store = _base_store(info, timeout)

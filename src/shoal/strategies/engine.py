@@ -11,89 +11,26 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shoal.comm import Backend
 from shoal.errors import ShoalError
-from shoal.sharding.analyzer import MIN_GROUP_BYTES, ParameterAnalyzer, ParameterGroup
-from shoal.sharding.layout import GroupLayout, balanced_owners
 from shoal.strategies.admission import check_models
-from shoal.strategies.flat_group import FlatGroup, Residence, Tenure
+from shoal.strategies.buffers import share_buffers
+from shoal.strategies.clipping import clip_norm
+from shoal.strategies.flat_group import FlatGroup, Residence
 from shoal.strategies.gathering import Gathering, Plan
 from shoal.strategies.gradients import BufferPool, GroupGradients
+from shoal.strategies.grouping import Grouping
 from shoal.strategies.precision import Precision
-from shoal.strategies.schedule import Round
+from shoal.strategies.ranks import Ranks
+from shoal.strategies.reductions import Reductions
+from shoal.strategies.settings import Settings, Sharding
 from shoal.strategies.steps import Steps
-from shoal.strategies.voting import Vote
-
-# Gradients whose reduction is under way take memory: one on the wire, one about to follow. Where
-# ranks do the work themselves instead of a thread, more of them even out who is ahead of whom.
-_MOST_IN_FLIGHT = 2
-_MOST_IN_FLIGHT_DIRECTLY = 5
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """What is cut into shards, one for each rank; the rest every rank has whole."""
-
-    optimizer: bool = False
-    gradients: bool = False
-    parameters: bool = False
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Who trains together.
-
-    Attributes:
-        all: Everybody.
-        shards: Those among whom memory is divided.
-        replicas: Those that hold the same shard, if not everybody shares one division.
-    """
-
-    all: Backend
-    shards: Backend
-    replicas: Backend | None = None
-
-
-def divide(backend: Backend, num_replicas: int, *, is_sharded: bool) -> Ranks:
-    """Everybody, or blocks of neighbours that each hold all shards between them."""
-    if num_replicas == 1:
-        return Ranks(backend, backend)
-    if not is_sharded:
-        raise ValueError("replica= is for sharded parameters: use strategy='fsdp' or 'zero3'")
-    if num_replicas < 1 or backend.size % num_replicas:
-        raise ValueError(
-            f"replica must divide the number of ranks, {backend.size}; got {num_replicas}"
-        )
-    num_shards = backend.size // num_replicas
-    shards = backend.split(backend.rank // num_shards)
-    replicas = backend.split(backend.rank % num_shards)
-    assert shards is not None
-    return Ranks(backend, shards, replicas)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What users may choose.
-
-    Attributes:
-        min_group_bytes: See `ParameterAnalyzer`.
-        compute_dtype: What to compute with, if not with the parameters' own dtype.
-        resident_below: Parameters of fewer elements stay whole on every rank where others are
-            sharded.
-    """
-
-    min_group_bytes: int = MIN_GROUP_BYTES
-    compute_dtype: torch.dtype | None = None
-    resident_below: int = 0
 
 
 class Engine:
@@ -117,25 +54,16 @@ class Engine:
             undivided: Parameters that must not be cut: their optimizer looks at all of one.
         """
         self.module, self.sharding, self.settings = module, sharding, settings
-        self.ranks, self.backend = ranks, ranks.all
-        self.shards, self._replicas = ranks.shards, ranks.replicas
+        self.ranks, self.backend, self.shards = ranks, ranks.all, ranks.shards
         self.auto_sync = True
-        self.has_meetings = False
-        """Whether ranks wait for each other in the middle of a pass, for more than parameters."""
-        self._undivided = {id(parameter) for parameter in undivided}
         check_models(module, self.backend)
-        self._gather_group, self._reduce_group = self.shards.lane(self), self.shards.lane(self)
+        self._gather_group, reduce_group = self.shards.lane(self), self.shards.lane(self)
         self._buffer_group = self.backend.lane(self)
         self._precision = Precision(module, settings.compute_dtype)
         self.account = self.backend.open_account()
         weakref.finalize(self, self.account.close).atexit = False
         self.account.add("buffers", sum(buffer.nbytes for buffer in module.buffers()))
-        self.groups = self._make_groups()
-        pool = BufferPool(self.shards, self.account)
-        is_sharded = sharding.gradients and self.shards.size > 1
-        self.gradients = [
-            GroupGradients(group, pool, self._reduce_group, is_sharded) for group in self.groups
-        ]
+        self.groups = Grouping(module, ranks, sharding, settings, undivided).make(self.account)
         self._place = {
             id(parameter): (group.index, place)
             for group in self.groups
@@ -143,10 +71,14 @@ class Engine:
         }
         self.gathering = Gathering(self.groups, self._gather_group)
         self._forward_plan = Plan([group.index for group in self.groups])
-        self._backward_plan = Plan(self._backward_order())
-        self._reductions = Round([])
-        self._complete: set[int] = set()
-        self._in_flight: deque[int] = deque()
+        self._backward_plan = Plan([group.index for group in reversed(self.groups)])
+        pool = BufferPool(self.shards, self.account)
+        is_sharded = sharding.gradients and self.shards.size > 1
+        self.gradients = [
+            GroupGradients(group, pool, reduce_group, is_sharded) for group in self.groups
+        ]
+        may_wait = not self.gathering.is_needed and not settings.has_meetings
+        self._reductions = Reductions(self.gradients, reduce_group, may_wait=may_wait)
         self._in_backward = False
         self._saving: list[Any] = []
         self._steps = Steps(self.groups, self._gather_group)
@@ -154,53 +86,8 @@ class Engine:
             group.whole.nbytes for group in self.groups if group.residence is Residence.COMMON
         )
         self._hooks = self._install()
-        self._share_buffers()
+        share_buffers(module, self._buffer_group)
         self.gathering.free_all()
-
-    def _make_groups(self) -> list[FlatGroup]:
-        groups = []
-        load = [0] * self.shards.size
-        analyzer = ParameterAnalyzer(self.module, self.settings.min_group_bytes, self._apart())
-        for index, found in enumerate(analyzer.groups):
-            for parameter in found.parameters:
-                self.backend.broadcast(parameter.data)
-            layout = self._lay_out(found, load)
-            by_name = dict(zip(found.names, found.parameters, strict=True))
-            parameters = [by_name[slot.name] for slot in layout.slots]
-            group = FlatGroup(
-                index, layout, parameters, self.shards, self._tenure(found), self.account
-            )
-            groups.append(group)
-        return groups
-
-    def _apart(self) -> dict[int, str]:
-        """Parameters that are held in a way of their own."""
-        return {
-            id(parameter): f"{self._residence(parameter)} {self._precision.dtype_of(parameter)}"
-            for parameter in self.module.parameters()
-        }
-
-    def _residence(self, parameter: nn.Parameter) -> Residence:
-        if not self.sharding.parameters or self.shards.size == 1:
-            return Residence.REPLICATED
-        if parameter.numel() < self.settings.resident_below:
-            return Residence.REPLICATED
-        is_common = self.shards.shares_memory and parameter.is_cpu
-        return Residence.COMMON if is_common else Residence.SHARDED
-
-    def _tenure(self, group: ParameterGroup) -> Tenure:
-        first = group.parameters[0]
-        dtype = self._precision.dtype_of(first)
-        return Tenure(self._residence(first), self.sharding.optimizer, dtype)
-
-    def _lay_out(self, group: ParameterGroup, load: list[int]) -> GroupLayout:
-        """Slices of one size, or whole parameters if some of the group's must stay whole."""
-        num_ranks = self.shards.size
-        shapes = [(n, p.shape) for n, p in zip(group.names, group.parameters, strict=True)]
-        if self._undivided.isdisjoint(map(id, group.parameters)):
-            return GroupLayout.even(shapes, num_ranks, group.dtype.itemsize)
-        owners = balanced_owners([shape.numel() for _, shape in shapes], num_ranks, load)
-        return GroupLayout.whole(shapes, owners, num_ranks)
 
     def dissolve(self) -> None:
         """Gives the parameters memory of their own again, and lets go of the module."""
@@ -214,17 +101,12 @@ class Engine:
             handle.remove()
         self.account.close()
 
-    def __deepcopy__(self, memo: object) -> Engine:
+    def __reduce__(self) -> NoReturn:
         """Refused: memory that ranks hold together cannot be copied by one of them."""
         raise ShoalError(
             "a wrapped model, or its module, cannot be copied or pickled: build another module and "
             "load the wrapped model's state_dict() into it"
         )
-
-    def __reduce__(self) -> str:
-        """Refused like copying."""
-        self.__deepcopy__({})
-        return ""
 
     def locate(self, parameter: nn.Parameter) -> tuple[int, int] | None:
         """Group and place of a parameter of the model; None for a stranger."""
@@ -284,7 +166,7 @@ class Engine:
             return None
         self._steps.check()
         if module.training:
-            self._share_buffers()
+            share_buffers(module, self._buffer_group)
         self._begin_pass(self._forward_plan)
         saving: Any = contextlib.nullcontext()
         if self.gathering.is_needed and torch.is_grad_enabled():
@@ -322,21 +204,6 @@ class Engine:
         self._in_backward &= torch._C._current_graph_task_id() != -1
         return self._in_backward
 
-    def _share_buffers(self) -> None:
-        """Running statistics and the like: every rank goes on with rank 0's."""
-        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for buffer in self.module.buffers():
-            if buffer.numel():
-                kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-        for buffers in kinds.values():
-            joined = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
-            self._buffer_group.broadcast(joined)
-            parts = joined.split([buffer.numel() for buffer in buffers])
-            with torch.no_grad():
-                for buffer, part in zip(buffers, parts, strict=True):
-                    if not torch.equal(buffer, part.view(buffer.shape)):
-                        buffer.copy_(part.view(buffer.shape))
-
     # Backward ---------------------------------------------------------------------------
 
     def _begin_backward(self, _: Tensor | None = None) -> None:
@@ -344,19 +211,11 @@ class Engine:
             return
         self._in_backward = True
         self._begin_pass(self._backward_plan)
-        self._reductions = Round(self._reduction_order())
-        self._complete.clear()
+        self._reductions.begin()
         for gradients in self.gradients:
             gradients.adopt()
             gradients.expect()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-
-    def _backward_order(self) -> list[int]:
-        return [group.index for group in reversed(self.groups)]
-
-    def _reduction_order(self) -> list[int]:
-        """Integers have no gradients."""
-        return [i for i in self._backward_order() if self.groups[i].has_gradients]
 
     def _group_arrived(self, gradients: GroupGradients) -> None:
         if not self._in_backward:
@@ -365,37 +224,7 @@ class Engine:
                 return
         gradients.collect()
         if self.auto_sync:
-            self._complete.add(gradients.group.index)
-            self._reduce_complete()
-
-    def _reduce_complete(self) -> None:
-        """Sends off what is complete, in the agreed order."""
-        while (index := self._reductions.following()) in self._complete:
-            assert index is not None
-            self._complete.discard(index)
-            self._take_turns(self._reductions.until(index))
-
-    def _take_turns(self, indices: Sequence[int]) -> None:
-        for index in indices:
-            self._complete.discard(index)
-            self.gradients[index].start_reduction()
-            self._in_flight.append(index)
-            self._finish_oldest()
-
-    def _finish_oldest(self) -> None:
-        """Bounds what is under way.
-
-        Where parameters are gathered meanwhile, nobody may wait for a reduction: another rank may
-        get to its part of it only after a gather that this rank has yet to join.
-        """
-        most = _MOST_IN_FLIGHT_DIRECTLY if self.shards.shares_memory else _MOST_IN_FLIGHT
-        while len(self._in_flight) > most:
-            oldest = self.gradients[self._in_flight[0]]
-            may_wait = not self.gathering.is_needed and not self.has_meetings
-            if not may_wait and not oldest.is_reduced():
-                return
-            self._in_flight.popleft()
-            oldest.finish_reduction()
+            self._reductions.completed(gradients.group.index)
 
     def _end_backward(self) -> None:
         self._in_backward = False
@@ -404,32 +233,26 @@ class Engine:
             gradients.waiting = 0
             gradients.collect()
         if self.auto_sync:
-            self._reduce_the_rest()
-        self._finish_reductions()
+            self._reductions.complete_round()
+            self._finish_reductions()
+        self._show_gradients()
 
     def _finish_reductions(self) -> None:
-        for gradients in self.gradients:
-            gradients.finish_reduction()
-        if self._replicas is not None and self.auto_sync:
-            for index in self._reduction_order():
-                self.gradients[index].average_over(self._replicas)
+        self._reductions.finish()
+        if self.ranks.replicas is not None:
+            self._reductions.average_over(self.ranks.replicas)
+
+    def _show_gradients(self) -> None:
         for gradients in self.gradients:
             gradients.show()
-
-    def _reduce_the_rest(self) -> None:
-        """Every backward has one round of reductions; gradients that came late want another."""
-        self._take_turns(self._reductions.rest())
-        while Vote.cast(self._reduce_group, wish=bool(self._complete)).is_wanted:
-            self._take_turns(self._reduction_order())
 
     # What users ask for -----------------------------------------------------------------
 
     def synchronize(self) -> None:
         """Averages the gradients now, where that was not done in backward."""
-        self._take_turns(self._reduction_order())
-        before, self.auto_sync = self.auto_sync, True
+        self._reductions.reduce_all()
         self._finish_reductions()
-        self.auto_sync = before
+        self._show_gradients()
 
     def gradient_buffers(self) -> list[Tensor]:
         """All averaged gradients that this rank holds."""
@@ -461,23 +284,9 @@ class Engine:
 
     def clip_norm(self, max_norm: float, norm_type: float) -> Tensor:
         """Scales the gradients so that their norm over all elements is at most ``max_norm``."""
+        is_sharded = self.sharding.gradients
         buffers = self.gradient_buffers()
-        norms = [torch.linalg.vector_norm(buffer, norm_type) for buffer in buffers]
-        norms = norms or [torch.zeros((), device=self.backend.device)]
-        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        if self.sharding.gradients:
-            total = self._norm_over_ranks(total, norm_type)
-        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for buffer in buffers:
-            buffer.mul_(factor)
-        return total
-
-    def _norm_over_ranks(self, norm: Tensor, norm_type: float) -> Tensor:
-        if norm_type == float("inf"):
-            largest: Tensor = self.shards.all_reduce(norm.clone(), "max")
-            return largest
-        total: Tensor = self.shards.all_reduce(norm**norm_type) ** (1.0 / norm_type)
-        return total
+        return clip_norm(buffers, max_norm, norm_type, self.shards, is_sharded=is_sharded)
 
     def clear_gradients(self) -> None:
         """Forgets all gradients."""

@@ -8,11 +8,6 @@ a dropped whole keeps it alive; nothing ever points at freed memory. Where ranks
 sharded parameters are one whole that all of them map: it is always there, and each rank writes
 its own part of it only.
 
-[Note: absent parameters]
-While the whole is gone, its parameters have no values, only a shape, and another class,
-`AbsentParameter`, which gathers the whole on any access that needs values. Outside of forward they
-keep it even then: autograd must not save the memory of a parameter that will soon be freed.
-
 [Note: masters]
 What an optimizer steps are the *masters*: the whole itself or this rank's part of it. With mixed
 precision they have memory of their own in the parameters' first dtype, and the whole has a
@@ -21,7 +16,7 @@ narrower one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -34,6 +29,7 @@ from shoal.comm import Backend
 from shoal.comm.ledger import Account
 from shoal.errors import ShoalError
 from shoal.sharding.layout import GroupLayout
+from shoal.strategies.absent_parameter import AbsentParameter
 
 
 class Residence(StrEnum):
@@ -278,62 +274,3 @@ class FlatGroup:
             view = buffer[slot.start : slot.stop].view(slot.shape)
             view.copy_(parameter.data)
             parameter.data = view
-
-
-# What can be asked of a parameter without its values.
-_HARMLESS = frozenset(
-    {
-        "grad", "requires_grad", "shape", "dtype", "device", "is_leaf", "grad_fn", "ndim",
-        "is_cuda", "is_sparse", "layout", "names", "_version", "is_meta", "is_quantized", "size",
-        "dim", "numel", "nelement", "element_size", "itemsize", "nbytes", "stride", "__len__",
-        "is_floating_point", "is_complex", "register_post_accumulate_grad_hook", "register_hook",
-        "requires_grad_", "untyped_storage", "_backward_hooks", "_post_accumulate_grad_hooks",
-        "retains_grad", "output_nr", "_base", "_is_view", "is_contiguous", "get_device",
-        "is_pinned", "is_shared",
-    }
-)  # fmt: skip
-
-
-class AbsentParameter(nn.Parameter):
-    """A parameter whose values are on other ranks right now; see [Note: absent parameters]."""
-
-    _appear: Callable[[], None]
-    _using: Callable[[], AbstractContextManager[Any]]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Saved as what it is for users: a parameter with values."""
-        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
-
-    @classmethod
-    def __torch_function__(
-        cls, func: object, types: object, args: tuple[object, ...] = (), kwargs: object = None
-    ) -> object:
-        """Gathers what is absent among the arguments, then does what was asked for."""
-        keywords = dict(kwargs or {})  # type: ignore[call-overload]
-        if _asked(func) in _HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **keywords)  # type: ignore[operator]
-        watched = _make_appear((args, keywords))
-        if watched is None:
-            return func(*args, **keywords)  # type: ignore[operator]
-        with watched._using(), torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **keywords)  # type: ignore[operator]
-
-
-def _asked(func: object) -> str:
-    name = getattr(func, "__name__", "")
-    return getattr(func.__self__, "__name__", "") if name in ("__get__", "__set__") else name  # type: ignore[attr-defined]
-
-
-def _make_appear(value: object) -> AbsentParameter | None:
-    """Returns one that goes on being watched, if there is any."""
-    if isinstance(value, AbsentParameter):
-        value._appear()
-        return value if type(value) is AbsentParameter else None
-    items: Iterable[object] = ()
-    if isinstance(value, tuple | list):
-        items = value
-    elif isinstance(value, dict):
-        items = value.values()
-    watched = [_make_appear(item) for item in items]
-    return next((parameter for parameter in watched if parameter is not None), None)

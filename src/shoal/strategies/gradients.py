@@ -249,10 +249,8 @@ class GroupGradients:
         if not self.used and not self._collected:
             self.whole().zero_()
         view.copy_(gradient)
-        if not self.group.is_mixed:
-            self.group.parameters[place].grad = view
-        else:
-            self.group.parameters[place].grad = self._stand_in(place)
+        shown = self._stand_in(place) if self.group.is_mixed else view
+        self.group.parameters[place].grad = shown
         self.used.add(place)
         self._collected.add(place)
 
@@ -280,9 +278,11 @@ class GroupGradients:
     def _forget(self, place: int) -> None:
         self.used.discard(place)
         self._collected.discard(place)
-        slot = self.group.layout.slots[place]
+        self._zero(place)
+
+    def _zero(self, place: int) -> None:
         if self._whole is not None:
-            self._whole[slot.start : slot.stop].zero_()
+            self._all_views()[place].zero_()
         if self._shard is not None:
             self._shard[slice(*self._own_bounds(place))].zero_()
 
@@ -297,11 +297,7 @@ class GroupGradients:
         """Makes gradients that are there zero; they still count as there."""
         self.finish_reduction()
         for place in places & (self.used | self._collected):
-            slot = self.group.layout.slots[place]
-            if self._whole is not None:
-                self._whole[slot.start : slot.stop].zero_()
-            if self._shard is not None:
-                self._shard[slice(*self._own_bounds(place))].zero_()
+            self._zero(place)
 
     def gather(self, backend: Backend) -> None:
         """Puts the whole averaged gradient where the parameters show it."""

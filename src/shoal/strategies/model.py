@@ -14,9 +14,11 @@ from shoal.comm.world import current
 from shoal.errors import ShoalError
 from shoal.sharding.analyzer import MIN_GROUP_BYTES
 from shoal.strategies.batch_norm import check_layers, synchronize
-from shoal.strategies.engine import Engine, Settings, Sharding, divide
+from shoal.strategies.engine import Engine
 from shoal.strategies.materialization import materialize
 from shoal.strategies.precision import parse_precision
+from shoal.strategies.ranks import divide
+from shoal.strategies.settings import Settings, Sharding
 from shoal.strategies.training import (
     LossFunction,
     call_module,
@@ -85,13 +87,17 @@ class ShardedModel(nn.Module):
         if sync_batchnorm:
             check_layers(module)
         group_bytes = self._group_bytes(backend) if min_group_bytes is None else min_group_bytes
-        settings = Settings(group_bytes, parse_precision(mixed_precision), resident_below)
+        settings = Settings(
+            group_bytes,
+            parse_precision(mixed_precision),
+            resident_below,
+            has_meetings=sync_batchnorm,
+        )
         ranks = divide(backend, replica, is_sharded=self.sharding.parameters)
         self.engine = Engine(module, ranks, self.sharding, settings)
         self.engine.auto_sync = auto_sync
         if sync_batchnorm:
             synchronize(module, backend)
-            self.engine.has_meetings = True
         self.options = {
             "min_group_bytes": min_group_bytes,
             "auto_sync": auto_sync,
@@ -124,7 +130,6 @@ class ShardedModel(nn.Module):
         old.dissolve()
         self.engine = Engine(self.module, old.ranks, self.sharding, old.settings, parameters)
         self.engine.auto_sync = old.auto_sync
-        self.engine.has_meetings = old.has_meetings
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""

@@ -16,105 +16,26 @@ done with n - SLOTS. So nobody reads a slot while it is rewritten.
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import os
 import platform
-import select
-import struct
-import threading
 import time
 from collections.abc import Sequence
 from functools import lru_cache, partial
 
+from shoal.comm.control.page_memory import LINE, MAX_GROUPS, MESSAGES, SLOTS, WORD, Page
+from shoal.comm.control.page_message import ANSWERED, OFFERED, PageMessage
 from shoal.comm.control.patience import Patience
-from shoal.comm.control.plane import Channel, Control, Failure, Message
+from shoal.comm.control.plane import Channel, Control, Failure
+from shoal.comm.control.process_watch import DeathWatch, spent_if_stopped
 from shoal.errors import BackendUnavailableError, ShoalError
-
-_LINE = 64
-_WORD = 8
-_MAX_GROUPS = 1024
-SLOTS = 8
-_MESSAGES = 256
-_MESSAGE_HEADER = 768
 
 _JOINING, _RUNNING, _LEFT, _FAILED = range(4)
 # Words of a rank's row in the roster; texts follow them.
 _PID, _STATE, _FAILED_AT, _CULPRIT, _IS_ECHO = range(5)
 _WHERE_AT, _WHERE_BYTES = 64, 960
 _REASON_AT, _REASON_BYTES = 1024, 7168
-_ROSTER_ROW = 8192
 _STOPPED_FOR_S = 1.0
 _LOOK_FOR_DEATHS_EVERY_S = 0.01
-
-_LENGTH = struct.Struct("<I")
-
-
-class PageLayout:
-    """Where things are on the page of a world of ``size`` ranks. Untouched parts cost nothing."""
-
-    def __init__(self, size: int) -> None:
-        """Sizes everything by the number of ranks."""
-        self.size = size
-        self.header_bytes = 1024 + 16 * size
-        self.channel_row = 2 * _LINE + SLOTS * self.header_bytes
-        self.channel_row += -self.channel_row % _LINE
-        self.message_row = _LINE + 2 * _MESSAGE_HEADER
-        self._roster = _LINE
-        self._channels = self._roster + size * _ROSTER_ROW
-        self._messages = self._channels + _MAX_GROUPS * size * self.channel_row
-        self.total_bytes = self._messages + size * size * _MESSAGES * self.message_row
-
-    def roster(self, rank: int) -> int:
-        """Offset of a rank's row of the roster."""
-        return self._roster + rank * _ROSTER_ROW
-
-    def channel(self, slot: int, rank: int) -> int:
-        """Offset of a rank's row in a group's channel."""
-        return self._channels + (slot * self.size + rank) * self.channel_row
-
-    def message(self, source: int, destination: int, index: int) -> int:
-        """Offset of one of the open messages from one rank to another."""
-        box = source * self.size + destination
-        return self._messages + (box * _MESSAGES + index) * self.message_row
-
-
-class Page:
-    """The mapped memory: words that are counters and flags, and texts between them."""
-
-    def __init__(self, fd: int, size: int) -> None:
-        """Maps the file; the descriptor stays the caller's."""
-        self.layout = PageLayout(size)
-        self._map = mmap.mmap(fd, self.layout.total_bytes)
-        self.words = memoryview(self._map).cast("Q")
-        self.lock = threading.Lock()
-
-    @staticmethod
-    def create(size: int) -> int:
-        """A new anonymous file of the right size; it vanishes with its last user."""
-        fd = os.memfd_create("shoal-control")
-        os.ftruncate(fd, PageLayout(size).total_bytes)
-        return fd
-
-    def write(self, offset: int, data: bytes, capacity: int) -> None:
-        """Writes a text that must fit."""
-        if len(data) + 4 > capacity:
-            raise ShoalError(
-                f"an operation's header takes {len(data)} bytes where {capacity - 4} fit: "
-                "a tensor with this many dimensions or split sizes cannot be described"
-            )
-        self._map[offset : offset + 4 + len(data)] = _LENGTH.pack(len(data)) + data
-
-    def read(self, offset: int) -> bytes:
-        """Reads a text."""
-        start = offset + 4
-        (length,) = _LENGTH.unpack(self._map[offset:start])
-        return self._map[start : start + length]
-
-    def close(self) -> None:
-        """Unmaps the memory; twice is fine."""
-        self.words.release()
-        self._map.close()
 
 
 class PageControl(Control):
@@ -127,24 +48,22 @@ class PageControl(Control):
         self.pids = pids
         self._words = page.words
         self._row = page.layout.roster(rank)
-        self._death = _DeathWatch(
-            {pid: peer for peer, pid in enumerate(pids) if pid != os.getpid()}
-        )
+        self._death = DeathWatch({pid: peer for peer, pid in enumerate(pids) if pid != os.getpid()})
         self._next_look_for_deaths = 0.0
         self._stopped: dict[int, tuple[float, bytes]] = {}
         self._is_closed = False
         self._noted = ""
-        self._words[self._row // _WORD + _PID] = os.getpid()
+        self._words[self._row // WORD + _PID] = os.getpid()
         self._set_state(_RUNNING)
 
     def _set_state(self, state: int) -> None:
-        self._words[self._row // _WORD + _STATE] = state
+        self._words[self._row // WORD + _STATE] = state
 
     def channel(self, slot: int, ranks: Sequence[int]) -> PageChannel:
         """A row per member in the channel area; no communication needed."""
-        if slot >= _MAX_GROUPS:
+        if slot >= MAX_GROUPS:
             raise ShoalError(
-                f"this world has made {_MAX_GROUPS} groups, which is all there is room for: "
+                f"this world has made {MAX_GROUPS} groups, which is all there is room for: "
                 "make groups once and keep them instead of making them in a loop"
             )
         return PageChannel(self._page, slot, ranks, self.rank)
@@ -157,7 +76,7 @@ class PageControl(Control):
         if self._is_closed:
             return
         row = self._page.layout.roster(reporter)
-        word = row // _WORD
+        word = row // WORD
         if self._words[word + _STATE] == _FAILED:
             return
         reason = failure.reason.encode(errors="replace")[: _REASON_BYTES - 4]
@@ -187,11 +106,11 @@ class PageControl(Control):
                 self._record(rank, Failure(rank, reason, time.monotonic_ns()))
 
     def _state(self, rank: int) -> int:
-        return self._words[self._page.layout.roster(rank) // _WORD + _STATE]
+        return self._words[self._page.layout.roster(rank) // WORD + _STATE]
 
     def _read_failure(self, reporter: int) -> Failure | None:
         row = self._page.layout.roster(reporter)
-        word = row // _WORD
+        word = row // WORD
         if self._words[word + _STATE] != _FAILED:
             return None
         reason = self._page.read(row + _REASON_AT).decode(errors="replace")
@@ -202,7 +121,7 @@ class PageControl(Control):
         """A rank that left, or whose process has been stopped for more than a moment."""
         if self._state(rank) == _LEFT:
             return "it has left: it returned without taking part"
-        spent = _spent_if_stopped(self.pids[rank])
+        spent = spent_if_stopped(self.pids[rank])
         if spent is None:
             self._stopped.pop(rank, None)
             return None
@@ -248,8 +167,8 @@ class PageChannel(Channel):
         self._page, self._words, self._slot, self._rank = page, page.words, slot, rank
         layout = page.layout
         self._rows = [layout.channel(slot, member) for member in ranks]
-        self._numbers = [row // _WORD for row in self._rows]
-        self._steps = [(row + _LINE) // _WORD for row in self._rows]
+        self._numbers = [row // WORD for row in self._rows]
+        self._steps = [(row + LINE) // WORD for row in self._rows]
         self._settled = [step + 1 for step in self._steps]
         self._mine = list(ranks).index(rank)
         self._step = 0
@@ -280,7 +199,7 @@ class PageChannel(Channel):
         return [self._page.read(row + place) for row in self._rows]
 
     def _place(self, number: int) -> int:
-        return 2 * _LINE + (number % SLOTS) * self._page.layout.header_bytes
+        return 2 * LINE + (number % SLOTS) * self._page.layout.header_bytes
 
     def settle(self, number: int) -> None:
         """A counter beside the one of `sync`."""
@@ -318,12 +237,12 @@ class PageChannel(Channel):
         receiver = self.ranks[peer]
         message = self._free_message(receiver, patience)
         message.write_offer((self._slot, *key), header)
-        message.await_state(_ANSWERED, patience, receiver)
+        message.await_state(ANSWERED, patience, receiver)
         return message
 
     def _free_message(self, receiver: int, patience: Patience) -> PageMessage:
         while True:
-            for index in range(_MESSAGES):
+            for index in range(MESSAGES):
                 message = PageMessage(self._page, (self._rank, receiver), index, is_sender=True)
                 if message.claim():
                     return message
@@ -342,127 +261,20 @@ class PageChannel(Channel):
 
     def _find_offer(self, sender: int, key: tuple[int, int, int]) -> PageMessage | None:
         layout = self._page.layout
-        first = layout.message(sender, self._rank, 0) // _WORD
-        stride = layout.message_row // _WORD
-        states = self._words[first : first + _MESSAGES * stride : stride].tolist()
+        first = layout.message(sender, self._rank, 0) // WORD
+        stride = layout.message_row // WORD
+        states = self._words[first : first + MESSAGES * stride : stride].tolist()
         for index, state in enumerate(states):
-            if state == _OFFERED:
+            if state == OFFERED:
                 message = PageMessage(self._page, (sender, self._rank), index, is_sender=False)
                 if message.is_offer_of(key):
                     return message
         return None
 
 
-_FREE, _CLAIMED, _OFFERED, _ANSWERED, _FINISHED = range(5)
-
-
-class PageMessage(Message):
-    """One open message between two ranks: a state word, a key and two headers."""
-
-    def __init__(self, page: Page, pair: tuple[int, int], index: int, *, is_sender: bool) -> None:
-        """``pair`` is sender and receiver as world ranks."""
-        self.ticket = index
-        self._page, self._words = page, page.words
-        self._offset = page.layout.message(*pair, index)
-        self._state = self._offset // _WORD
-        self._is_sender = is_sender
-        self._receiver = pair[1]
-
-    def claim(self) -> bool:
-        """Takes the place if it is free. Only threads of the sender compete for it."""
-        with self._page.lock:
-            is_free = self._words[self._state] == _FREE
-            if is_free:
-                self._words[self._state] = _CLAIMED
-        return is_free
-
-    def write_offer(self, key: tuple[int, int, int], header: bytes) -> None:
-        """Shows the receiver key and header."""
-        for word, part in enumerate(key, start=1):
-            self._words[self._state + word] = part
-        self._page.write(self._offset + _LINE, header, _MESSAGE_HEADER)
-        self._words[self._state] = _OFFERED
-
-    def is_offer_of(self, key: tuple[int, int, int]) -> bool:
-        """Whether this is the message the receiver looks for."""
-        words, state = self._words, self._state
-        return words[state] == _OFFERED and tuple(words[state + 1 : state + 4]) == key
-
-    def write_answer(self, header: bytes) -> None:
-        """Shows the sender our header; from here on both know both."""
-        self.theirs = self._page.read(self._offset + _LINE)
-        self._page.write(self._offset + _LINE + _MESSAGE_HEADER, header, _MESSAGE_HEADER)
-        self._words[self._state] = _ANSWERED
-
-    def await_state(self, state: int, patience: Patience, peer: int) -> None:
-        """Waits until the other side has moved the message on."""
-        while self._words[self._state] < state:
-            patience.pause(lambda: [peer] if self._words[self._state] < state else [])
-        self.theirs = self._page.read(self._offset + _LINE + _MESSAGE_HEADER)
-
-    def finish(self, patience: Patience) -> None:
-        """The receiver marks it finished; the sender then frees the place."""
-        if self._is_sender:
-            self.await_state(_FINISHED, patience, self._receiver)
-            self._words[self._state] = _FREE
-        else:
-            self._words[self._state] = _FINISHED
-
-    def abandon(self) -> None:
-        """The sender frees the place; the receiver has read what it needs."""
-        if self._is_sender:
-            self._words[self._state] = _FREE
-
-
-class _DeathWatch:
-    """Notices the end of other processes without their help, through pidfds."""
-
-    def __init__(self, ranks_by_pid: dict[int, int]) -> None:
-        self._dead: set[int] = set()
-        self._fds: dict[int, int] = {}
-        self._poll = select.poll()
-        self._lock = threading.Lock()
-        for pid, rank in ranks_by_pid.items():
-            try:
-                fd = os.pidfd_open(pid)
-            except ProcessLookupError:
-                self._dead.add(rank)
-                continue
-            self._fds[fd] = rank
-            self._poll.register(fd, select.POLLIN)
-
-    def died(self) -> set[int]:
-        with self._lock:
-            for fd, _ in self._poll.poll(0):
-                self._poll.unregister(fd)
-                self._dead.add(self._fds.pop(fd))
-                os.close(fd)
-            return set(self._dead)
-
-    def close(self) -> None:
-        for fd in self._fds:
-            os.close(fd)
-        self._fds.clear()
-
-
 @lru_cache(maxsize=1024)
 def _clipped(where: str) -> bytes:
     return where.encode(errors="replace")[: _WHERE_BYTES - 4]
-
-
-def _spent_if_stopped(pid: int) -> bytes | None:
-    """The processor time that a stopped process has spent; None if it is not stopped."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            state, *fields = stat.read().rpartition(b") ")[2].split()
-        if state not in (b"T", b"t"):
-            return None
-        spent = b" ".join(fields[10:12])  # all threads, in coarse ticks
-        with contextlib.suppress(FileNotFoundError), open(f"/proc/{pid}/schedstat", "rb") as exact:
-            spent += exact.read()  # the main thread, in nanoseconds; not every kernel has it
-        return spent
-    except OSError:
-        return None
 
 
 def is_supported() -> bool:

@@ -1,0 +1,135 @@
+"""Operations whose result has the shape of the input, and the barrier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.comm.header import Header, mismatch, spec
+from shoal.comm.operation.base import Operation, Payload
+from shoal.comm.operation.flat import flatten, write_back
+from shoal.comm.operation.specification import decode_spec, encode_spec
+from shoal.comm.reduction import ReduceOp, check_dtype
+
+
+class Barrier(Operation):
+    """All ranks arrive before any leaves. Agreeing on it is all there is to it."""
+
+    kind = "barrier"
+    signature = "barrier()"
+
+    def prepare(self, headers: Sequence[Header], rank: int) -> Payload:
+        """Nothing moves."""
+        return Payload()
+
+    def result(self) -> None:
+        """A barrier has no result."""
+
+
+class _InPlace(Operation):
+    """Operations whose result has the shape of the input: the tensor itself is changed."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self.source = flatten(tensor)
+
+    def result(self) -> Tensor | None:
+        assert self.source is not None
+        write_back(self.source, self._tensor)
+        return self._tensor
+
+
+class AllReduce(_InPlace):
+    """Every rank ends with the reduction over all ranks."""
+
+    kind = "all_reduce"
+
+    def __init__(self, tensor: Tensor, op: ReduceOp) -> None:
+        """Checks that the reduction makes sense for the dtype."""
+        check_dtype(op, tensor.dtype)
+        super().__init__(tensor)
+        self._op = op
+        self.signature = f"all_reduce({spec(tensor.dtype, tuple(tensor.shape))}, op={op.value})"
+
+    def prepare(self, headers: Sequence[Header], rank: int) -> Payload:
+        """The tensor is source and target."""
+        return _in_place(self.source, op=self._op)
+
+
+class Reduce(_InPlace):
+    """The root's tensor becomes the reduction; the others' stay as they are."""
+
+    kind = "reduce"
+
+    def __init__(self, tensor: Tensor, op: ReduceOp, root: int, is_root: bool) -> None:
+        """Checks that the reduction makes sense for the dtype."""
+        check_dtype(op, tensor.dtype)
+        super().__init__(tensor)
+        self._op, self._root, self._is_root = op, root, is_root
+        shape = spec(tensor.dtype, tuple(tensor.shape))
+        self.signature = f"reduce({shape}, op={op.value}, root={root})"
+
+    def prepare(self, headers: Sequence[Header], rank: int) -> Payload:
+        """Only the root has a target."""
+        payload = _in_place(self.source, op=self._op, root=self._root)
+        if not self._is_root:
+            payload.target = None
+        return payload
+
+    def result(self) -> Tensor | None:
+        """The tensor on the root, None elsewhere: a local value is no global result."""
+        return super().result() if self._is_root else None
+
+
+class Broadcast(Operation):
+    """Every rank ends with the root's tensor; one that gives none gets a new one."""
+
+    kind = "broadcast"
+
+    def __init__(self, tensor: Tensor | None, root: int, is_root: bool, device: torch.device):
+        """A rank without a tensor learns shape and dtype from the root's header."""
+        if tensor is None and is_root:
+            raise ValueError("broadcast needs a tensor on the root; got None")
+        self._root, self._is_root, self._device = root, is_root, device
+        self._tensor = tensor
+        self.source = flatten(tensor) if tensor is not None and is_root else None
+        self.meta = encode_spec(tensor) if tensor is not None else ()
+        self.signature = f"broadcast(root={root})"
+
+    def check(self, headers: Sequence[Header], ranks: Sequence[int]) -> None:
+        """Whoever gave a tensor gave one like the root's."""
+        expected = headers[self._root].meta
+        if any(header.meta and header.meta != expected for header in headers):
+            shown = [header._replace(signature=_shown(header)) for header in headers]
+            raise mismatch(shown, ranks, "broadcast needs tensors of one shape and dtype")
+
+    def prepare(self, headers: Sequence[Header], rank: int) -> Payload:
+        """The root's tensor, or one like it to receive into."""
+        if self._tensor is None:
+            dtype, shape = decode_spec(headers[self._root].meta)
+            self._tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        if self.source is None:
+            self.source = flatten(self._tensor)
+        return _in_place(self.source, root=self._root)
+
+    def result(self) -> Tensor:
+        """The tensor, now equal to the root's."""
+        assert self.source is not None
+        assert self._tensor is not None
+        if not self._is_root:
+            write_back(self.source, self._tensor)
+        return self._tensor
+
+
+def _in_place(flat: Tensor | None, op: ReduceOp = ReduceOp.SUM, root: int = 0) -> Payload:
+    assert flat is not None
+    return Payload(source=flat, target=flat, op=op, root=root, total=flat.numel())
+
+
+def _shown(header: Header) -> str:
+    if not header.meta:
+        return header.signature
+    dtype, shape = decode_spec(header.meta)
+    return f"{header.signature} of {spec(dtype, shape)}"

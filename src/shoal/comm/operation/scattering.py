@@ -1,0 +1,190 @@
+"""Operations that hand each rank its own rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.comm.header import Header, mismatch, spec
+from shoal.comm.operation.base import Operation, Payload
+from shoal.comm.operation.flat import (
+    APART,
+    check_out,
+    check_overlap,
+    flatten,
+    num_rows,
+    overlap,
+    row_elements,
+    row_shape,
+    with_rows,
+    write_back,
+)
+from shoal.comm.operation.specification import decode_spec, encode_spec
+from shoal.comm.partition import check_sizes, split_sizes
+from shoal.comm.reduction import ReduceOp, check_dtype
+
+
+class ReduceScatter(Operation):
+    """The reduction over all ranks, of which each rank keeps its own rows."""
+
+    kind = "reduce_scatter"
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        op: ReduceOp,
+        out: Tensor | None,
+        sizes: Sequence[int] | None,
+        place: tuple[int, int],
+    ) -> None:
+        """``place`` is the rank and the size of the group."""
+        check_dtype(op, tensor.dtype)
+        rank, size = place
+        self._rows = _split(tensor, sizes, size)
+        if out is not None:
+            check_out(out, tensor)
+            _check_rows(out, self._rows[rank])
+            check_overlap(tensor, out, sum(self._rows[:rank]))
+        self._like, self._op, self._out = tensor, op, out
+        self.source = flatten(tensor)
+        split = "" if sizes is None else f", sizes={self._rows}"
+        shape = spec(tensor.dtype, tuple(tensor.shape))
+        self.signature = f"reduce_scatter({shape}, op={op.value}{split})"
+
+    def prepare(self, headers: Sequence[Header], rank: int) -> Payload:
+        """The whole tensor goes in, this rank's rows come out."""
+        if self._out is None:
+            self._out = with_rows(self._like, self._rows[rank])
+        self._target = flatten(self._out)
+        counts = [rows * row_elements(self._like) for rows in self._rows]
+        return Payload(self.source, self._target, counts, op=self._op, total=sum(counts))
+
+    def result(self) -> Tensor:
+        """This rank's rows of the reduction."""
+        assert self._out is not None
+        write_back(self._target, self._out)
+        return self._out
+
+
+def _split(tensor: Tensor, sizes: Sequence[int] | None, num_parts: int) -> list[int]:
+    rows = num_rows(tensor)
+    return split_sizes(rows, num_parts) if sizes is None else check_sizes(sizes, rows, num_parts)
+
+
+def _check_rows(out: Tensor, rows: int) -> None:
+    if num_rows(out) != rows:
+        raise ValueError(f"out must have the {rows} rows of this rank; got {num_rows(out)}")
+
+
+class Scatter(Operation):
+    """Each rank gets its rows of the root's tensor."""
+
+    kind = "scatter"
+
+    def __init__(
+        self,
+        tensor: Tensor | None,
+        out: Tensor | None,
+        sizes: Sequence[int] | None,
+        root: int,
+        device: torch.device,
+        place: tuple[int, int],
+    ) -> None:
+        """Only the root gives a tensor and its split; the header tells the others."""
+        rank, size = place
+        if rank == root and tensor is None:
+            raise ValueError("scatter needs a tensor on the root; got None")
+        self._root, self._device, self._out = root, device, out
+        self.signature = f"scatter(root={root})"
+        if rank == root and tensor is not None:
+            split = _split(tensor, sizes, size)
+            if out is not None:
+                check_overlap(tensor, out, sum(split[:rank]))
+            self.source = flatten(tensor)
+            self.meta = (*split, *encode_spec(tensor))
+
+    def prepare(self, headers: Sequence[Header], rank: int) -> Payload:
+        """The rows that the root's header promises this rank."""
+        meta = headers[self._root].meta
+        rows = meta[: len(headers)]
+        dtype, shape = decode_spec(meta[len(headers) :])
+        if self._out is None:
+            self._out = torch.empty((rows[rank], *shape[1:]), dtype=dtype, device=self._device)
+        elif self._out.dtype != dtype or tuple(self._out.shape) != (rows[rank], *shape[1:]):
+            raise ValueError(
+                f"out must be {spec(dtype, (rows[rank], *shape[1:]))} to take its part of the "
+                f"root's {spec(dtype, shape)}; got {spec(self._out.dtype, tuple(self._out.shape))}"
+            )
+        self._target = flatten(self._out)
+        counts = [count * math.prod(shape[1:]) for count in rows]
+        total = sum(counts)
+        return Payload(self.source, self._target, counts, root=self._root, total=total)
+
+    def result(self) -> Tensor:
+        """This rank's rows."""
+        assert self._out is not None
+        write_back(self._target, self._out)
+        return self._out
+
+
+class AllToAll(Operation):
+    """Each rank sends each other rank some rows and gets some from each."""
+
+    kind = "all_to_all"
+    rows: Sequence[int]
+    """How many rows each rank sent here, once known."""
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        out: Tensor | None,
+        sizes: Sequence[int] | None,
+        place: tuple[int, int],
+    ) -> None:
+        """``sizes`` are the rows for each rank; what arrives is read from the headers."""
+        if out is not None:
+            check_out(out, tensor)
+            if overlap(tensor, out) != APART:
+                raise ValueError("out must not share memory with the input of an all_to_all")
+        self._like, self._out = tensor, out
+        self._parts = _split(tensor, sizes, place[1])
+        self.source = flatten(tensor)
+        self.meta = (*self._parts, -1 if out is None else num_rows(out))
+        self.signature = f"all_to_all({spec(tensor.dtype, ('rows', *row_shape(tensor)))})"
+
+    def check(self, headers: Sequence[Header], ranks: Sequence[int]) -> None:
+        """Every ``out`` has room for exactly what arrives there."""
+        for receiver, header in enumerate(headers):
+            arriving = sum(sender.meta[receiver] for sender in headers)
+            if header.meta[-1] not in (-1, arriving):
+                problem = (
+                    f"all_to_all sends {arriving} rows to rank {ranks[receiver]}, "
+                    f"whose out has {header.meta[-1]}"
+                )
+                raise mismatch(headers, ranks, problem)
+
+    def prepare(self, headers: Sequence[Header], rank: int) -> Payload:
+        """What goes out by receiver, what comes in by sender."""
+        self.rows = [header.meta[rank] for header in headers]
+        if self._out is None:
+            self._out = with_rows(self._like, sum(self.rows))
+        self._target = flatten(self._out)
+        elements = row_elements(self._like)
+        matrix = [[count * elements for count in header.meta[:-1]] for header in headers]
+        return Payload(
+            source=self.source,
+            target=self._target,
+            counts=matrix[rank],
+            arriving=[row[rank] for row in matrix],
+            matrix=matrix,
+            total=sum(map(sum, matrix)),
+        )
+
+    def result(self) -> Tensor:
+        """The rows that arrived, by sender."""
+        assert self._out is not None
+        write_back(self._target, self._out)
+        return self._out

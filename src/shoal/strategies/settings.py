@@ -1,0 +1,37 @@
+"""What a strategy shards, and what users may choose besides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shoal.sharding.analyzer import MIN_GROUP_BYTES
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What is cut into shards, one for each rank; the rest every rank has whole."""
+
+    optimizer: bool = False
+    gradients: bool = False
+    parameters: bool = False
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What users may choose.
+
+    Attributes:
+        min_group_bytes: See `ParameterAnalyzer`.
+        compute_dtype: What to compute with, if not with the parameters' own dtype.
+        resident_below: Parameters of fewer elements stay whole on every rank where others are
+            sharded.
+        has_meetings: Whether ranks wait for each other in the middle of a pass, for more than
+            parameters, as synchronized BatchNorm does.
+    """
+
+    min_group_bytes: int = MIN_GROUP_BYTES
+    compute_dtype: torch.dtype | None = None
+    resident_below: int = 0
+    has_meetings: bool = False
