@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,40 +12,82 @@ from torch import Tensor
 from shoal.comm import Backend
 
 
+@dataclass(frozen=True)
+class Holders:
+    """Who else holds parameters of the same model, beyond the ranks that see other data.
+
+    Attributes:
+        axes: Groups of ranks that hold other layers, or other parts of the same layers.
+        copies: How many ranks over these axes hold the same elements of a parameter, by its name;
+            one where it is not named.
+    """
+
+    axes: tuple[Backend, ...] = ()
+    copies: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class HeldGradient:
+    """Elements of a gradient on this rank that so many ranks hold the same of."""
+
+    elements: Tensor
+    copies: int = 1
+
+
 def clip_norm(
-    buffers: Sequence[Tensor],
+    held: Sequence[HeldGradient],
     max_norm: float,
     norm_type: float,
-    shards: Backend,
-    *,
-    is_sharded: bool,
+    groups: Sequence[Backend],
+    device: torch.device,
 ) -> Tensor:
     """Scales gradients so that their norm over all elements is at most ``max_norm``.
 
     Args:
-        buffers: What this rank holds.
+        held: What this rank holds.
         max_norm: The largest norm that is left as it is.
         norm_type: 2 for the Euclidean norm, infinity for the largest element.
-        shards: The ranks that the model is divided among.
-        is_sharded: Whether each of them holds a part only.
+        groups: The ranks that hold other parts, group by group.
+        device: Where the norm is wanted if this rank holds nothing.
 
     Returns:
         The norm before scaling, the same on every rank.
     """
-    norms = [torch.linalg.vector_norm(buffer, norm_type) for buffer in buffers]
-    norms = norms or [torch.zeros((), device=shards.device)]
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    if is_sharded:
-        total = _over_ranks(total, norm_type, shards)
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for buffer in buffers:
-        buffer.mul_(factor)
-    return total
-
-
-def _over_ranks(norm: Tensor, norm_type: float, shards: Backend) -> Tensor:
     if norm_type == math.inf:
-        largest: Tensor = shards.all_reduce(norm.clone(), "max")
-        return largest
-    total: Tensor = shards.all_reduce(norm**norm_type) ** (1.0 / norm_type)
+        total = _largest(held, groups, device)
+    else:
+        total = _norm(held, norm_type, groups, device)
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for gradient in held:
+        gradient.elements.mul_(factor)
     return total
+
+
+def _largest(
+    held: Sequence[HeldGradient], groups: Sequence[Backend], device: torch.device
+) -> Tensor:
+    norms = [torch.linalg.vector_norm(gradient.elements, math.inf) for gradient in held]
+    total = torch.stack(norms or [torch.zeros((), device=device)]).amax()
+    for group in groups:
+        group.all_reduce(total, "max")
+    return total
+
+
+def _norm(
+    held: Sequence[HeldGradient], norm_type: float, groups: Sequence[Backend], device: torch.device
+) -> Tensor:
+    # Each rank that holds a copy counts its part of it.
+    norms = [
+        torch.linalg.vector_norm(gradient.elements, norm_type)
+        / gradient.copies ** (1.0 / norm_type)
+        for gradient in held
+    ]
+    norms = norms or [torch.zeros((), device=device)]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if not groups:
+        return total
+    powers = total**norm_type
+    for group in groups:
+        group.all_reduce(powers)
+    root: Tensor = powers ** (1.0 / norm_type)
+    return root

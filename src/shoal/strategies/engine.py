@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.errors import ShoalError
 from shoal.strategies.admission import check_models
 from shoal.strategies.buffers import share_buffers
-from shoal.strategies.clipping import clip_norm
+from shoal.strategies.clipping import HeldGradient, Holders, clip_norm
 from shoal.strategies.flat_group import FlatGroup, Residence
 from shoal.strategies.gathering import Gathering, Plan
 from shoal.strategies.gradients import BufferPool, GroupGradients
@@ -56,6 +56,8 @@ class Engine:
         self.module, self.sharding, self.settings = module, sharding, settings
         self.ranks, self.backend, self.shards = ranks, ranks.all, ranks.shards
         self.auto_sync = True
+        self.holders = Holders()
+        """Who holds the rest of the model, where these ranks have a part of it only."""
         check_models(module, self.backend)
         self._gather_group, reduce_group = self.shards.lane(self), self.shards.lane(self)
         self._buffer_group = self.backend.lane(self)
@@ -284,9 +286,29 @@ class Engine:
 
     def clip_norm(self, max_norm: float, norm_type: float) -> Tensor:
         """Scales the gradients so that their norm over all elements is at most ``max_norm``."""
-        is_sharded = self.sharding.gradients
-        buffers = self.gradient_buffers()
-        return clip_norm(buffers, max_norm, norm_type, self.shards, is_sharded=is_sharded)
+        held = [
+            HeldGradient(elements, self.holders.copies.get(name, 1))
+            for name, elements in self._named_gradients()
+        ]
+        groups = [self.shards] if self.sharding.gradients else []
+        groups += self.holders.axes
+        return clip_norm(held, max_norm, norm_type, groups, self.backend.device)
+
+    def _named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """What this rank holds of the averaged gradients, as few tensors as their names allow."""
+        if not self.holders.copies:
+            yield from (("", buffer) for buffer in self.gradient_buffers())
+            return
+        self.adopt_gradients()
+        for group, gradients in zip(self.groups, self.gradients, strict=True):
+            buffer = gradients.held()
+            if buffer is None:
+                continue
+            low = group.layout.bounds[self.shards.rank] if self.sharding.gradients else 0
+            for slot in group.layout.slots:
+                start, stop = max(slot.start - low, 0), min(slot.stop - low, buffer.numel())
+                if start < stop:
+                    yield slot.name, buffer[start:stop]
 
     def clear_gradients(self) -> None:
         """Forgets all gradients."""
