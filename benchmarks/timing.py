@@ -42,6 +42,7 @@ def alternate(
     meeting: Backend,
     repetitions: int,
     by_the_wall: Collection[str] = (),
+    in_a_row: int = 1,
 ) -> dict[str, Times]:
     """Times the calls in turn, again and again; every rank of `meeting` gets the same answer.
 
@@ -54,6 +55,7 @@ def alternate(
         repetitions: How many of each.
         by_the_wall: Calls that do not wait for other ranks. With more ranks than cores they run
             one after the other, so what counts is from the first begin to the last end.
+        in_a_row: How many calls a turn has, as a training loop makes them; the time is for one.
     """
     begins, ends = torch.zeros(2, len(calls), repetitions, dtype=torch.float64)
     numbered = list(enumerate(calls.values()))
@@ -61,23 +63,24 @@ def alternate(
         first = repetition % len(numbered)
         for number, call in numbered[first:] + numbered[:first]:
             place = (number, repetition)
-            begins[place], ends[place] = _time(call, meeting)
+            begins[place], ends[place] = _time(call, meeting, in_a_row)
     slowest = meeting.all_reduce(ends - begins, "max")
     # One clock for all processes of a host.
     wall = meeting.all_reduce(ends, "max") - meeting.all_reduce(begins, "min")
     return {
-        name: Times.of((wall if name in by_the_wall else slowest)[number])
+        name: Times.of((wall if name in by_the_wall else slowest)[number]).divided_by(in_a_row)
         for number, name in enumerate(calls)
     }
 
 
-def _time(call: Callable[[], object], meeting: Backend) -> tuple[float, float]:
+def _time(call: Callable[[], object], meeting: Backend, in_a_row: int) -> tuple[float, float]:
     # Whoever waits long in a barrier goes to sleep. The second finds everybody awake, so that
     # all ranks begin within microseconds of each other.
     meeting.barrier()
     meeting.barrier()
     begin = time.perf_counter()
-    call()
+    for _ in range(in_a_row):
+        call()
     return begin, time.perf_counter()
 
 

@@ -133,13 +133,22 @@ class ProcessBackend(Backend):
         waited = time.perf_counter() - begin
         payload = operation.prepare(headers, self.rank)
         payload.wires = [header.wire for header in headers]
+        return self._carry_out(operation, payload, patience, (begin, waited))
+
+    def _carry_out(
+        self,
+        operation: Operation,
+        payload: Payload,
+        patience: Patience,
+        times: tuple[float, float],
+    ) -> Any:
         if payload.total:
             with ops.writing(payload.target):
                 self._or_fail(self._move, operation.kind, payload, patience)
             if self._is_through_at_once:
                 self._settle()
         result = operation.result()
-        self._count(operation.kind, payload, begin, waited)
+        self._count(operation.kind, payload, *times)
         return result
 
     def _or_fail(self, step: Callable[..., Any], *args: Any) -> Any:
@@ -152,11 +161,14 @@ class ProcessBackend(Backend):
 
     def _where(self, operation: Operation, number: int, site: str) -> Callable[[], str]:
         def text() -> str:
-            group = "the world" if self.size == self._control.size else f"group {self.ranks}"
-            return f"{operation.signature} (operation #{number} of {group}) at {site}"
+            return self._named(operation.signature, number, site)
 
         self._control.note(f"{operation.signature} at {site}")
         return text
+
+    def _named(self, signature: str, number: int, site: str) -> str:
+        group = "the world" if self.size == self._control.size else f"group {self.ranks}"
+        return f"{signature} (operation #{number} of {group}) at {site}"
 
     def _patience(self, where: Callable[[], str], eager: bool) -> Patience:
         return Patience(self._control, where, self.ranks, self.timeout, eager=eager)

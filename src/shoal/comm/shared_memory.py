@@ -32,22 +32,20 @@ from shoal.comm.header import Header, encode
 from shoal.comm.operation import Operation, Payload, writing
 from shoal.comm.partition import offsets, split_sizes
 from shoal.comm.posting import Carrier, Postbox, Posted
-from shoal.comm.process_backend import ProcessBackend
 from shoal.comm.reduction import reduce_into
 from shoal.comm.segments import Arena, Location, Peer
 from shoal.comm.site import call_site
+from shoal.comm.small_operations import SMALL_BYTES, STAGED, SmallOperations
 from shoal.comm.staging import HALF_BYTES, Staging
 from shoal.comm.work import Work
 
-# Up to here copying is cheaper than the extra meeting that a shared tensor needs.
-_SMALL_BYTES = 128 << 10
 # Small enough for the cache: what was just reduced is still there when it is handed out.
 _BLOCK_BYTES = 256 << 10
-_SHARED, _STAGED, _WINDOWED = b"m", b"s", b"w"
+_SHARED, _WINDOWED = b"m", b"w"
 _MOST_WHOLES = 1024
 
 
-class SharedMemoryBackend(ProcessBackend):
+class SharedMemoryBackend(SmallOperations):
     """Collectives at memory speed between the processes of one host.
 
     Example:
@@ -78,6 +76,7 @@ class SharedMemoryBackend(ProcessBackend):
         self._staging = Staging(arena)
         self._postbox = Postbox(Carrier(channel, self._patience_for, self._or_fail, self._do_part))
         self._wholes: dict[tuple[object, ...], list[Tensor]] = {}
+        self._recipes = {}
 
     def empty(
         self, numel: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
@@ -179,6 +178,7 @@ class SharedMemoryBackend(ProcessBackend):
     def _close_transport(self) -> None:
         self._staging.close()
         self._wholes.clear()
+        self._recipes.clear()
         self._arena.close()
         for peer in self._peers:
             peer.close()
@@ -190,7 +190,7 @@ class SharedMemoryBackend(ProcessBackend):
         source = operation.source
         if source is None or self.size == 1:
             return b""
-        if source.nbytes > _SMALL_BYTES:
+        if source.nbytes > SMALL_BYTES:
             location = self._arena.locate(source)
             if location is not None:
                 return _SHARED + location.encode()
@@ -198,7 +198,7 @@ class SharedMemoryBackend(ProcessBackend):
         if source.nbytes > HALF_BYTES:
             return _WINDOWED + self._staging.wire()
         self._staging.put(source)
-        return _STAGED + self._staging.wire()
+        return STAGED + self._staging.wire()
 
     def _exposures(self, payload: Payload, parts: Sequence[Sequence[int]]) -> list[Exposure]:
         """Everybody's source; ``parts`` are the counts of each rank's."""
@@ -258,7 +258,7 @@ class SharedMemoryBackend(ProcessBackend):
         source, target = payload.source, payload.target
         assert source is not None
         assert target is not None
-        if source.nbytes <= _SMALL_BYTES:
+        if source.nbytes <= SMALL_BYTES:
             wholes = self._staged_wholes(payload, [source.numel()] * self.size, target.dtype)
             reduce_into(payload.op, wholes, target)
         elif self.size == 2 and all(wire[:1] != _SHARED for wire in payload.wires):
@@ -426,7 +426,7 @@ class SharedMemoryBackend(ProcessBackend):
 
 
 def _is_all_staged(payload: Payload) -> bool:
-    return all(wire[:1] in (_STAGED, b"") for wire in payload.wires)
+    return all(wire[:1] in (STAGED, b"") for wire in payload.wires)
 
 
 @lru_cache

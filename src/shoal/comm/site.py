@@ -19,15 +19,18 @@ def is_ours(filename: str) -> bool:
 _is_ours = lru_cache(maxsize=4096)(is_ours)
 
 
+def call_frame() -> FrameType | None:
+    """The innermost frame that is not shoal's own."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
 def call_site() -> str:
     """File and line of the innermost frame that is not shoal's own."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        filename = frame.f_code.co_filename
-        if not _is_ours(filename):
-            return f"{filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "<shoal>"
+    frame = call_frame()
+    return "<shoal>" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def error_site(traceback: TracebackType | None) -> str:

@@ -27,6 +27,10 @@ class Staging:
 
     def put(self, source: Tensor) -> None:
         """Copies a source that fits into the half whose turn it is."""
+        self.room(source).copy_(source)
+
+    def room(self, source: Tensor) -> Tensor:
+        """Where a source that fits goes, flat, in the half whose turn it is."""
         key = (self.turn % 2, source.nbytes, source.dtype)
         view = self._views.get(key)
         if view is None:
@@ -34,7 +38,7 @@ class Staging:
             view = self._halves[key[0]][: source.nbytes].view(source.dtype)
             if len(self._views) < 1024:
                 self._views[key] = view
-        view.copy_(source)
+        return view
 
     def wire(self) -> bytes:
         """Where the half lies whose turn it is."""

@@ -1,0 +1,182 @@
+"""The short way of small operations over shared memory: see `Recipe`."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.comm import operation as ops
+from shoal.comm.control.page import PageChannel
+from shoal.comm.header import Header, encode
+from shoal.comm.operation import APART, Operation, Payload, overlap
+from shoal.comm.process_backend import ProcessBackend
+from shoal.comm.recipe import Call, Recipe, Variant, finisher
+from shoal.comm.reduction import ReduceOp
+from shoal.comm.staging import Staging
+
+# Up to here copying is cheaper than the extra meeting that a shared tensor needs.
+SMALL_BYTES = 128 << 10
+STAGED = b"s"
+_MOST_RECIPES = 1024
+_MOST_VARIANTS = 4
+
+
+class SmallOperations(ProcessBackend):
+    """Makes the operations of training loops from recipes, if they are small."""
+
+    _page_channel: PageChannel
+    _staging: Staging
+    _recipes: dict[Call, Recipe]
+
+    @abstractmethod
+    def _staged_wholes(
+        self, payload: Payload, counts: Sequence[int], dtype: torch.dtype
+    ) -> list[Tensor]:
+        """Everybody's staged source."""
+
+    def all_reduce(
+        self, tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, *, async_op: bool = False
+    ) -> Any:
+        """Reduces ``tensor`` over all ranks, in place on every rank."""
+        if self._may_be_small(tensor, async_op):
+            call = Call.of("all_reduce", op, tensor, tensor, 0)
+            if call is not None:
+                return self._cook(
+                    call, tensor, tensor, lambda: ops.AllReduce(tensor, ReduceOp.parse(op))
+                )
+        return super().all_reduce(tensor, op, async_op=async_op)
+
+    def reduce_scatter(
+        self,
+        tensor: Tensor,
+        op: ReduceOp | str = ReduceOp.SUM,
+        *,
+        out: Tensor | None = None,
+        sizes: Sequence[int] | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Reduces over all ranks; each rank keeps its own rows of the result."""
+        if out is not None and sizes is None and self._may_be_small(tensor, async_op):
+            call = Call.of("reduce_scatter", op, tensor, out, overlap(tensor, out))
+            if call is not None:
+                place = (self.rank, self.size)
+                return self._cook(
+                    call,
+                    tensor,
+                    out,
+                    lambda: ops.ReduceScatter(tensor, ReduceOp.parse(op), out, None, place),
+                )
+        return super().reduce_scatter(tensor, op, out=out, sizes=sizes, async_op=async_op)
+
+    def all_gather(
+        self, tensor: Tensor, *, out: Tensor | None = None, async_op: bool = False
+    ) -> Any:
+        """Joins the rows of all ranks, on every rank. Ranks may give different numbers."""
+        if out is not None and self._may_be_small(tensor, async_op):
+            call = Call.of("all_gather", None, tensor, out, overlap(out, tensor))
+            if call is not None:
+                return self._cook(call, tensor, out, lambda: ops.AllGather(tensor, out))
+        return super().all_gather(tensor, out=out, async_op=async_op)
+
+    def broadcast(
+        self, tensor: Tensor | None = None, *, root: int = 0, async_op: bool = False
+    ) -> Any:
+        """Fills ``tensor`` with the root's; without one, a new tensor comes back."""
+        if tensor is not None and self._may_be_small(tensor, async_op) and 0 <= root < self.size:
+            call = Call.of("broadcast", root, tensor, tensor, APART)
+            if call is not None:
+                is_root = root == self.rank
+                return self._cook(
+                    call,
+                    tensor if is_root else None,
+                    tensor,
+                    lambda: ops.Broadcast(tensor, root, is_root, self.device),
+                )
+        return super().broadcast(tensor, root=root, async_op=async_op)
+
+    def _may_be_small(self, tensor: Tensor, async_op: bool) -> bool:
+        return not async_op and self.size > 1 and tensor.nbytes <= SMALL_BYTES
+
+    def _cook(
+        self, call: Call, source: Tensor | None, target: Tensor, make: Callable[[], Operation]
+    ) -> Tensor:
+        """Carries out a call; ``make`` is for what a recipe does not know."""
+        self._check_open()
+        recipe = self._recipes.get(call) or self._write_down(call, make())
+        with self._lock:
+            self._finish_posted()
+            if self._queue.is_idle():
+                return self._cook_now(call, recipe, source, target, make)
+        result: Tensor = self.run(make())
+        return result
+
+    def _write_down(self, call: Call, operation: Operation) -> Recipe:
+        if len(self._recipes) >= _MOST_RECIPES:
+            self._recipes.clear()
+        note = f"{operation.signature} at {call.site}"
+        recipe = self._recipes[call] = Recipe(operation.signature, operation.meta, note)
+        return recipe
+
+    def _cook_now(
+        self,
+        call: Call,
+        recipe: Recipe,
+        source: Tensor | None,
+        target: Tensor,
+        make: Callable[[], Operation],
+    ) -> Tensor:
+        begin = time.perf_counter()
+        self._number += 1
+        number = self._number
+        self._control.note(recipe.note)
+        patience = self._patience(
+            lambda: self._named(recipe.signature, number, call.site), eager=True
+        )
+        patience.check()
+        variant = self._stage(call, recipe, source)
+        shown = self._or_fail(self._page_channel.exchange, number, variant.header, patience)
+        waited = time.perf_counter() - begin
+        if shown != variant.shown:
+            operation = make()
+            headers = self._compare(operation, number, variant.header, shown)
+            payload = operation.prepare(headers, self.rank)
+            payload.wires = [header.wire for header in headers]
+            if any(wire[:1] not in (STAGED, b"") for wire in payload.wires):
+                # Another rank has so much that it takes the long way.
+                result: Tensor = self._carry_out(operation, payload, patience, (begin, waited))
+                return result
+            self._complete(call, variant, payload, shown)
+        variant.finish(target)
+        self._settle()
+        seconds = time.perf_counter() - begin
+        self._state.statistics.count(call.kind, variant.num_bytes, seconds, waited)
+        return target
+
+    def _stage(self, call: Call, recipe: Recipe, source: Tensor | None) -> Variant:
+        """Shows the data where it was shown before, if that place is still the right one."""
+        self._staging.turn += 1  # of a rank that shows nothing too: the others' places alternate
+        place = self._staging.wire()
+        variant = recipe.variants.get(place)
+        if variant is None:
+            if len(recipe.variants) >= _MOST_VARIANTS:
+                recipe.variants.clear()
+            wire = b"" if source is None else STAGED + place
+            header = Header(recipe.signature, recipe.meta, wire, call.site)
+            staged = None if source is None else self._staging.room(source).view(call.shape)
+            variant = recipe.variants[place] = Variant(encode(header), staged)
+        if variant.staged is not None and source is not None:
+            variant.staged.copy_(source)
+        return variant
+
+    def _complete(
+        self, call: Call, variant: Variant, payload: Payload, shown: Sequence[bytes]
+    ) -> None:
+        counts = payload.counts if call.kind == "all_gather" else [payload.total] * self.size
+        wholes = self._staged_wholes(payload, counts, call.dtype)
+        variant.finish = finisher(call, payload, wholes, self.rank)
+        variant.shown, variant.num_bytes = shown, payload.num_bytes
