@@ -32,7 +32,7 @@ from shoal.comm.header import Header, encode
 from shoal.comm.operation import Operation, Payload, writing
 from shoal.comm.partition import offsets, split_sizes
 from shoal.comm.posting import Carrier, Postbox, Posted
-from shoal.comm.reduction import reduce_into
+from shoal.comm.reduction import ReduceOp, reduce_into
 from shoal.comm.segments import Arena, Location, Peer
 from shoal.comm.site import call_site
 from shoal.comm.small_operations import SMALL_BYTES, STAGED, SmallOperations
@@ -41,6 +41,8 @@ from shoal.comm.work import Work
 
 # Small enough for the cache: what was just reduced is still there when it is handed out.
 _BLOCK_BYTES = 256 << 10
+_LONG_BYTES = 8 << 20
+_FEW = 2
 _SHARED, _WINDOWED = b"m", b"w"
 _MOST_WHOLES = 1024
 
@@ -154,23 +156,27 @@ class SharedMemoryBackend(SmallOperations):
     def _reduce_slice_of_all(self, payload: Payload) -> None:
         parts = split_sizes(payload.total, self.size)
         start, stop = offsets(parts)[self.rank : self.rank + 2]
-        inputs = [whole[start:stop] for whole in self._shared_wholes(payload)]
+        inputs = [whole[start:stop] for whole in self._shared_wholes(payload).values()]
         _reduce_and_hand_out(payload, inputs, range(self.size))
 
     def _reduce_own_slice(self, payload: Payload) -> None:
         assert payload.target is not None
         start, stop = offsets(payload.counts)[self.rank : self.rank + 2]
-        inputs = [whole[start:stop] for whole in self._shared_wholes(payload)]
-        for block in _blocks(payload.target):
-            reduce_into(payload.op, [value[block] for value in inputs], payload.target[block])
+        inputs = [whole[start:stop] for whole in self._shared_wholes(payload).values()]
+        _reduce_blocks(payload.op, inputs, payload.target)
 
-    def _shared_wholes(self, payload: Payload) -> list[Tensor]:
+    def _shared_wholes(
+        self, payload: Payload, among: Sequence[bool] | None = None
+    ) -> dict[int, Tensor]:
+        """What ranks share, by rank."""
         assert payload.source is not None
         dtype = payload.source.dtype
         num_bytes = payload.total * dtype.itemsize
-        return [
-            self._view(rank, wire[1:], num_bytes, dtype) for rank, wire in enumerate(payload.wires)
-        ]
+        return {
+            rank: self._view(rank, wire[1:], num_bytes, dtype)
+            for rank, wire in enumerate(payload.wires)
+            if among is None or among[rank]
+        }
 
     def _finish_posted(self) -> None:
         self._postbox.finish_all()
@@ -188,12 +194,15 @@ class SharedMemoryBackend(SmallOperations):
     def _expose(self, operation: Operation, number: int) -> bytes:
         """What fits is staged before the ranks meet, so that small operations meet once."""
         source = operation.source
-        if source is None or self.size == 1:
+        if self.size == 1:
             return b""
-        if source.nbytes > SMALL_BYTES:
-            location = self._arena.locate(source)
+        shared = source if source is not None else operation.sink
+        if shared is not None and shared.nbytes > SMALL_BYTES:
+            location = self._arena.locate(shared)
             if location is not None:
                 return _SHARED + location.encode()
+        if source is None:
+            return b""
         self._staging.turn += 1
         if source.nbytes > HALF_BYTES:
             return _WINDOWED + self._staging.wire()
@@ -306,14 +315,33 @@ class SharedMemoryBackend(SmallOperations):
         for window in self._windows(exposures, payload.source, patience):
             inputs = [exposure.piece(self.rank, window) for exposure in exposures]
             out = target[window.start : window.stop]
-            for block in _blocks(out):
-                reduce_into(payload.op, [value[block] for value in inputs], out[block])
+            _reduce_blocks(payload.op, inputs, out)
 
     def _broadcast(self, payload: Payload, patience: Patience) -> None:
         assert payload.source is not None
+        if payload.wires[payload.root][:1] == _SHARED:
+            self._broadcast_together(payload, payload.source)
+            self._page_channel.sync(patience)
+            return
+        payload.wires = [
+            wire if rank == payload.root else b"" for rank, wire in enumerate(payload.wires)
+        ]
         parts = [[payload.source.numel()] if wire else [] for wire in payload.wires]
         senders = [payload.root] if self.rank != payload.root else []
         self._collect(payload, parts, senders, 0, [payload.source.numel()], patience)
+
+    def _broadcast_together(self, payload: Payload, mine: Tensor) -> None:
+        """The root writes the first part for whom it can reach, so that all have as much to do."""
+        is_reached = [wire[:1] == _SHARED for wire in payload.wires]
+        helped = split_sizes(mine.numel(), self.size)[0]
+        wholes = self._shared_wholes(payload, among=is_reached)
+        if self.rank != payload.root:
+            start = helped if is_reached[self.rank] else 0
+            copy(mine[start:], wholes[payload.root][start:])
+            return
+        for rank, whole in wholes.items():
+            if rank != payload.root:
+                copy(whole[:helped], mine[:helped])
 
     def _all_gather(self, payload: Payload, patience: Patience) -> None:
         parts = [[count] for count in payload.counts]
@@ -438,14 +466,29 @@ def _reduce_and_hand_out(
     payload: Payload, inputs: Sequence[Tensor], receivers: Sequence[int]
 ) -> None:
     first, *others = receivers
-    for block in _blocks(inputs[first]):
-        total = inputs[first][block]
-        reduce_into(payload.op, [value[block] for value in inputs], total)
+    for parts in _blocks(inputs):
+        reduce_into(payload.op, parts, parts[first])
         for receiver in others:
-            inputs[receiver][block].copy_(total)
+            copy(parts[receiver], parts[first])
 
 
-def _blocks(tensor: Tensor) -> Iterator[slice]:
-    step = max(1, _BLOCK_BYTES // tensor.itemsize)
-    for start in range(0, tensor.numel(), step):
-        yield slice(start, start + step)
+def _reduce_blocks(op: ReduceOp, inputs: Sequence[Tensor], out: Tensor) -> None:
+    if len(inputs) == 2:
+        reduce_into(op, inputs, out)
+        return
+    for *parts, result in _blocks([*inputs, out]):
+        reduce_into(op, parts, result)
+
+
+def _blocks(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """The same range of every tensor, again and again.
+
+    Blocks fit into the cache, so that what was reduced is still there when it is handed out. Two
+    long tensors do better whole: then copies go past the cache.
+    """
+    first = tensors[0]
+    if len(tensors) <= _FEW and first.nbytes >= _LONG_BYTES:
+        yield tensors
+        return
+    step = max(1, _BLOCK_BYTES // first.itemsize)
+    yield from zip(*(tensor.split(step) for tensor in tensors), strict=True)

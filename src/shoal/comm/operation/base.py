@@ -56,6 +56,8 @@ class Operation(ABC):
     meta: tuple[int, ...] = ()
     source: Tensor | None = None
     """The flat data of this rank, known before the ranks agree."""
+    sink: Tensor | None = None
+    """Where a rank that has no data gets some, if others may write there."""
 
     def check(self, headers: Sequence[Header], ranks: Sequence[int]) -> None:
         """Raises `MismatchError` for what the signature alone does not show.

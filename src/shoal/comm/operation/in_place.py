@@ -95,6 +95,8 @@ class Broadcast(Operation):
         self._root, self._is_root, self._device = root, is_root, device
         self._tensor = tensor
         self.source = flatten(tensor) if tensor is not None and is_root else None
+        if tensor is not None and not is_root and tensor.is_contiguous():
+            self.sink = flatten(tensor)
         self.meta = encode_spec(tensor) if tensor is not None else ()
         self.signature = f"broadcast(root={root})"
 
