@@ -1,5 +1,6 @@
 """What holds for every test: nothing is left behind, examples repeat."""
 
+import signal
 from collections.abc import Iterator
 
 import hypothesis
@@ -13,6 +14,8 @@ hypothesis.settings.register_profile("full", max_examples=200, deadline=None)
 hypothesis.settings.load_profile("fast")
 
 leaks.mark_descendants()
+# A shell that starts the tests in the background makes them deaf to what some of them send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -231,7 +231,7 @@ class Backend(ABC):
         """Sends to one rank; done when it was received. Messages of one tag keep their order."""
         self._check_peer("dst", dst)
         self._check_open()
-        return self._message(ops.Send(tensor, dst), dst, _checked_tag(tag), async_op)
+        return self._message(ops.Send(tensor, dst, tag), dst, _checked_tag(tag), async_op)
 
     def recv(
         self, tensor: Tensor | None = None, *, src: int, tag: int = 0, async_op: bool = False
@@ -239,7 +239,7 @@ class Backend(ABC):
         """Receives from one rank into ``tensor``; without one, a new tensor comes back."""
         self._check_peer("src", src)
         self._check_open()
-        operation = ops.Receive(tensor, src, self.device)
+        operation = ops.Receive(tensor, src, tag, self.device)
         return self._message(operation, src, _checked_tag(tag), async_op)
 
     # Objects --------------------------------------------------------------------------

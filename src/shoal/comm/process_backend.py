@@ -167,7 +167,8 @@ class ProcessBackend(Backend):
         return text
 
     def _named(self, signature: str, number: int, site: str) -> str:
-        group = "the world" if self.size == self._control.size else f"group {self.ranks}"
+        is_world = self._state.groups[0] is self
+        group = "the world" if is_world else f"group {self.ranks}"
         return f"{signature} (operation #{number} of {group}) at {site}"
 
     def _patience(self, where: Callable[[], str], eager: bool) -> Patience:

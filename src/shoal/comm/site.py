@@ -7,6 +7,9 @@ import sys
 from functools import lru_cache
 from types import FrameType, TracebackType
 
+import torch
+
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
@@ -34,11 +37,16 @@ def call_site() -> str:
 
 
 def error_site(traceback: TracebackType | None) -> str:
-    """File and line of the innermost frame of a traceback that is the user's own."""
-    site = "<unknown>"
+    """File and line of the innermost frame of a traceback that is the user's own.
+
+    Where torch calls shoal, and no frame is the user's, the innermost of torch has to do.
+    """
+    site = theirs = "<unknown>"
     while traceback is not None:
         filename = traceback.tb_frame.f_code.co_filename
-        if not is_ours(filename):
+        if filename.startswith(_TORCH):
+            theirs = f"{filename}:{traceback.tb_lineno}"
+        elif not is_ours(filename):
             site = f"{filename}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
-    return site
+    return theirs if site == "<unknown>" else site

@@ -18,11 +18,12 @@ class Send(Operation):
 
     kind = "send"
 
-    def __init__(self, tensor: Tensor, peer: int) -> None:
+    def __init__(self, tensor: Tensor, peer: int, tag: int) -> None:
         """The peer must receive a tensor of the same shape and dtype."""
         self.source = flatten(tensor)
         self.meta = encode_spec(tensor)
-        self.signature = f"send({spec(tensor.dtype, tuple(tensor.shape))}, dst={peer})"
+        shape = spec(tensor.dtype, tuple(tensor.shape))
+        self.signature = f"send({shape}, dst={peer}{_tagged(tag)})"
         self._peer = peer
 
     def prepare(self, headers: Sequence[Header], rank: int) -> Payload:
@@ -39,12 +40,12 @@ class Receive(Operation):
 
     kind = "recv"
 
-    def __init__(self, tensor: Tensor | None, peer: int, device: torch.device) -> None:
+    def __init__(self, tensor: Tensor | None, peer: int, tag: int, device: torch.device) -> None:
         """Without a tensor, one like the sender's is made."""
         self._tensor, self._peer, self._device = tensor, peer, device
         self.meta = () if tensor is None else encode_spec(tensor)
         shown = "anything" if tensor is None else spec(tensor.dtype, tuple(tensor.shape))
-        self.signature = f"recv({shown}, src={peer})"
+        self.signature = f"recv({shown}, src={peer}{_tagged(tag)})"
 
     def prepare(self, headers: Sequence[Header], rank: int) -> Payload:
         """A place for what the sender's header promises. ``headers`` is the sender's alone."""
@@ -59,6 +60,10 @@ class Receive(Operation):
         assert self._tensor is not None
         write_back(self._target, self._tensor)
         return self._tensor
+
+
+def _tagged(tag: int) -> str:
+    return f", tag={tag}" if tag else ""
 
 
 def check_message(sent: Header, received: Header, ranks: tuple[int, int]) -> None:
