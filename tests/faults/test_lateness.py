@@ -122,7 +122,7 @@ def test_a_late_message_has_the_deadline_too(backend: str, ranks: int, gate: Gat
     run = wait_for_a_late_sender
     results = outcomes(run, gate, backend=backend, ranks=ranks, timeout=timeout)
     assert isinstance(results[0].error, DeadlineError), results[0].traceback
-    assert "recv(anything, src=1)" in str(results[0].error)
+    assert "recv(anything, src=1, tag=5)" in str(results[0].error)
     assert "missing: rank 1" in str(results[0].error)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import leaks
 import shoal
@@ -62,6 +63,39 @@ def test_every_bit_is_that_of_one_process(strategy: str, dtype: str) -> None:
     options = {"mixed_precision": dtype, "min_group_bytes": 100}
     report = shoal.verify(
         build, strategy, RANKS, steps=STEPS, reference="split", tolerance=0.0, **options
+    )
+    assert report.equal, str(report)
+
+
+class Positions(nn.Module):
+    """A float32 buffer and a constant widen what goes into layers; one layer is computed twice."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.register_buffer("table", torch.linspace(-1, 1, 8))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        hidden = self.norm(self.first(x) + self.table)
+        again = checkpoint(self.second, hidden * torch.linspace(0, 1, 8), use_reentrant=False)
+        return {"out": again}
+
+
+def build_with_positions() -> Any:
+    torch.manual_seed(0)
+    model = Positions()
+    _, _, batches, loss_fn = build()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3), batches, loss_fn
+
+
+@each
+def test_wide_buffers_and_recomputation(strategy: str) -> None:
+    options = {"mixed_precision": "bf16", "min_group_bytes": 100}
+    report = shoal.verify(
+        build_with_positions, strategy, 2, steps=3, reference="split", tolerance=0.0, **options
     )
     assert report.equal, str(report)
 

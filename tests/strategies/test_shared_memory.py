@@ -171,3 +171,30 @@ def test_a_mixture_of_old_and_new_parameters_is_refused(strategy: str) -> None:
     assert victim.exit_code == -signal.SIGKILL
     assert survivor.value == "refused" or isinstance(survivor.error, PeerError), survivor
     assert survivor.error is None, survivor.traceback
+
+
+def fail_and_load(strategy: str) -> list[float]:
+    """A step that fails on every rank is no end: whoever loads a state goes on from there."""
+    model, optimizer = wrap(strategy)
+    saved = model.state_dict()
+    x, y = local(0)
+    model.train_step(x, y, nn.functional.mse_loss)
+    handle = optimizer.optimizer.register_step_post_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    handle.remove()
+    with pytest.raises(ShoalError, match="the parameters are a mixture"):
+        model(x)
+    model.load_state_dict(saved)
+    loss = model.train_step(x, y, nn.functional.mse_loss)
+    return [
+        loss.item(),
+        *[(model.state_dict()[n] - v).abs().max().item() for n, v in saved.items()],
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_loading_mends_a_mixture(strategy: str) -> None:
+    for loss, *differences in team(fail_and_load, strategy):
+        assert loss > 0
+        assert set(differences) == {0.0}

@@ -62,6 +62,7 @@ class Engine:
         self._gather_group, reduce_group = self.shards.lane(self), self.shards.lane(self)
         self._buffer_group = self.backend.lane(self)
         self._precision = Precision(module, settings.compute_dtype)
+        narrowing = self._precision.install(module)
         self.account = self.backend.open_account()
         weakref.finalize(self, self.account.close).atexit = False
         self.account.add("buffers", sum(buffer.nbytes for buffer in module.buffers()))
@@ -87,7 +88,7 @@ class Engine:
         self._common_bytes = sum(
             group.whole.nbytes for group in self.groups if group.residence is Residence.COMMON
         )
-        self._hooks = self._install()
+        self._hooks = self._install() + narrowing
         share_buffers(module, self._buffer_group)
         self.gathering.free_all()
 
@@ -352,6 +353,10 @@ class Engine:
                     yield
         finally:
             self.gathering.free_unless_kept()
+
+    def mend(self) -> None:
+        """All parameters have been given new values, whatever went wrong before."""
+        self._steps.mend()
 
     @contextlib.contextmanager
     def _exposed(self, keep_changes: bool) -> Iterator[None]:

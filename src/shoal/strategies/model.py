@@ -229,7 +229,10 @@ class ShardedModel(nn.Module):
         Values are copied, also with ``assign``: the memory is the engine's.
         """
         with self.engine.full_parameters():
-            return self.module.load_state_dict(state_dict, strict=strict)
+            outcome = self.module.load_state_dict(state_dict, strict=strict)
+        if not outcome.missing_keys:
+            self.engine.mend()
+        return outcome
 
     # The module's own -------------------------------------------------------------------
 

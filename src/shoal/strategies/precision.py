@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 _NAMES = {
     "bf16": torch.bfloat16,
@@ -17,6 +17,7 @@ _NAMES = {
     "float16": torch.float16,
     "half": torch.float16,
 }
+_WIDE = (torch.float32, torch.float64)
 
 
 def parse_precision(precision: str | torch.dtype | None) -> torch.dtype | None:
@@ -46,8 +47,28 @@ class Precision:
         """What a parameter is computed with; None for its own."""
         if self._dtype is None or id(parameter) in self._exempt:
             return None
-        is_wide = parameter.dtype in (torch.float32, torch.float64)
+        is_wide = parameter.dtype in _WIDE
         return self._dtype if is_wide else None
+
+    def install(self, module: nn.Module) -> list[Any]:
+        """Narrows what parts with narrow parameters are given, too.
+
+        On the way to them a wide buffer or constant may have made activations wide again.
+        """
+        if self._dtype is None:
+            return []
+        parts = [
+            part
+            for part in module.modules()
+            if any(self.dtype_of(p) is not None for p in part.parameters(recurse=False))
+        ]
+        return [part.register_forward_pre_hook(self._narrow, with_kwargs=True) for part in parts]
+
+    def _narrow(self, part: nn.Module, args: Any, kwargs: Any) -> Any:
+        is_wide = any(
+            isinstance(leaf, Tensor) and leaf.dtype in _WIDE for leaf in tree_leaves((args, kwargs))
+        )
+        return self.narrowed((args, kwargs)) if is_wide else None
 
     def narrowed(self, inputs: Any) -> Any:
         """Floating-point inputs in the narrow dtype; None if there is nothing to do."""

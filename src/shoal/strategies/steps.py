@@ -57,8 +57,13 @@ class Steps:
         if self._is_torn:
             raise ShoalError(
                 "the parameters are a mixture: a rank failed while they were being updated. Load "
-                "them again, for example from a checkpoint, into a new model."
+                "them again with load_state_dict(), for example from a checkpoint, and the "
+                "optimizer's state too."
             )
+
+    def mend(self) -> None:
+        """All parameters have been given new values."""
+        self._is_torn = False
 
     @contextlib.contextmanager
     def taking(self) -> Iterator[None]:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from shoal.strategies.precision import Precision
 from shoal.strategies.training import call_module, count_items
 from shoal.verification.batches import Batch, share
 from shoal.verification.dice import Dice
+from shoal.verification.narrow import Narrow
 from shoal.verification.trainee import Build, Parts, Seen, Trainee
 
 BUILD_SEED = 0
@@ -42,17 +39,17 @@ class WholeBatch(Trainee):
         with Dice(BUILD_SEED).rolling():
             self.parts = Parts.build(build, num_steps)
         self._dice = rank_dice(0, variation)
-        self._call = partial(_call_narrow, self.parts.model, compute_dtype)
+        self._narrow = Narrow(self.parts.model, compute_dtype)
 
     def compute(self, step: int) -> Tensor:
         """Forward and backward of the whole batch."""
-        with self._dice.rolling():
+        with self._dice.rolling(), self._narrow.computing():
             loss = self._loss(self.parts.batches[step])
             loss.backward()
         return loss.detach()
 
     def _loss(self, batch: Batch) -> Tensor:
-        output = call_module(self._call, self.parts.model, batch[0])
+        output = call_module(self._narrow, self.parts.model, batch[0])
         return self.parts.loss_fn(output, batch[1])
 
     def gradients(self) -> Iterator[Seen]:
@@ -104,7 +101,7 @@ class SplitBatch(WholeBatch):
         for rank, batch in enumerate(batches):
             if weights[rank]:
                 buffers.rewind()
-                with self._all_dice[rank].rolling():
+                with self._all_dice[rank].rolling(), self._narrow.computing():
                     loss = self._loss(batch)
                     (loss * _factor(loss, weights[rank] * num_ranks / sum(weights))).backward()
                 losses.add(loss, weights[rank])
@@ -113,18 +110,6 @@ class SplitBatch(WholeBatch):
         buffers.finish()
         total.finish(num_ranks)
         return losses.mean()
-
-
-def _call_narrow(
-    model: nn.Module, compute_dtype: torch.dtype | None, *args: Any, **kwargs: Any
-) -> Any:
-    """Calls the model with its parameters and inputs in a narrower dtype, or as it is."""
-    if compute_dtype is None:
-        return model(*args, **kwargs)
-    precision = Precision(model, compute_dtype)
-    narrow = {n: p.to(precision.dtype_of(p) or p.dtype) for n, p in model.named_parameters()}
-    args, kwargs = precision.narrowed((args, kwargs))
-    return precision.widened(functional_call(model, narrow, args, kwargs))
 
 
 def _factor(loss: Tensor, factor: float) -> Tensor:
