@@ -1,0 +1,172 @@
+"""Parity on a GPU: threads as ranks, processes over Gloo, and NCCL at world size one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shoal
+from strategies.models import OWN, TASKS, Batch
+from strategies.training import OPTIMIZERS, STRATEGIES
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+each = pytest.mark.parametrize("strategy", STRATEGIES)
+STEPS = 6
+
+
+class Judged(nn.Module):
+    """A task's model together with its loss."""
+
+    def __init__(self, task: str) -> None:
+        super().__init__()
+        self.inner = TASKS[task].build().double()
+        self._task = task
+
+    def forward(self, batch: Batch) -> Tensor:
+        return TASKS[self._task].loss(self.inner, batch)
+
+
+def itself(loss: Tensor, _: object) -> Tensor:
+    return loss
+
+
+def on_gpu(value: Any) -> Any:
+    return torch.utils._pytree.tree_map(
+        lambda leaf: leaf.cuda() if isinstance(leaf, Tensor) else leaf, value
+    )
+
+
+def built(task: str, optimizer: str = "adamw") -> Callable[[], Any]:
+    def build() -> Any:
+        torch.manual_seed(0)
+        model = Judged(task).cuda()
+        optimizers = OPTIMIZERS[optimizer](model)
+        batches = [(on_gpu(TASKS[task].batch(step, 12)), None) for step in range(STEPS)]
+        return model, optimizers if len(optimizers) > 1 else optimizers[0], batches, itself
+
+    return build
+
+
+@each
+@pytest.mark.parametrize("task", OWN)
+def test_threads_as_ranks(strategy: str, task: str) -> None:
+    report = shoal.verify(
+        built(task),
+        strategy,
+        3,
+        "memory",
+        STEPS,
+        TASKS[task].reference,
+        tolerance=1e-9,
+        min_group_bytes=1000,
+    )
+    assert report.equal, str(report)
+
+
+@each
+@pytest.mark.parametrize("optimizer", ["sgd", "adafactor", "muon", "lbfgs"])
+def test_optimizers(strategy: str, optimizer: str) -> None:
+    amplifies = optimizer in ("adafactor", "muon")
+    reference, tolerance = ("split", 1e-5) if amplifies else ("batch", 1e-9)
+    build = built(next(iter(OWN)), optimizer)
+    report = shoal.verify(build, strategy, 2, "memory", STEPS, reference, tolerance=tolerance)
+    assert report.equal, str(report)
+
+
+@each
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_processes_over_gloo(strategy: str, backend: str) -> None:
+    """Shared memory carries no CUDA tensors, and says so."""
+    if backend == "shm":
+        with pytest.raises(Exception, match="CPU tensors"):
+            shoal.verify(built(next(iter(OWN))), strategy, 2, backend, 1)
+        return
+    report = shoal.verify(built(next(iter(OWN))), strategy, 2, backend, STEPS, tolerance=1e-9)
+    assert report.equal, str(report)
+
+
+@each
+def test_nccl_alone(strategy: str) -> None:
+    report = shoal.verify(built(next(iter(OWN))), strategy, 1, "nccl", STEPS, tolerance=1e-9)
+    assert report.equal, str(report)
+
+
+def build_narrow() -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 33), nn.GELU(), nn.LayerNorm(33), nn.Linear(33, 8)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+    batches = [(torch.randn(8, 16).cuda(), torch.randn(8, 8).cuda()) for _ in range(STEPS)]
+    return model, optimizer, batches, F.mse_loss
+
+
+@each
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_mixed_precision(strategy: str, dtype: str) -> None:
+    report = shoal.verify(
+        build_narrow,
+        strategy,
+        2,
+        "memory",
+        STEPS,
+        "split",
+        tolerance=1e-6,
+        mixed_precision=dtype,
+    )
+    assert report.equal, str(report)
+
+
+def scale_and_clip(strategy: str) -> list[float]:
+    model, optimizer, batches, loss_fn = build_narrow()
+    model, optimizer = shoal.as_distributed(model, optimizer, strategy=strategy)
+    scaler = shoal.optim.GradScaler(init_scale=4.0, growth_interval=2)
+    losses = []
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = loss_fn(model(inputs), targets)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        losses.append(model.clip_grad_norm_(0.1).item())
+        scaler.step(optimizer)
+        scaler.update()
+    return losses
+
+
+@each
+def test_autocast_scaler_and_clipping(strategy: str) -> None:
+    alone = shoal.run(scale_and_clip, 1, "memory", args=("ddp",))[0]
+    for norms in shoal.run(scale_and_clip, 2, "memory", args=(strategy,)):
+        assert norms == pytest.approx(alone, rel=1e-4)
+
+
+def memory_per_rank(strategy: str) -> tuple[int, int]:
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(16)])
+    model = model.to_empty(device="cuda")
+    for part in model:
+        part.reset_parameters()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = shoal.as_distributed(model, optimizer, strategy=strategy)
+    held = []
+    for _ in range(10):
+        model(torch.ones(2, 256, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        held.append(torch.cuda.memory_allocated())
+    return max(held[3:]), min(held[3:])
+
+
+@each
+def test_memory_does_not_grow(strategy: str) -> None:
+    for most, least in shoal.run(memory_per_rank, 2, "memory", args=(strategy,)):
+        assert most - least < 1 << 20
