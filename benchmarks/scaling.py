@@ -30,6 +30,8 @@ from shoal.comm.control.patience import num_cores
 RESULTS = Path(__file__).parent / "results" / "scaling.json"
 SHAPE = Shape(6, 256, batch=8)
 PARTS = ("ranks", "grouping")
+# Small layers are all latency; of large ones there are bytes to move, grouped or not.
+WIDTHS = (32, 64, 256)
 
 
 def main() -> int:
@@ -58,14 +60,17 @@ def _compare_ranks(console: Console, options: argparse.Namespace) -> list[dict[s
     return rows
 
 
-def _compare_grouping(console: Console, options: argparse.Namespace) -> dict[str, Any]:
-    chain = grouping.Chain(layers=100) if options.quick else grouping.Chain()
-    console.print(f"measuring {chain} ...", style="dim")
-    rounds = 2 if options.quick else 8
-    row: dict[str, Any] = shoal.run(grouping.measure, 2, "gloo", args=(chain, rounds))[0]
-    console.print(scaling_report.grouping_table(row))
-    print_judged(console, "Targets", scaling_report.judge_grouping(row))
-    return row
+def _compare_grouping(console: Console, options: argparse.Namespace) -> list[dict[str, Any]]:
+    layers, rounds = (100, 2) if options.quick else (1000, 6)
+    rows = []
+    for width in WIDTHS:
+        chain = grouping.Chain(layers, width)
+        console.print(f"measuring {chain} ...", style="dim")
+        row: dict[str, Any] = shoal.run(grouping.measure, 2, "gloo", args=(chain, rounds))[0]
+        console.print(scaling_report.grouping_table(row))
+        rows.append(row)
+    print_judged(console, "Targets", scaling_report.judge_grouping(rows))
+    return rows
 
 
 def _options() -> argparse.Namespace:

@@ -109,13 +109,12 @@ def grouping_table(row: Row) -> Table:
     return table
 
 
-def judge_grouping(row: Row) -> Iterator[tuple[str, list[Verdict]]]:
+def judge_grouping(rows: Sequence[Row]) -> Iterator[tuple[str, list[Verdict]]]:
     """Grouping takes most of the communication out of the way."""
-    grouped, ungrouped = exposed_s(row, GROUPED), exposed_s(row, UNGROUPED)
-    text = f"{readable_time(grouped)} instead of {readable_time(ungrouped)}"
-    text += f": {ungrouped / grouped:.1f} times less" if grouped > 0 else ""
-    is_met = grouped * TIMES_LESS_EXPOSED <= ungrouped
-    yield (
-        f"grouping: at least {TIMES_LESS_EXPOSED} times less exposed communication",
-        [Verdict(is_met, text)],
-    )
+    verdicts = []
+    for row in rows:
+        grouped, ungrouped = exposed_s(row, GROUPED), exposed_s(row, UNGROUPED)
+        text = f"{row['chain']}: {readable_time(grouped)} instead of {readable_time(ungrouped)}"
+        text += f", {ungrouped / grouped:.1f} times less" if grouped > 0 else ""
+        verdicts.append(Verdict(grouped * TIMES_LESS_EXPOSED <= ungrouped, text))
+    yield f"grouping: at least {TIMES_LESS_EXPOSED} times less exposed communication", verdicts

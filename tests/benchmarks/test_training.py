@@ -98,7 +98,7 @@ def test_layers_are_grouped_and_not(measured: dict[str, Any]) -> None:
     assert row["groups"] == {grouping.GROUPED: 1, grouping.UNGROUPED: 60}
     assert report.grouping_table(row).row_count == 3
     assert report.exposed_s(row, grouping.UNGROUPED) > report.exposed_s(row, grouping.GROUPED)
-    ((_, verdicts),) = report.judge_grouping(row)
+    ((_, verdicts),) = report.judge_grouping([row])
     assert len(verdicts) == 1
 
 
