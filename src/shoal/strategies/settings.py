@@ -18,6 +18,15 @@ class Sharding:
     parameters: bool = False
 
 
+LEVELS = {
+    0: Sharding(),
+    1: Sharding(optimizer=True),
+    2: Sharding(optimizer=True, gradients=True),
+    3: Sharding(optimizer=True, gradients=True, parameters=True),
+}
+"""By the number of ZeRO's stage."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """What users may choose.

@@ -1,0 +1,155 @@
+"""Splitting a module's layers over the ranks of a group, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal.comm import Backend
+from shoal.comm.agreement import agree
+from shoal.sharding.split import Split
+from shoal.strategies.tensor.attention import make_attention
+from shoal.strategies.tensor.drafting import all_splits
+from shoal.strategies.tensor.embedding import make_head_table, make_vocabulary
+from shoal.strategies.tensor.group import Entry, TensorGroup
+from shoal.strategies.tensor.linear import make_column, make_row
+from shoal.strategies.tensor.parts import TensorParts
+from shoal.strategies.tensor.plan import Block, Layer, Plan, Style
+from shoal.strategies.tensor.randomness import SplitDropout, may_drop, share_random_state
+from shoal.strategies.tensor.wishes import choose
+
+
+def parallelize(
+    module: nn.Module,
+    group: Backend,
+    plan: Mapping[str, str] | Plan | None = None,
+    *,
+    splits_logits: bool = False,
+) -> TensorParts:
+    """Leaves each rank its part of the layers, and lets these communicate.
+
+    Modules and parameters stay the objects they are, under the names they have. All ranks must have
+    the same values to begin with.
+
+    Args:
+        module: Is changed in place; not at all if the plan cannot be carried out.
+        group: The ranks that share the layers.
+        plan: Patterns of names and how to split the layers that fit ("column", "row",
+            "vocabulary", "heads", "replicated"); None to find out.
+        splits_logits: Whether heads leave each rank the logits of its tokens only, for a loss that
+            knows: `vocabulary_cross_entropy`.
+
+    Returns:
+        Which parts of which parameters each rank has.
+
+    Example:
+        >>> parts = parallelize(module, Mesh(tensor=2).group("tensor"))
+        >>> print(parts.plan)
+    """
+    chosen = choose(module, group.size, plan)
+    agree(group, repr(chosen.blocks), "same")
+    splits = _first_names(module, chosen)
+    shared = TensorGroup(group)
+    for name, ranks in splits.items():
+        parameter = module.get_parameter(name)
+        parameter.data = ranks[group.rank].take(parameter.data)
+        parameter.grad = None
+    for block in chosen.blocks:
+        _rebuild(module, block, shared, splits_logits)
+    _leave_fast_paths(module)
+    module.register_forward_pre_hook(_sharing_randomness(group), prepend=True)
+    return TensorParts(module, shared, chosen, splits)
+
+
+def _first_names(module: nn.Module, plan: Plan) -> dict[str, tuple[Split, ...]]:
+    """Each parameter once, by the name that the module has for it."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    found: dict[str, tuple[Split, ...]] = {}
+    for _, name, splits in all_splits(module, plan):
+        found[names[id(module.get_parameter(name))]] = splits
+    return {name: found[name] for name in names.values() if name in found}
+
+
+def _rebuild(module: nn.Module, block: Block, group: TensorGroup, splits_logits: bool) -> None:
+    entry = Entry(group)
+    for layer in block.layers:
+        is_logits = splits_logits and layer.is_alone
+        _rebuild_layer(module.get_submodule(layer.name), layer, group, entry, is_logits)
+    rank, size = group.backend.rank, group.backend.size
+    for adjustment in block.adjustments:
+        owner = module.get_submodule(adjustment.module)
+        setattr(owner, adjustment.attribute, adjustment.cut.length(rank, size))
+    for name in block.partial:
+        _sum_gradients(module.get_parameter(name), group.backend)
+    rows = [layer for layer in block.layers if layer.style is Style.ROW and not layer.is_alone]
+    if rows:
+        _watch_dropout(module.get_submodule(block.name), block, rows[0], group.backend, entry)
+
+
+def _rebuild_layer(
+    part: Any, layer: Layer, group: TensorGroup, entry: Entry, keeps_split: bool
+) -> None:
+    if layer.style is Style.COLUMN:
+        is_joined = layer.is_alone and not keeps_split
+        make_column(part, group, layer.cut, entry, is_joined=is_joined)
+    elif layer.style is Style.ROW:
+        make_row(part, group, layer.cut, entry, is_cut=layer.is_alone)
+    elif layer.style is Style.VOCABULARY:
+        make_vocabulary(part, group, layer.cut)
+    elif isinstance(part, nn.Embedding):
+        make_head_table(part, group, layer.cut)
+    else:
+        make_attention(part, group, layer.cut, entry)
+
+
+def _sum_gradients(parameter: nn.Parameter, group: Backend) -> None:
+    """Each rank's gradient comes from its part of the activations; the sum is the gradient."""
+    if not parameter.requires_grad:
+        return
+
+    def total(gradient: Tensor) -> Tensor:
+        summed: Tensor = group.all_reduce(gradient.clone())
+        return summed
+
+    parameter.register_hook(total)
+
+
+def _watch_dropout(
+    part: nn.Module, block: Block, row: Layer, group: Backend, entry: Entry
+) -> None:
+    """While a block is called in training, what it drops of split activations fits together."""
+    if not may_drop(part):
+        return
+    modes: list[SplitDropout] = []
+
+    def begin(module: nn.Module, _: object) -> None:
+        mode = SplitDropout(group, lambda: entry.is_inside and module.training, row.cut, block.heads)
+        mode.__enter__()
+        modes.append(mode)
+
+    def end(*_: object) -> None:
+        if modes:
+            modes.pop().__exit__(None, None, None)
+
+    part.register_forward_pre_hook(begin)
+    part.register_forward_hook(end, always_call=True)
+
+
+def _leave_fast_paths(module: nn.Module) -> None:
+    """torch's layers have ways of computing that read weights without calling their layers."""
+    for part in module.modules():
+        if isinstance(part, nn.TransformerEncoderLayer):
+            part.activation_relu_or_gelu = 0
+        if isinstance(part, nn.TransformerEncoder):
+            part.use_nested_tensor = False
+
+
+def _sharing_randomness(group: Backend) -> Any:
+    def share(module: nn.Module, _: object) -> None:
+        if module.training and group.size > 1:
+            device = next((p.device for p in module.parameters()), group.device)
+            share_random_state(group, device)
+
+    return share
