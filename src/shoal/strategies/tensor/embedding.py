@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -14,10 +16,17 @@ from shoal.strategies.tensor.group import TensorGroup
 def may_split_rows(embedding: nn.Module) -> bool:
     """Whether looking up some rows is independent of the others."""
     return (
-        type(embedding) is nn.Embedding
+        isinstance(embedding, nn.Embedding)
+        and _looks_up(type(embedding))
         and embedding.max_norm is None
         and not embedding.scale_grad_by_freq
     )
+
+
+def _looks_up(kind: type[nn.Embedding]) -> bool:
+    """Whether it leaves the looking up to `nn.Embedding`, whatever it does with the result."""
+    forward = kind.forward
+    return forward is nn.Embedding.forward or "super" in forward.__code__.co_names
 
 
 class VocabularyEmbedding(nn.Embedding):
@@ -48,8 +57,16 @@ def make_vocabulary(embedding: nn.Embedding, group: TensorGroup, cut: Cut) -> No
     if embedding.padding_idx is not None:
         place = embedding.padding_idx - first
         embedding.padding_idx = place if 0 <= place < stop - first else None
-    embedding.__class__ = VocabularyEmbedding
+    embedding.__class__ = _kind(type(embedding))
     vars(embedding).update(_group=group, _first=first)
+
+
+@functools.cache
+def _kind(base: type[nn.Embedding]) -> type[nn.Embedding]:
+    """A subclass of the user's class for which `super().forward` communicates."""
+    if base is nn.Embedding:
+        return VocabularyEmbedding
+    return type(f"Vocabulary{base.__name__}", (base, VocabularyEmbedding), {})
 
 
 def _check_tokens(embedding: nn.Embedding, size: int) -> None:

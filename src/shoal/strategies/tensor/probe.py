@@ -24,7 +24,8 @@ from shoal.comm.random_state import RandomState
 from shoal.sharding.split import Split
 from shoal.strategies.tensor.linear import sizes_of
 
-_TOLERANCE = 1e-3
+# Relative to the largest number there is: what is zero but for rounding has no size of its own.
+_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
 _SHAPE = (2, 3)
 
 
@@ -57,33 +58,91 @@ def may_split(trial: Trial, num_ranks: int) -> tuple[str, ...] | None:
     Raises:
         TypeError: If the block cannot be called with one tensor.
     """
-    call = _arguments(trial.block, sizes_of(trial.columns[0])[0], _device(trial.block))
     outside = RandomState.capture()
     try:
         with _evaluating(trial.block), torch.enable_grad():
-            return _compare(trial, call, num_ranks)
-    except (Unlike, RuntimeError, ValueError, IndexError, AssertionError, AttributeError):
+            for dtype in _TOLERANCES:  # some modules insist on single precision
+                with contextlib.suppress(RuntimeError, ValueError, IndexError, AttributeError):
+                    return _Comparison(trial, num_ranks, dtype).partial()
+    except (Unlike, AssertionError):
         return None
     finally:
         outside.restore()
+    return None
 
 
-def _compare(trial: Trial, call: dict[str, Any], num_ranks: int) -> tuple[str, ...]:
-    weights = _random_weights(trial.block)
-    whole = _Run(trial, weights, call)
-    outputs = whole.carry_out()
-    signal = [torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape) for out in outputs]
-    expected = whole.gradients(outputs, signal)
-    runs = [_Run(trial, _parts(weights, trial.splits, rank), call, rank) for rank in range(num_ranks)]
-    partial = [run.carry_out_partially() for run in runs]
-    total = torch.stack(partial).sum(0)
-    found = []
-    for run in runs:
-        own = run.carry_out(total)
-        _check_same(own, outputs)
-        found.append(run.gradients(own, signal))
-    return tuple(_judge(name, gradient, found, trial.splits) for name, gradient in expected.items()
-                 if _judge(name, gradient, found, trial.splits))  # fmt: skip
+class _Comparison:
+    """One process against the ranks."""
+
+    def __init__(self, trial: Trial, num_ranks: int, dtype: torch.dtype) -> None:
+        self._trial, self._num_ranks, self._dtype = trial, num_ranks, dtype
+
+    def partial(self) -> tuple[str, ...]:
+        """Parameters with partial gradients; raises `Unlike` where anything else differs."""
+        trial, weights = self._trial, _random_weights(self._trial.block, self._dtype)
+        width, device = sizes_of(trial.columns[0])[0], _device(trial.block)
+        call = _arguments(trial.block, width, device, self._dtype)
+        whole = _Run(trial, weights, call)
+        outputs = whole.carry_out()
+        signal = [_signal(output) for output in outputs]
+        expected = whole.gradients(outputs, signal)
+        runs = [
+            _Run(trial, _parts(weights, trial.splits, rank), call, rank)
+            for rank in range(self._num_ranks)
+        ]
+        total = torch.stack([run.carry_out_partially() for run in runs]).sum(0)
+        found = []
+        for run in runs:
+            own = run.carry_out(total)
+            self._check_same(own, outputs)
+            found.append(run.gradients(own, signal))
+        self._scale = max((_largest(gradient) for gradient in expected.values()), default=0.0)
+        return tuple(
+            name
+            for name, gradient in expected.items()
+            if self._is_partial(name, gradient, [each[name] for each in found])
+        )
+
+    def _check_same(self, found: list[Tensor], expected: list[Tensor]) -> None:
+        if len(found) != len(expected) or not expected:
+            raise Unlike
+        for one, other in zip(found, expected, strict=True):
+            if one.shape != other.shape or not self._is_close(one, other, _largest(other)):
+                raise Unlike
+
+    def _is_partial(
+        self, name: str, expected: Tensor | None, found: Sequence[Tensor | None]
+    ) -> bool:
+        known = [gradient for gradient in found if gradient is not None]
+        if expected is None and not known:
+            return False
+        if expected is None or len(known) < len(found):
+            raise Unlike
+        if name in self._trial.splits:
+            wanted = [split.take(expected) for split in self._trial.splits[name]]
+        else:
+            wanted = [expected] * len(known)
+        if all(self._is_close(*pair, self._scale) for pair in zip(known, wanted, strict=True)):
+            return False
+        is_sum = name not in self._trial.splits and self._is_close(
+            torch.stack(known).sum(0), expected, self._scale
+        )
+        if not is_sum:
+            raise Unlike
+        return True
+
+    def _is_close(self, one: Tensor, other: Tensor, scale: float) -> bool:
+        return torch.allclose(one, other, rtol=0, atol=_TOLERANCES[self._dtype] * scale)
+
+
+def _largest(tensor: Tensor | None) -> float:
+    return float(tensor.detach().abs().max()) if tensor is not None and tensor.numel() else 0.0
+
+
+def _signal(output: Tensor) -> Tensor:
+    """What to weigh the elements of a result with, so that all gradients are tried at once."""
+    steps = torch.linspace(-1, 2, output.numel(), dtype=output.dtype, device=output.device)
+    return steps.view(output.shape)
 
 
 class _Run:
@@ -163,51 +222,13 @@ def _numbers(
             setattr(module, name, value)
 
 
-def _check_same(found: list[Tensor], expected: list[Tensor]) -> None:
-    if len(found) != len(expected) or not expected:
-        raise Unlike
-    for one, other in zip(found, expected, strict=True):
-        if one.shape != other.shape or not _is_close(one, other):
-            raise Unlike
-
-
-def _judge(
-    name: str,
-    expected: Tensor | None,
-    found: list[dict[str, Tensor | None]],
-    splits: Mapping[str, Sequence[Split]],
-) -> str:
-    """The name of a parameter whose gradients are partial; empty if they are whole."""
-    gradients = [each[name] for each in found]
-    if expected is None or any(gradient is None for gradient in gradients):
-        if expected is None and all(gradient is None for gradient in gradients):
-            return ""
-        raise Unlike
-    known = [gradient for gradient in gradients if gradient is not None]
-    if name in splits:
-        wanted = [split.take(expected) for split in splits[name]]
-        if not all(map(_is_close, known, wanted)):
-            raise Unlike
-        return ""
-    if all(_is_close(gradient, expected) for gradient in known):
-        return ""
-    if _is_close(torch.stack(known).sum(0), expected):
-        return name
-    raise Unlike
-
-
-def _is_close(one: Tensor, other: Tensor) -> bool:
-    largest = float(other.detach().abs().max()) if other.numel() else 0.0
-    return torch.allclose(one, other, rtol=0, atol=_TOLERANCE * max(largest, 1e-6))
-
-
-def _random_weights(block: nn.Module) -> dict[str, Tensor]:
+def _random_weights(block: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """Not the module's own: what begins as zero would look as if anything may be done to it."""
     generator = torch.Generator().manual_seed(0)
     weights = {}
     for name, parameter in block.named_parameters():
-        values = torch.randn(parameter.shape, generator=generator) / max(parameter.shape[-1:] or [1]) ** 0.5
-        values = values + 0.5 if parameter.dim() < 2 else values
+        values = torch.randn(parameter.shape, generator=generator, dtype=dtype)
+        values = values / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else values + 0.5
         weights[name] = values.to(parameter.device).requires_grad_()
     return weights
 
@@ -240,18 +261,21 @@ def _is_hugging_face(block: nn.Module) -> bool:
     return type(block).__module__.startswith("transformers.")
 
 
-def _arguments(block: nn.Module, width: int, device: torch.device) -> dict[str, Any]:
+def _arguments(
+    block: nn.Module, width: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
     """One tensor for the first parameter of forward, and what Hugging Face's attention wants."""
     known = list(inspect.signature(block.forward).parameters.values())
     if not known:
         raise TypeError("forward takes nothing")
     generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(*_SHAPE, width, generator=generator).to(device)
+    inputs = torch.randn(*_SHAPE, width, generator=generator, dtype=dtype).to(device)
     call: dict[str, Any] = {known[0].name: inputs}
     for parameter in known[1:]:
         if parameter.name == "position_embeddings":
             size = _head_size(block)
-            angles = torch.linspace(0, 1, _SHAPE[1] * size, device=device).view(1, _SHAPE[1], size)
+            angles = torch.linspace(0, 1, _SHAPE[1] * size, dtype=dtype, device=device)
+            angles = angles.view(1, _SHAPE[1], size)
             call[parameter.name] = (angles.cos(), angles.sin())
         elif parameter.name == "attention_mask" or parameter.name == "mask":
             call[parameter.name] = None
