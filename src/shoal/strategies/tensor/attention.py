@@ -37,6 +37,8 @@ class HeadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """See `torch.nn.MultiheadAttention.forward`."""
         self._check(query, attn_mask, is_causal)
+        if self._entry.sequence_dim is not None:
+            self._entry.present(query)
         is_batched = query.dim() == 3
         q, k, v = (self._by_batch(part, is_batched) for part in self._projected(query, key, value))
         if key_padding_mask is not None and not is_batched:
@@ -44,9 +46,14 @@ class HeadAttention(nn.MultiheadAttention):
         mask = self._mask(q, k.shape[1], key_padding_mask, attn_mask)
         k, v, mask = self._extended(k, v, mask)
         weights, mixed = self._attend(q, k, v, mask, need_weights)
-        outputs = self._entry.leave(product(self.out_proj, self._as_given(mixed, is_batched)))
+        # Positions come first, as torch has them: what is dropped later depends on the layout.
+        outputs = self._entry.leave(product(self.out_proj, mixed), 0)
         if self.out_proj.bias is not None:
             outputs = outputs + self.out_proj.bias
+        if not is_batched:
+            outputs = outputs.squeeze(1)
+        elif self.batch_first:
+            outputs = outputs.transpose(0, 1)
         return outputs, self._shown(weights, average_attn_weights, is_batched)
 
     def _check(self, query: Tensor, attn_mask: Tensor | None, is_causal: bool) -> None:
@@ -77,11 +84,6 @@ class HeadAttention(nn.MultiheadAttention):
         """As batch, positions, features."""
         if not is_batched:
             return tensor.unsqueeze(0)
-        return tensor if self.batch_first else tensor.transpose(0, 1)
-
-    def _as_given(self, tensor: Tensor, is_batched: bool) -> Tensor:
-        if not is_batched:
-            return tensor.squeeze(0)
         return tensor if self.batch_first else tensor.transpose(0, 1)
 
     # Masks ---------------------------------------------------------------------------------
@@ -141,11 +143,11 @@ class HeadAttention(nn.MultiheadAttention):
         rate = self.dropout if self.training else 0.0
         if not need_weights and rate == 0:
             mixed = F.scaled_dot_product_attention(q, k, v, mask)
-            return None, mixed.transpose(1, 2).flatten(2)
+            return None, mixed.permute(2, 0, 1, 3).flatten(2)
         weights = attention_weights(q, k, mask)
         if rate:
             weights = drop(weights, 1, self._heads, self._group.backend, rate)
-        return weights if need_weights else None, (weights @ v).transpose(1, 2).flatten(2)
+        return weights if need_weights else None, (weights @ v).permute(2, 0, 1, 3).flatten(2)
 
     def _shown(self, weights: Tensor | None, is_average: bool, is_batched: bool) -> Tensor | None:
         if weights is None:

@@ -9,13 +9,14 @@ module does with them, and costs more communication. Anything else stays whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from torch import nn
 
 from shoal.sharding.split import Split
 from shoal.strategies.tensor.candidates import Candidate, find_candidates
 from shoal.strategies.tensor.cut import Cut
+from shoal.strategies.tensor.hugging_face import certified
 from shoal.strategies.tensor.linear import dim_of, sizes_of
 from shoal.strategies.tensor.plan import Adjustment, Block, Layer, Plan, Style
 from shoal.strategies.tensor.probe import Trial, may_split
@@ -40,6 +41,7 @@ class Draft:
         self._module, self._num_ranks = module, num_ranks
         self.plan = Plan(num_ranks)
         self._claimed: set[str] = set()
+        self._certified = certified(module)
         self._verdicts: dict[str, tuple[Proposal, tuple[str, ...]] | None] = {}
 
     def finish(self) -> Plan:
@@ -55,7 +57,7 @@ class Draft:
                 for candidate in find_candidates(name, part):
                     self._consider(candidate)
         taken = {id(self._module.get_submodule(name)) for name in self._claimed}
-        for block in find_vocabularies(self._module, taken, self._num_ranks):
+        for block in find_vocabularies(self._module, taken, self._certified, self._num_ranks):
             self.plan.blocks.append(block)
         drop_contradictions(self._module, self.plan)
         return self.plan
@@ -110,10 +112,20 @@ class Draft:
                 return None
             if candidate.is_certain:
                 return proposal, ()
-            partial = try_proposal(candidate, block, proposal, self._num_ranks, stand_in)
+            try:
+                partial = try_proposal(candidate, block, proposal, self._num_ranks, stand_in)
+            except TypeError:  # it wants more than one tensor
+                partial = between(block, candidate) if self._is_certified(candidate) else None
             if partial is not None:
                 return proposal, partial
         return None
+
+    def _is_certified(self, candidate: Candidate) -> bool:
+        styles = {path: Style.COLUMN for path in candidate.columns} | {candidate.row: Style.ROW}
+        return all(
+            self._certified.get(join_names(candidate.block, path)) is style
+            for path, style in styles.items()
+        )
 
     def _add_alone(self, candidate: Candidate, block: nn.Module) -> None:
         """See [Note: never wrong]."""
@@ -156,12 +168,11 @@ def try_proposal(
     proposal: Proposal,
     num_ranks: int,
     stand_in: nn.Module | None = None,
-    *,
-    must_run: bool = False,
 ) -> tuple[str, ...] | None:
     """Parameters of the block with partial gradients, or None if it may not be split this way.
 
-    ``must_run``: raises `TypeError` where the block cannot be tried.
+    Raises:
+        TypeError: If the block cannot be called with one tensor, so that nothing is known.
     """
     layers = make_block(candidate, proposal, ()).layers
     prefix = f"{candidate.block}." if candidate.block else ""
@@ -182,12 +193,15 @@ def try_proposal(
         splits,
         [(m, name, [cut.length(r, num_ranks) for r in range(num_ranks)]) for m, name, cut in numbers],
     )
-    try:
-        return may_split(trial, num_ranks)
-    except TypeError:
-        if must_run:
-            raise
-        return None
+    return may_split(trial, num_ranks)
+
+
+def between(block: nn.Module, candidate: Candidate) -> tuple[str, ...]:
+    """All parameters of a block but those of its columns and its row."""
+    layers = (*candidate.columns, candidate.row)
+    return tuple(
+        name for name, _ in block.named_parameters() if name.rpartition(".")[0] not in layers
+    )
 
 
 def make_block(candidate: Candidate, proposal: Proposal, partial: tuple[str, ...]) -> Block:

@@ -41,13 +41,24 @@ class TensorGroup:
 
 
 class Entry:
-    """The way into a region; see [Note: regions]."""
+    """The way into a region and out of it; see [Note: regions].
 
-    def __init__(self, group: TensorGroup, sequence_dim: int | None = None) -> None:
-        """``sequence_dim``: along which each rank has a part of the input, if it has."""
-        self._group, self._sequence_dim = group, sequence_dim
-        self._seen: tuple[Tensor, bool] | None = None
-        self._handed: Tensor | None = None
+    In a sequence-parallel stack (see `sequence`) what goes in is gathered along the positions, and
+    what comes out is scattered again.
+    """
+
+    def __init__(
+        self, group: TensorGroup, sequence_dim: int | None = None, *, gathers_all: bool = False
+    ) -> None:
+        """Where there is a ``sequence_dim``, a block's main input is `present`-ed first.
+
+        Args:
+            group: The ranks.
+            sequence_dim: Along which each rank has a part of the main input, if it has.
+            gathers_all: Whether everything that goes in is divided like that.
+        """
+        self._group, self.sequence_dim, self._gathers_all = group, sequence_dim, gathers_all
+        self._handed: list[tuple[Tensor, bool, Tensor]] = []
         self.is_inside = False
         """Whether activations are split right now."""
 
@@ -56,26 +67,34 @@ class Entry:
         self._group.check()
         self.is_inside = True
         has_graph = torch.is_grad_enabled()
-        if self._seen is None or self._seen[0] is not tensor or self._seen[1] != has_graph:
-            self._seen, self._handed = (tensor, has_graph), self._hand_in(tensor)
-        assert self._handed is not None
-        return self._handed
+        for seen, had_graph, handed in self._handed:
+            if (seen is tensor or handed is tensor) and had_graph == has_graph:
+                return handed
+        if self._gathers_all and self.sequence_dim is not None:
+            return self.present(tensor)
+        handed = tensor
+        if tensor.requires_grad:
+            handed = collective.copy(tensor, self._group.backend)
+        self._handed.append((tensor, has_graph, handed))
+        return handed
 
-    def _hand_in(self, tensor: Tensor) -> Tensor:
-        backend = self._group.backend
-        if self._sequence_dim is not None:
-            return collective.gather(tensor, backend, self._sequence_dim)
-        return collective.copy(tensor, backend) if tensor.requires_grad else tensor
+    def present(self, tensor: Tensor) -> Tensor:
+        """The whole of the main input, of which each rank has some positions."""
+        assert self.sequence_dim is not None
+        handed = collective.gather(tensor, self._group.backend, self.sequence_dim)
+        self._handed.append((tensor, torch.is_grad_enabled(), handed))
+        return handed
 
     def forget(self) -> None:
         """The region has been left."""
         self.is_inside = False
-        self._seen = self._handed = None
+        self._handed.clear()
 
-    def leave(self, partial: Tensor) -> Tensor:
-        """Sums the ranks' results."""
+    def leave(self, partial: Tensor, dim: int | None = None) -> Tensor:
+        """Sums the ranks' results; ``dim`` counts positions, if it is not the usual one."""
         self.forget()
         backend = self._group.backend
-        if self._sequence_dim is not None:
-            return collective.reduce_scatter(partial, backend, self._sequence_dim)
+        if self.sequence_dim is not None:
+            dim = self.sequence_dim if dim is None else dim
+            return collective.reduce_scatter(partial, backend, dim)
         return collective.reduce(partial, backend)

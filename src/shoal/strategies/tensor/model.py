@@ -45,6 +45,7 @@ class TensorParallelModel(ShardedModel):
         data: int | None = None,
         zero: int = 0,
         plan: Mapping[str, str] | Plan | None = None,
+        sequence_parallel: bool = False,
         split_logits: bool = False,
         **options: Any,
     ) -> None:
@@ -58,6 +59,7 @@ class TensorParallelModel(ShardedModel):
             zero: What is sharded over the data axis: 0 nothing, 1 the optimizer's state, 2 also
                 gradients, 3 also parameters.
             plan: Patterns of names and how to split what fits; by default found automatically.
+            sequence_parallel: Whether ranks share out the positions where layers are not split.
             split_logits: Whether each rank keeps the logits of its tokens, for `cross_entropy`.
             options: See `ShardedModel`.
         """
@@ -68,7 +70,13 @@ class TensorParallelModel(ShardedModel):
         backend = world if isinstance(world, Backend) else (world or current()).backend
         mesh = make_mesh(backend, tensor, data)
         share_values(module, backend, options.get("seed", 0))
-        parts = parallelize(module, mesh.group("tensor"), plan, splits_logits=split_logits)
+        parts = parallelize(
+            module,
+            mesh.group("tensor"),
+            plan,
+            sequence_parallel=sequence_parallel,
+            splits_logits=split_logits,
+        )
         vars(self).update(sharding=LEVELS[zero], parts=parts)
         super().__init__(module, mesh.group("data"), **options)
         self.engine.holders = parts.holders
@@ -77,6 +85,7 @@ class TensorParallelModel(ShardedModel):
             "data": data,
             "zero": zero,
             "plan": plan,
+            "sequence_parallel": sequence_parallel,
             "split_logits": split_logits,
         }
 

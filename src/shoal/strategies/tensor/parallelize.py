@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,6 +18,15 @@ from shoal.strategies.tensor.linear import make_column, make_row
 from shoal.strategies.tensor.parts import TensorParts
 from shoal.strategies.tensor.plan import Block, Layer, Plan, Style
 from shoal.strategies.tensor.randomness import SplitDropout, may_drop, share_random_state
+from shoal.strategies.tensor.sequence import (
+    Rehearsal,
+    Stack,
+    find_stacks,
+    gather_main_input,
+    install,
+    loose_parameters,
+    region_stack,
+)
 from shoal.strategies.tensor.wishes import choose
 
 
@@ -26,6 +35,7 @@ def parallelize(
     group: Backend,
     plan: Mapping[str, str] | Plan | None = None,
     *,
+    sequence_parallel: bool = False,
     splits_logits: bool = False,
 ) -> TensorParts:
     """Leaves each rank its part of the layers, and lets these communicate.
@@ -38,6 +48,8 @@ def parallelize(
         group: The ranks that share the layers.
         plan: Patterns of names and how to split the layers that fit ("column", "row",
             "vocabulary", "heads", "replicated"); None to find out.
+        sequence_parallel: Whether each rank has some positions only where layers are not split;
+            see [Note: stacks].
         splits_logits: Whether heads leave each rank the logits of its tokens only, for a loss that
             knows: `vocabulary_cross_entropy`.
 
@@ -51,14 +63,26 @@ def parallelize(
     chosen = choose(module, group.size, plan)
     agree(group, repr(chosen.blocks), "same")
     splits = _first_names(module, chosen)
+    stacks = find_stacks(module, chosen) if sequence_parallel and group.size > 1 else []
+    if sequence_parallel and group.size > 1 and not stacks:
+        raise ValueError(
+            "sequence_parallel=True needs an nn.ModuleList or nn.Sequential of blocks in each of "
+            "which something is split; the plan has none:\n" + str(chosen)
+        )
+    rehearsal = Rehearsal(module, stacks, chosen)
     shared = TensorGroup(group)
     for name, ranks in splits.items():
         parameter = module.get_parameter(name)
         parameter.data = ranks[group.rank].take(parameter.data)
         parameter.grad = None
     for block in chosen.blocks:
-        _rebuild(module, block, shared, splits_logits)
+        _rebuild(module, block, shared, region_stack(block, stacks), splits_logits)
     _leave_fast_paths(module)
+    rehearsal.check({name: ranks[group.rank] for name, ranks in splits.items()}, group)
+    for parameter in _partial(module, chosen, stacks, splits):
+        _sum_gradients(parameter, group)
+    for stack in stacks:
+        install(module, stack, group)
     module.register_forward_pre_hook(_sharing_randomness(group), prepend=True)
     return TensorParts(module, shared, chosen, splits)
 
@@ -72,8 +96,33 @@ def _first_names(module: nn.Module, plan: Plan) -> dict[str, tuple[Split, ...]]:
     return {name: found[name] for name in names.values() if name in found}
 
 
-def _rebuild(module: nn.Module, block: Block, group: TensorGroup, splits_logits: bool) -> None:
+def _partial(
+    module: nn.Module, plan: Plan, stacks: list[Stack], splits: Mapping[str, object]
+) -> Iterator[nn.Parameter]:
+    """Parameters that every rank has whole, but gets gradients of a part of the activations for."""
+    split = {id(module.get_parameter(name)) for name in splits}
+    found = {id(p): p for stack in stacks for p in loose_parameters(module, stack, split)}
+    for block in plan.blocks:
+        for name in block.partial:
+            parameter = module.get_parameter(name)
+            found[id(parameter)] = parameter
+    yield from found.values()
+
+
+def _rebuild(
+    module: nn.Module,
+    block: Block,
+    group: TensorGroup,
+    stack: Stack | None,
+    splits_logits: bool,
+) -> None:
+    part = module.get_submodule(block.name)
     entry = Entry(group)
+    if stack is not None:
+        is_own = isinstance(part, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
+        entry = Entry(group, stack.dim, gathers_all=is_own)
+        if not is_own and not isinstance(part, nn.MultiheadAttention):
+            gather_main_input(part, entry.present)
     for layer in block.layers:
         is_logits = splits_logits and layer.is_alone
         _rebuild_layer(module.get_submodule(layer.name), layer, group, entry, is_logits)
@@ -81,11 +130,9 @@ def _rebuild(module: nn.Module, block: Block, group: TensorGroup, splits_logits:
     for adjustment in block.adjustments:
         owner = module.get_submodule(adjustment.module)
         setattr(owner, adjustment.attribute, adjustment.cut.length(rank, size))
-    for name in block.partial:
-        _sum_gradients(module.get_parameter(name), group.backend)
     rows = [layer for layer in block.layers if layer.style is Style.ROW and not layer.is_alone]
     if rows:
-        _watch_dropout(module.get_submodule(block.name), block, rows[0], group.backend, entry)
+        _watch_dropout(part, block, rows[0], group.backend, entry)
 
 
 def _rebuild_layer(

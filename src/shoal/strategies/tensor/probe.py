@@ -60,7 +60,7 @@ def may_split(trial: Trial, num_ranks: int) -> tuple[str, ...] | None:
     """
     outside = RandomState.capture()
     try:
-        with _evaluating(trial.block), torch.enable_grad():
+        with evaluating(trial.block), torch.enable_grad():
             for dtype in _TOLERANCES:  # some modules insist on single precision
                 with contextlib.suppress(RuntimeError, ValueError, IndexError, AttributeError):
                     return _Comparison(trial, num_ranks, dtype).partial()
@@ -79,9 +79,9 @@ class _Comparison:
 
     def partial(self) -> tuple[str, ...]:
         """Parameters with partial gradients; raises `Unlike` where anything else differs."""
-        trial, weights = self._trial, _random_weights(self._trial.block, self._dtype)
+        trial, weights = self._trial, random_weights(self._trial.block, self._dtype)
         width, device = sizes_of(trial.columns[0])[0], _device(trial.block)
-        call = _arguments(trial.block, width, device, self._dtype)
+        call = arguments(trial.block, width, device, self._dtype)
         whole = _Run(trial, weights, call)
         outputs = whole.carry_out()
         signal = [_signal(output) for output in outputs]
@@ -222,7 +222,7 @@ def _numbers(
             setattr(module, name, value)
 
 
-def _random_weights(block: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+def random_weights(block: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """Not the module's own: what begins as zero would look as if anything may be done to it."""
     generator = torch.Generator().manual_seed(0)
     weights = {}
@@ -243,7 +243,8 @@ def _parts(
 
 
 @contextlib.contextmanager
-def _evaluating(block: nn.Module) -> Iterator[None]:
+def evaluating(block: nn.Module) -> Iterator[None]:
+    """Inside, nothing is dropped and no statistics are kept."""
     modes = [(module, module.training) for module in block.modules()]
     block.eval()
     try:
@@ -261,21 +262,25 @@ def _is_hugging_face(block: nn.Module) -> bool:
     return type(block).__module__.startswith("transformers.")
 
 
-def _arguments(
-    block: nn.Module, width: int, device: torch.device, dtype: torch.dtype
+def arguments(
+    block: nn.Module,
+    width: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, int] = _SHAPE,
 ) -> dict[str, Any]:
     """One tensor for the first parameter of forward, and what Hugging Face's attention wants."""
     known = list(inspect.signature(block.forward).parameters.values())
     if not known:
         raise TypeError("forward takes nothing")
     generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(*_SHAPE, width, generator=generator, dtype=dtype).to(device)
+    inputs = torch.randn(*shape, width, generator=generator, dtype=dtype).to(device)
     call: dict[str, Any] = {known[0].name: inputs}
     for parameter in known[1:]:
         if parameter.name == "position_embeddings":
             size = _head_size(block)
-            angles = torch.linspace(0, 1, _SHAPE[1] * size, dtype=dtype, device=device)
-            angles = angles.view(1, _SHAPE[1], size)
+            angles = torch.linspace(0, 1, shape[1] * size, dtype=dtype, device=device)
+            angles = angles.view(1, shape[1], size)
             call[parameter.name] = (angles.cos(), angles.sin())
         elif parameter.name == "attention_mask" or parameter.name == "mask":
             call[parameter.name] = None

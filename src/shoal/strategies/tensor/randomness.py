@@ -34,7 +34,10 @@ def whole_mask(like: Tensor, dim: int, cut: Cut, group: Backend, keep: float) ->
     """This rank's part of a mask for a tensor of which it has a part; see [Note: whole masks]."""
     shape = list(like.shape)
     shape[dim] = cut.size
-    mask = torch.empty(shape, dtype=like.dtype, device=like.device).bernoulli_(keep)
+    # Numbers are drawn in the order in which elements lie in memory.
+    order = sorted(range(like.dim()), key=lambda each: -like.stride(each))
+    mask = torch.empty([shape[each] for each in order], dtype=like.dtype, device=like.device)
+    mask = mask.bernoulli_(keep).permute([order.index(each) for each in range(like.dim())])
     runs = cut.runs(group.rank, group.size)
     return torch.cat([mask.narrow(dim, start, stop - start) for start, stop in runs], dim)
 
@@ -114,6 +117,33 @@ class SplitDropout(TorchFunctionMode):
             attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
         weights = attention_weights(query, key, attn_mask, scale)
         return drop(weights, 1, self._heads, self._group, dropout_p) @ value
+
+
+class SequenceDropout(TorchFunctionMode):
+    """Inside, what is dropped of some positions is that part of what all would drop."""
+
+    def __init__(self, group: Backend, is_on: Callable[[], bool], dim: int, cut: Cut) -> None:
+        """``dim``: the one that counts positions, shared out by ``cut``."""
+        super().__init__()
+        self._group, self._is_on, self._dim, self._cut = group, is_on, dim, cut
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Steps in for dropout only."""
+        kwargs = kwargs or {}
+        if func in (F.dropout, torch.dropout) and self._is_on():
+            return self._dropout(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _dropout(
+        self, func: Any, input: Tensor, p: float = 0.5, training: bool = True, *rest: Any, **more: Any
+    ) -> Any:
+        training = more.pop("train", training)
+        own = self._cut.length(self._group.rank, self._group.size)
+        if not training or p == 0 or input.dim() != 3 or input.shape[self._dim] != own:
+            return func(input, p, training, *rest, **more)
+        return drop(input, self._dim, self._cut, self._group, p)
 
 
 def attention_weights(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 
 from torch import nn
 
@@ -14,12 +14,12 @@ from shoal.strategies.tensor.plan import Block, Layer, Style
 
 
 def find_vocabularies(
-    module: nn.Module, taken: Container[int], num_ranks: int
+    module: nn.Module, taken: Container[int], certified: Mapping[str, Style], num_ranks: int
 ) -> Iterator[Block]:
     """Embeddings and heads of one vocabulary.
 
-    An embedding without a head stays whole: many models use its weight itself as the head, without
-    a layer that would know that it is split.
+    An embedding without a head stays whole, unless the model itself says otherwise: many use its
+    weight as the head, without a layer that would know that it is split.
     """
     embeddings = {n: p for n, p in module.named_modules() if isinstance(p, nn.Embedding)}
     sizes = {part.num_embeddings for part in embeddings.values()}
@@ -36,10 +36,11 @@ def find_vocabularies(
             if sizes_of(head)[1] == size
             and (id(head.weight) in tied or name.rpartition(".")[2] in OUTPUTS)
         }
-        if not own or size < num_ranks:
+        if size < num_ranks:
             continue
         for name, part in embeddings.items():
-            if part.num_embeddings == size and may_split_rows(part):
+            is_known = bool(own) or certified.get(name) is Style.VOCABULARY
+            if is_known and part.num_embeddings == size and may_split_rows(part):
                 yield _alone(name, Style.VOCABULARY, size)
         for name in own:
             yield _alone(name, Style.COLUMN, size)

@@ -10,6 +10,7 @@ from torch import nn
 from shoal.strategies.tensor.candidates import Candidate
 from shoal.strategies.tensor.cut import Cut
 from shoal.strategies.tensor.drafting import (
+    between,
     draft,
     find_contradiction,
     join_names,
@@ -151,9 +152,9 @@ def _checked(module: nn.Module, candidate: Candidate, num_ranks: int) -> Block:
             f"{num_ranks} ranks"
         )
     try:
-        partial = try_proposal(candidate, block, proposal, num_ranks, must_run=True)
+        partial = try_proposal(candidate, block, proposal, num_ranks)
     except TypeError:  # it wants more than one tensor: whoever made the plan knows
-        return make_block(candidate, proposal, _between(block, candidate))
+        return make_block(candidate, proposal, between(block, candidate))
     if partial is None:
         raise ValueError(
             f"{candidate.block or 'the model'} does not give the same if {names} is split by "
@@ -161,13 +162,6 @@ def _checked(module: nn.Module, candidate: Candidate, num_ranks: int) -> Block:
             "the row out of the plan, and the column's outputs are joined."
         )
     return make_block(candidate, proposal, partial)
-
-
-def _between(block: nn.Module, candidate: Candidate) -> tuple[str, ...]:
-    layers = {path for path in (*candidate.columns, candidate.row)}
-    return tuple(
-        name for name, _ in block.named_parameters() if name.rpartition(".")[0] not in layers
-    )
 
 
 def _alone(module: nn.Module, name: str, style: Style, num_ranks: int) -> Block:
