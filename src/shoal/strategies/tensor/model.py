@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from shoal.comm import Backend, Mesh, World
 from shoal.comm.world import current
@@ -100,16 +101,19 @@ class TensorParallelModel(ShardedModel):
         return self.parts.group
 
     def cross_entropy(self, logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
-        """The mean cross entropy, for ``split_logits=True``; a ``loss_fn`` for `train_step`.
+        """The mean cross entropy, also of split logits; a ``loss_fn`` for `train_step`.
 
         Args:
             logits: What the model returns, classes in the last dimension.
             targets: Classes by number, of the shape of logits without the last dimension.
             ignore_index: Targets of this number do not count.
         """
-        sizes = self.tensor_group.all_gather_object(logits.shape[-1])
+        sizes = [layer.cut.size for layer in self.plan.layers if layer.gives_logits]
+        if not self.options["split_logits"] or not sizes:
+            flat = logits.reshape(-1, logits.shape[-1])
+            return F.cross_entropy(flat, targets.reshape(-1), ignore_index=ignore_index)
         return vocabulary_cross_entropy(
-            logits, targets, self.tensor_group, sum(sizes), ignore_index
+            logits, targets, self.tensor_group, sizes[-1], ignore_index
         )
 
     @contextmanager

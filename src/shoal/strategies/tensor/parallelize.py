@@ -124,8 +124,8 @@ def _rebuild(
         if not is_own and not isinstance(part, nn.MultiheadAttention):
             gather_main_input(part, entry.present)
     for layer in block.layers:
-        is_logits = splits_logits and layer.is_alone
-        _rebuild_layer(module.get_submodule(layer.name), layer, group, entry, is_logits)
+        keeps_split = splits_logits and layer.gives_logits
+        _rebuild_layer(module.get_submodule(layer.name), layer, group, entry, keeps_split)
     rank, size = group.backend.rank, group.backend.size
     for adjustment in block.adjustments:
         owner = module.get_submodule(adjustment.module)

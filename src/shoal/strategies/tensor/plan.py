@@ -42,6 +42,7 @@ class Layer:
         is_alone: No partner takes its part, or hands it one: outputs of columns are joined,
             inputs of rows are cut.
         block: The module that it and its partners are in; they share what they receive.
+        gives_logits: Whether it gives a number for each token of a vocabulary.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Layer:
     cut: Cut
     is_alone: bool = False
     block: str = ""
+    gives_logits: bool = False
 
 
 @dataclass(frozen=True)

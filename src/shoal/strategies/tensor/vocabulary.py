@@ -47,4 +47,5 @@ def find_vocabularies(
 
 
 def _alone(name: str, style: Style, size: int) -> Block:
-    return Block(name, (Layer(name, style, Cut.of(size), is_alone=True, block=name),))
+    gives_logits = style is Style.COLUMN
+    return Block(name, (Layer(name, style, Cut.of(size), True, name, gives_logits),))
