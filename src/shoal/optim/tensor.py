@@ -7,13 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import ShoalError
 from shoal.optim.kinds import Kind
 from shoal.optim.optimizer import ShardedOptimizer
-from shoal.optim.segments import Segment
 from shoal.optim.state import State, is_per_element
 from shoal.strategies.tensor import TensorParallelModel, TensorParts
 
@@ -61,8 +60,9 @@ class TensorParallelOptimizer(ShardedOptimizer):
                 "element or parameter by parameter. If this one does, say so with "
                 'kind="element-wise" or "per-parameter".'
             )
-        if self.kind is Kind.PER_PARAMETER and self.model.sharding.optimizer:
-            uneven = [name for name in split if not self._parts.is_even(name)]
+        if self.kind is Kind.PER_PARAMETER and split and self.model.sharding.optimizer:
+            # The memory of one such parameter decides who steps the others of its group.
+            uneven = [name for name in self._parts.splits if not self._parts.is_even(name)]
             if uneven and self.model.data_group.size > 1:
                 raise ShoalError(
                     f"{type(self.optimizer).__name__} looks at whole parameters, and {uneven[0]} is "
@@ -89,27 +89,30 @@ class TensorParallelOptimizer(ShardedOptimizer):
 
     @contextmanager
     def _whole_segments(self) -> Iterator[None]:
-        parts = {}
-        for segment in (segment for own in self._segments for segment in own):
-            name = self._name_of_segment(segment)
-            if name is not None:
-                parts[name] = (segment.parameter, segment.parameter.data)
-                gradient = segment.parameter.grad
-                segment.parameter.grad = None
-                segment.parameter.data = self._parts.join(name, segment.parameter.data)
-                if gradient is not None:
-                    segment.parameter.grad = self._parts.join(name, gradient)
+        own = {}
+        for name, parameter in self._split_segments():
+            own[name] = (parameter, parameter.data)
+            gradient, parameter.grad = parameter.grad, None
+            parameter.data = self._parts.join(name, parameter.data)
+            if gradient is not None:
+                parameter.grad = self._parts.join(name, gradient)
         try:
             yield
         finally:
-            for name, (parameter, own) in parts.items():
-                own.copy_(self._parts.take(name, parameter.data))
+            for name, (parameter, part) in own.items():
+                part.copy_(self._parts.take(name, parameter.data))
                 parameter.grad = None
-                parameter.data = own
+                parameter.data = part
 
-    def _name_of_segment(self, segment: Segment) -> str | None:
-        (place,) = segment.places
-        return self._split_name(segment.group.parameters[place])
+    def _split_segments(self) -> list[tuple[str, nn.Parameter]]:
+        """In the order of the model, because parts of other sizes are in memory in another one."""
+        found = {}
+        for segment in (segment for own in self._segments for segment in own):
+            (place,) = segment.places
+            name = self._split_name(segment.group.parameters[place])
+            if name is not None:
+                found[name] = segment.parameter
+        return [(name, found[name]) for name in self._parts.splits if name in found]
 
     # State --------------------------------------------------------------------------------
 
@@ -124,9 +127,7 @@ class TensorParallelOptimizer(ShardedOptimizer):
 
     def _joined(self, state: State, name: str, parameter: Tensor) -> State:
         return {
-            key: self._parts.join(name, value)
-            if is_per_element(key, value, parameter)
-            else value
+            key: self._parts.join(name, value) if is_per_element(key, value, parameter) else value
             for key, value in state.items()
         }
 
@@ -155,5 +156,3 @@ def _part(state: State, name: str, parts: TensorParts) -> State:
 
 def _is_whole(key: str, value: Any, shape: torch.Size) -> bool:
     return is_per_element(key, value, torch.empty(shape, device="meta"))
-
-

@@ -49,8 +49,8 @@ class ShardedModel(nn.Module):
 
     strategy: ClassVar[str]
     sharding: Sharding
-    has_meetings: ClassVar[bool] = False
-    """Whether ranks wait for each other in the middle of a pass, for more than parameters."""
+    is_part: bool = False
+    """Whether these ranks hold a part of the model only, and wait for others in every pass."""
 
     def __init__(
         self,
@@ -93,7 +93,8 @@ class ShardedModel(nn.Module):
             group_bytes,
             parse_precision(mixed_precision),
             resident_below,
-            has_meetings=sync_batchnorm or self.has_meetings,
+            has_meetings=sync_batchnorm or self.is_part,
+            hides_gradients=self.is_part,
         )
         ranks = divide(backend, replica, is_sharded=self.sharding.parameters)
         self.engine = Engine(module, ranks, self.sharding, settings)

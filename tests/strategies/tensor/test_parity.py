@@ -20,11 +20,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
 ]
 
-_FAST = {
-    ("gpt", 2), ("gpt", 3), ("gpt", 4), ("untied", 3), ("encoder", 2), ("encoder", 4),
-    ("translator", 3), ("resnet", 2), ("adapter", 2), ("twice", 3), ("llama", 2), ("llama", 4),
-    ("gpt2", 2), ("t5", 3), ("bert", 2), ("gemma2", 2), ("qwen3", 4), ("vit", 3),
+# Of the others, only a few steps run with the usual tests.
+_LONG = {("gpt", 2), ("gpt", 3), ("gpt", 4), ("llama", 2)}
+_SHORT = {
+    ("untied", 3), ("encoder", 2), ("translator", 3), ("resnet", 2), ("adapter", 2), ("twice", 3),
+    ("llama", 4), ("gpt2", 2), ("t5", 3), ("bert", 2), ("gemma2", 2), ("qwen3", 4), ("vit", 3),
 }  # fmt: skip
+_FEW = 4
 
 
 def _marks(task: str, is_fast: bool, backend: str = "memory") -> list[pytest.MarkDecorator]:
@@ -38,15 +40,22 @@ def cases() -> Iterator[object]:
     for task in TASKS:
         for ranks in (1, 2, 3, 4):
             case = Case(task, ranks)
-            yield pytest.param(case, id=str(case), marks=_marks(task, (task, ranks) in _FAST))
+            yield pytest.param(case, id=str(case), marks=_marks(task, (task, ranks) in _LONG))
+    for task, ranks in sorted(_SHORT):
+        case = Case(task, ranks, steps=_FEW)
+        yield pytest.param(case, id=f"{case}-few", marks=_marks(task, True))
     for task in ("gpt", "encoder", "llama"):
         for zero in range(4):
             case = Case(task, 4, {"tensor": 2, "zero": zero})
-            yield pytest.param(case, id=str(case), marks=_marks(task, task == "gpt"))
+            yield pytest.param(case, id=str(case), marks=_marks(task, False))
+            if task == "gpt":
+                case = Case(task, 4, {"tensor": 2, "zero": zero}, steps=_FEW)
+                yield pytest.param(case, id=f"{case}-few")
     for task in ("encoder", "llama", "qwen3", "gpt2", "t5", "vit"):
         for ranks in (2, 3):
-            case = Case(task, ranks, {"sequence_parallel": True})
             is_fast = (task, ranks) in {("encoder", 3), ("llama", 2)}
+            steps = _FEW if is_fast else 20
+            case = Case(task, ranks, {"sequence_parallel": True}, steps)
             yield pytest.param(case, id=str(case), marks=_marks(task, is_fast))
 
 
@@ -63,7 +72,7 @@ def over_processes() -> Iterator[object]:
         ("mpi", "gpt", 4, 2, 3),
     }  # fmt: skip
     for backend, task, ranks, tensor, zero in sorted(fast | more):
-        case = Case(task, ranks, {"tensor": tensor, "zero": zero}, steps=6)
+        case = Case(task, ranks, {"tensor": tensor, "zero": zero}, steps=_FEW)
         is_fast = (backend, task, ranks, tensor, zero) in fast
         marks = _marks(task, is_fast, backend)
         yield pytest.param(backend, case, id=f"{backend}-{case}", marks=marks)

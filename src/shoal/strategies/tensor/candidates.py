@@ -75,9 +75,7 @@ def _fits(column: nn.Module, row: nn.Module) -> bool:
     return sizes_of(column)[1] == sizes_of(row)[0]
 
 
-def _named(
-    name: str, module: nn.Module, pattern: Pattern, may_attend: bool
-) -> Iterator[Candidate]:
+def _named(name: str, module: nn.Module, pattern: Pattern, may_attend: bool) -> Iterator[Candidate]:
     columns, rows = pattern
     if not all(_is_linear_at(module, column) for column in columns):
         return

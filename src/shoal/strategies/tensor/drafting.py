@@ -121,7 +121,7 @@ class Draft:
         return None
 
     def _is_certified(self, candidate: Candidate) -> bool:
-        styles = {path: Style.COLUMN for path in candidate.columns} | {candidate.row: Style.ROW}
+        styles = dict.fromkeys(candidate.columns, Style.COLUMN) | {candidate.row: Style.ROW}
         return all(
             self._certified.get(join_names(candidate.block, path)) is style
             for path, style in styles.items()
@@ -191,7 +191,10 @@ def try_proposal(
         [block.get_submodule(path) for path in candidate.columns],
         block.get_submodule(candidate.row),
         splits,
-        [(m, name, [cut.length(r, num_ranks) for r in range(num_ranks)]) for m, name, cut in numbers],
+        [
+            (m, name, [cut.length(r, num_ranks) for r in range(num_ranks)])
+            for m, name, cut in numbers
+        ],
     )
     return may_split(trial, num_ranks)
 

@@ -100,9 +100,7 @@ def make_column(
     vars(layer).update(_entry=entry, _group=group, _is_joined=is_joined)
 
 
-def make_row(
-    layer: nn.Module, group: TensorGroup, cut: Cut, entry: Entry, *, is_cut: bool
-) -> None:
+def make_row(layer: nn.Module, group: TensorGroup, cut: Cut, entry: Entry, *, is_cut: bool) -> None:
     """Turns a layer, whose weight is split already, into a row-parallel one."""
     length = cut.length(group.backend.rank, group.backend.size)
     setattr(layer, "nx" if hasattr(layer, "nx") else "in_features", length)

@@ -34,7 +34,6 @@ class TensorParallelModel(ShardedModel):
     """
 
     strategy = "tensor"
-    has_meetings = True
     parts: TensorParts
 
     def __init__(
@@ -78,7 +77,7 @@ class TensorParallelModel(ShardedModel):
             sequence_parallel=sequence_parallel,
             splits_logits=split_logits,
         )
-        vars(self).update(sharding=LEVELS[zero], parts=parts)
+        vars(self).update(sharding=LEVELS[zero], parts=parts, is_part=parts.group.size > 1)
         super().__init__(module, mesh.group("data"), **options)
         self.engine.holders = parts.holders
         self.options |= {
@@ -112,9 +111,7 @@ class TensorParallelModel(ShardedModel):
         if not self.options["split_logits"] or not sizes:
             flat = logits.reshape(-1, logits.shape[-1])
             return F.cross_entropy(flat, targets.reshape(-1), ignore_index=ignore_index)
-        return vocabulary_cross_entropy(
-            logits, targets, self.tensor_group, sizes[-1], ignore_index
-        )
+        return vocabulary_cross_entropy(logits, targets, self.tensor_group, sizes[-1], ignore_index)
 
     @contextmanager
     def whole_parameters(self, *, keep_changes: bool) -> Iterator[None]:

@@ -163,16 +163,16 @@ def _sum_gradients(parameter: nn.Parameter, group: Backend) -> None:
     parameter.register_hook(total)
 
 
-def _watch_dropout(
-    part: nn.Module, block: Block, row: Layer, group: Backend, entry: Entry
-) -> None:
+def _watch_dropout(part: nn.Module, block: Block, row: Layer, group: Backend, entry: Entry) -> None:
     """While a block is called in training, what it drops of split activations fits together."""
     if not may_drop(part):
         return
     modes: list[SplitDropout] = []
 
     def begin(module: nn.Module, _: object) -> None:
-        mode = SplitDropout(group, lambda: entry.is_inside and module.training, row.cut, block.heads)
+        mode = SplitDropout(
+            group, lambda: entry.is_inside and module.training, row.cut, block.heads
+        )
         mode.__enter__()
         modes.append(mode)
 
@@ -185,7 +185,7 @@ def _watch_dropout(
 
 
 def _leave_fast_paths(module: nn.Module) -> None:
-    """torch's layers have ways of computing that read weights without calling their layers."""
+    """Torch's layers have ways of computing that read weights without calling their layers."""
     for part in module.modules():
         if isinstance(part, nn.TransformerEncoderLayer):
             part.activation_relu_or_gelu = 0

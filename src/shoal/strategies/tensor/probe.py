@@ -149,7 +149,11 @@ class _Run:
     """The block with some weights, as one process or as one rank would run it."""
 
     def __init__(
-        self, trial: Trial, weights: dict[str, Tensor], call: dict[str, Any], rank: int | None = None
+        self,
+        trial: Trial,
+        weights: dict[str, Tensor],
+        call: dict[str, Any],
+        rank: int | None = None,
     ) -> None:
         self._trial, self._weights, self._call, self._rank = trial, weights, call, rank
 
@@ -187,7 +191,9 @@ class _Run:
         """Of every parameter, with inputs of the region held fixed."""
         value = sum((out * weight).sum() for out, weight in zip(outputs, signal, strict=True))
         found = torch.autograd.grad(
-            value, list(self._weights.values()), allow_unused=True  # type: ignore[arg-type]
+            value,
+            list(self._weights.values()),
+            allow_unused=True,  # type: ignore[arg-type]
         )
         return dict(zip(self._weights, found, strict=True))
 
@@ -284,7 +290,10 @@ def arguments(
             call[parameter.name] = (angles.cos(), angles.sin())
         elif parameter.name == "attention_mask" or parameter.name == "mask":
             call[parameter.name] = None
-        elif parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+        elif (
+            parameter.default is parameter.empty
+            and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        ):
             raise TypeError(f"forward needs {parameter.name}")
     return call
 

@@ -74,7 +74,13 @@ class SplitDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _dropout(
-        self, func: Any, input: Tensor, p: float = 0.5, training: bool = True, *rest: Any, **more: Any
+        self,
+        func: Any,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        *rest: Any,
+        **more: Any,
     ) -> Tensor:
         """As `torch.nn.functional.dropout`; in torch's own, ``train`` is the third argument."""
         training = more.pop("train", training)
@@ -107,7 +113,14 @@ class SplitDropout(TorchFunctionMode):
     ) -> Tensor:
         if dropout_p == 0 or self._heads is None:
             return F.scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
             )
         if enable_gqa:
             times = query.shape[1] // key.shape[1]
@@ -137,7 +150,13 @@ class SequenceDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _dropout(
-        self, func: Any, input: Tensor, p: float = 0.5, training: bool = True, *rest: Any, **more: Any
+        self,
+        func: Any,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        *rest: Any,
+        **more: Any,
     ) -> Any:
         training = more.pop("train", training)
         own = self._cut.length(self._group.rank, self._group.size)

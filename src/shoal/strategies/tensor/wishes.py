@@ -56,7 +56,10 @@ def fulfil(module: nn.Module, num_ranks: int, wishes: Wishes) -> Plan:
         return plan
     found = draft(module, num_ranks)
     for block in found.blocks:
-        if all(styles.get(layer.name) is layer.style or _is_table(module, layer) for layer in block.layers):
+        if all(
+            styles.get(layer.name) is layer.style or _is_table(module, layer)
+            for layer in block.layers
+        ):
             plan.blocks.append(block)
             for layer in block.layers:
                 styles.pop(layer.name, None)
