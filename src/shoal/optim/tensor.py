@@ -21,9 +21,9 @@ class TensorParallelOptimizer(ShardedOptimizer):
     """The partner of `TensorParallelModel`.
 
     What works element by element steps the rank's parts. What looks at whole parameters (Muon,
-    Adafactor) gets those that are split put together for the step: every rank of a tensor group then
-    makes the same step and has the state of the whole. What may couple all parameters (LBFGS) is
-    refused where layers are split.
+    Adafactor) gets those that are split put together for the step: every rank of a tensor group
+    then makes the same step and has the state of the whole. What may couple all parameters (LBFGS)
+    is refused where layers are split.
 
     Example:
         >>> optimizer = TensorParallelOptimizer(torch.optim.AdamW(model.parameters()), model)
@@ -56,8 +56,8 @@ class TensorParallelOptimizer(ShardedOptimizer):
         if self.kind is Kind.GLOBAL and split:
             raise ShoalError(
                 f"{type(self.optimizer).__name__} may couple any of its parameters, and {split[0]} "
-                "and others are split over the tensor group: use an optimizer that works element by "
-                "element or parameter by parameter. If this one does, say so with "
+                "and others are split over the tensor group: use an optimizer that works element "
+                "by element or parameter by parameter. If this one does, say so with "
                 'kind="element-wise" or "per-parameter".'
             )
         if self.kind is Kind.PER_PARAMETER and split and self.model.sharding.optimizer:
@@ -65,9 +65,9 @@ class TensorParallelOptimizer(ShardedOptimizer):
             uneven = [name for name in self._parts.splits if not self._parts.is_even(name)]
             if uneven and self.model.data_group.size > 1:
                 raise ShoalError(
-                    f"{type(self.optimizer).__name__} looks at whole parameters, and {uneven[0]} is "
-                    "split unevenly, so ranks would disagree about who steps it: use zero=0, or as "
-                    "many ranks as divide it"
+                    f"{type(self.optimizer).__name__} looks at whole parameters, and {uneven[0]} "
+                    "is split unevenly, so ranks would disagree about who steps it: use zero=0, or "
+                    "as many ranks as divide it"
                 )
 
     @property

@@ -101,7 +101,7 @@ class ShardedModel(nn.Module):
         self.engine.auto_sync = auto_sync
         if sync_batchnorm:
             synchronize(module, backend)
-        self.options = {
+        self.options: dict[str, Any] = {
             "min_group_bytes": min_group_bytes,
             "auto_sync": auto_sync,
             "sync_batchnorm": sync_batchnorm,

@@ -172,7 +172,7 @@ def test_cross_entropy_of_split_logits(dtype: torch.dtype) -> None:
         torch.testing.assert_close(loss.double(), expected, rtol=0, atol=tolerance)
         part = wanted.tensor_split(3, -1)[group.rank]
         torch.testing.assert_close(own.grad, part, rtol=0, atol=tolerance)
-        with pytest.raises(ValueError, match="of 3 has . of 12 classes"):
+        with pytest.raises(ValueError, match=r"of 3 has . of 12 classes"):
             vocabulary_cross_entropy(own[..., :1], targets, group, 12)
 
     run(check)

@@ -81,7 +81,7 @@ def test_p22_a_part_is_never_taken_for_the_whole() -> None:
                 n: p.shape for n, p in seeded().named_parameters()
             }
         parts = {name: value.clone() for name, value in model.module.state_dict().items()}
-        with pytest.raises(RuntimeError, match="size mismatch for blocks.0.attention.q_proj"):
+        with pytest.raises(RuntimeError, match=r"size mismatch for blocks.0.attention.q_proj"):
             model.load_state_dict(parts)
         for number, parameter in enumerate(seeded().parameters()):
             assert optimizer.state_dict()["state"][number]["exp_avg"].shape == parameter.shape

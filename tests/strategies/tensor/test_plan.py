@@ -221,7 +221,7 @@ def test_wrong_plans_are_refused(plan: dict[str, str], message: str) -> None:
 
 def test_a_pair_that_does_not_work_on_parts_is_refused() -> None:
     module = Pair(lambda x: F.layer_norm(x, x.shape[-1:]))
-    with pytest.raises(ValueError, match="needs all features. Leave the row out"):
+    with pytest.raises(ValueError, match=r"needs all features. Leave the row out"):
         fulfil(module, 2, {"one": "column", "two": "row"})
     with pytest.raises(ValueError, match="6 features between one and two do not divide by the 4"):
         fulfil(Pair(), 4, {"one": "column", "two": "row"})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -66,7 +68,9 @@ class HeadAttention(nn.MultiheadAttention):
     # Projections ---------------------------------------------------------------------------
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        joined_bias: Tensor | None = self.in_proj_bias
+        biases = (None,) * 3 if joined_bias is None else joined_bias.chunk(3)
+        weights: Sequence[Tensor]
         if not self._qkv_same_embed_dim:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         elif query is key and key is value:
@@ -76,7 +80,7 @@ class HeadAttention(nn.MultiheadAttention):
             weights = self.in_proj_weight.chunk(3)
         inputs = (query, key, value)
         return tuple(
-            F.linear(self._entry(input), weight, bias)  # type: ignore[arg-type]
+            F.linear(self._entry(input), weight, bias)
             for input, weight, bias in zip(inputs, weights, biases, strict=True)
         )
 

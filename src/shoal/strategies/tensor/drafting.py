@@ -2,25 +2,24 @@
 
 [Note: never wrong]
 A block is split inside (columns, row, whatever is between them on parts) only if a trial says that
-this changes nothing, or somebody who knows says so. Layers of a block that is known by its names but
-fails are split each on its own: outputs are joined, inputs are cut. That is right whatever the
+this changes nothing, or somebody who knows says so. Layers of a block that is known by its names
+but fails are split each on its own: outputs are joined, inputs are cut. That is right whatever the
 module does with them, and costs more communication. Anything else stays whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.sharding.split import Split
 from shoal.strategies.tensor.candidates import Candidate, find_candidates
 from shoal.strategies.tensor.cut import Cut
 from shoal.strategies.tensor.hugging_face import certified
-from shoal.strategies.tensor.linear import dim_of, sizes_of
+from shoal.strategies.tensor.linear import sizes_of
 from shoal.strategies.tensor.plan import Adjustment, Block, Layer, Plan, Style
 from shoal.strategies.tensor.probe import Trial, may_split
 from shoal.strategies.tensor.proposals import Proposal, propose
+from shoal.strategies.tensor.splits import drop_contradictions, join_names, parameter_splits
 from shoal.strategies.tensor.vocabulary import find_vocabularies
 
 
@@ -152,14 +151,15 @@ class FeedForward(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         """Shares the layer's modules."""
         super().__init__()
-        object.__setattr__(self, "_layer", layer)
+        vars(self).update(_feed=layer._ff_block)  # not a child: its attention is of no interest
         for name, child in layer.named_children():
             if not isinstance(child, nn.MultiheadAttention):
                 self.add_module(name, child)
 
-    def forward(self, x):  # type: ignore[no-untyped-def]
+    def forward(self, x: Tensor) -> Tensor:
         """As the layer does it."""
-        return self._layer._ff_block(x)
+        fed: Tensor = self._feed(x)  # type: ignore[operator]
+        return fed
 
 
 def try_proposal(
@@ -227,86 +227,6 @@ def make_block(candidate: Candidate, proposal: Proposal, partial: tuple[str, ...
     )
 
 
-def parameter_splits(
-    module: nn.Module, layer: Layer, num_ranks: int
-) -> dict[str, tuple[Split, ...]]:
-    """Every rank's part of each of a layer's parameters that are split, by their own names."""
-    if isinstance(module, nn.MultiheadAttention):
-        return _attention_splits(module, num_ranks)
-    weight = module.weight
-    if isinstance(module, nn.Embedding):
-        dim = 0 if layer.style is Style.VOCABULARY else 1
-        return {"weight": layer.cut.splits(weight.shape, dim, num_ranks)}
-    is_column = layer.style is Style.COLUMN
-    splits = {
-        "weight": layer.cut.splits(weight.shape, dim_of(module, outputs=is_column), num_ranks)  # type: ignore[union-attr, arg-type]
-    }
-    if is_column and module.bias is not None:
-        splits["bias"] = layer.cut.splits(module.bias.shape, 0, num_ranks)  # type: ignore[union-attr, arg-type]
-    return splits
-
-
-def _attention_splits(
-    attention: nn.MultiheadAttention, num_ranks: int
-) -> dict[str, tuple[Split, ...]]:
-    width, size = attention.embed_dim, attention.head_dim
-    one, three = Cut.of(width, size), Cut.of(3 * width, size, 3)
-    by_name = {
-        "in_proj_weight": (three, 0),
-        "in_proj_bias": (three, 0),
-        "q_proj_weight": (one, 0),
-        "k_proj_weight": (one, 0),
-        "v_proj_weight": (one, 0),
-        "bias_k": (one, 2),
-        "bias_v": (one, 2),
-        "out_proj.weight": (one, 1),
-    }
-    own = dict(attention.named_parameters())
-    return {
-        name: cut.splits(own[name].shape, dim, num_ranks)
-        for name, (cut, dim) in by_name.items()
-        if name in own
-    }
-
-
-def all_splits(module: nn.Module, plan: Plan) -> Iterator[tuple[Block, str, tuple[Split, ...]]]:
-    """The full name of every parameter that a plan splits, with every rank's part."""
-    for block in plan.blocks:
-        for layer in block.layers:
-            part = module.get_submodule(layer.name)
-            for key, splits in parameter_splits(part, layer, plan.num_ranks).items():
-                yield block, join_names(layer.name, key), splits
-
-
-def drop_contradictions(module: nn.Module, plan: Plan) -> None:
-    """Takes blocks out that share a parameter with modules that need it otherwise."""
-    while (odd := find_contradiction(module, plan)) is not None:
-        block, name = odd
-        plan.blocks.remove(block)
-        plan.notes[block.name] = f"stays whole: {name} is used elsewhere too, in another way"
-
-
-def find_contradiction(module: nn.Module, plan: Plan) -> tuple[Block, str] | None:
-    """A block and its parameter that other modules have too and need otherwise."""
-    places: dict[int, set[tuple[int, str]]] = {}
-    for part in module.modules():
-        for key, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(id(parameter), set()).add((id(part), key))
-    found: dict[int, list[tuple[Block, str, tuple[Split, ...]]]] = {}
-    for block, name, splits in all_splits(module, plan):
-        found.setdefault(id(module.get_parameter(name)), []).append((block, name, splits))
-    for identity, uses in found.items():
-        known = {_place(module, name) for _, name, _ in uses}
-        if places[identity] != known or len({splits for _, _, splits in uses}) > 1:
-            return uses[-1][0], uses[-1][1]
-    return None
-
-
-def _place(module: nn.Module, name: str) -> tuple[int, str]:
-    owner, _, key = name.rpartition(".")
-    return id(module.get_submodule(owner)), key
-
-
 def describe(block: nn.Module) -> str:
     """Everything that decides how a block computes, but for its weights."""
     parts = []
@@ -316,11 +236,6 @@ def describe(block: nn.Module) -> str:
         shapes = [tuple(p.shape) for p in part.parameters(recurse=False)]
         parts.append(f"{name} {type(part).__qualname__} {sorted(numbers.items())} {shapes}")
     return "\n".join(parts)
-
-
-def join_names(block: str, path: str) -> str:
-    """A full name."""
-    return ".".join(part for part in (block, path) if part)
 
 
 def _is_transformer_layer(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,12 +58,13 @@ def make_vocabulary(embedding: nn.Embedding, group: TensorGroup, cut: Cut) -> No
     if embedding.padding_idx is not None:
         place = embedding.padding_idx - first
         embedding.padding_idx = place if 0 <= place < stop - first else None
-    embedding.__class__ = _kind(type(embedding))
+    kind: Any = type(embedding)
+    embedding.__class__ = _kind(kind)
     vars(embedding).update(_group=group, _first=first)
 
 
 @functools.cache
-def _kind(base: type[nn.Embedding]) -> type[nn.Embedding]:
+def _kind(base: Any) -> Any:
     """A subclass of the user's class for which `super().forward` communicates."""
     if base is nn.Embedding:
         return VocabularyEmbedding

@@ -25,7 +25,9 @@ def certified(module: nn.Module) -> dict[str, Style]:
             names = [name for name, _ in part.named_modules()]
             for pattern, text in plan.items():
                 style = _STYLES.get(str(text))
-                for name in names if style is not None else ():
+                if style is None:
+                    continue
+                for name in names:
                     if fnmatchcase(name, pattern):
                         found[f"{prefix}.{name}" if prefix else name] = style
     return found

@@ -37,7 +37,7 @@ def _is_transposed(module: nn.Module) -> bool:
 
 def sizes_of(module: nn.Module) -> tuple[int, int]:
     """Inputs and outputs."""
-    rows, columns = module.weight.shape  # type: ignore[union-attr, misc]
+    rows, columns = module.weight.shape  # type: ignore[misc]
     return (rows, columns) if _is_transposed(module) else (columns, rows)
 
 
@@ -75,7 +75,8 @@ class RowParallel(_Base):
         if self._is_cut:
             input = collective.split(input, self._group.backend, -1)
         outputs = self._entry.leave(product(self, input))
-        return outputs if self.bias is None else outputs + self.bias
+        bias: Tensor | None = self.bias
+        return outputs if bias is None else outputs + bias
 
 
 def product(module: nn.Linear, input: Tensor) -> Tensor:
@@ -86,7 +87,8 @@ def product(module: nn.Linear, input: Tensor) -> Tensor:
 
 
 @functools.cache
-def _kind(way: type, base: type) -> type:
+def _kind(way: Any, base: Any) -> Any:
+    """The communicating class for a class of layers."""
     return type(f"{way.__name__}{base.__name__}", (way, base), {"__module__": way.__module__})
 
 
@@ -96,7 +98,8 @@ def make_column(
     """Turns a layer, whose weight is split already, into a column-parallel one."""
     length = cut.length(group.backend.rank, group.backend.size)
     setattr(layer, "nf" if hasattr(layer, "nf") else "out_features", length)
-    layer.__class__ = _kind(ColumnParallel, type(layer))
+    kind: Any = type(layer)
+    layer.__class__ = _kind(ColumnParallel, kind)
     vars(layer).update(_entry=entry, _group=group, _is_joined=is_joined)
 
 
@@ -104,5 +107,6 @@ def make_row(layer: nn.Module, group: TensorGroup, cut: Cut, entry: Entry, *, is
     """Turns a layer, whose weight is split already, into a row-parallel one."""
     length = cut.length(group.backend.rank, group.backend.size)
     setattr(layer, "nx" if hasattr(layer, "nx") else "in_features", length)
-    layer.__class__ = _kind(RowParallel, type(layer))
+    kind: Any = type(layer)
+    layer.__class__ = _kind(RowParallel, kind)
     vars(layer).update(_entry=entry, _group=group, _is_cut=is_cut)

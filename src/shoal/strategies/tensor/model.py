@@ -80,7 +80,7 @@ class TensorParallelModel(ShardedModel):
         vars(self).update(sharding=LEVELS[zero], parts=parts, is_part=parts.group.size > 1)
         super().__init__(module, mesh.group("data"), **options)
         self.engine.holders = parts.holders
-        self.options |= {
+        chosen: dict[str, Any] = {
             "tensor": tensor,
             "data": data,
             "zero": zero,
@@ -88,6 +88,7 @@ class TensorParallelModel(ShardedModel):
             "sequence_parallel": sequence_parallel,
             "split_logits": split_logits,
         }
+        self.options.update(chosen)
 
     @property
     def plan(self) -> Plan:

@@ -11,13 +11,12 @@ from shoal.comm import Backend
 from shoal.comm.agreement import agree
 from shoal.sharding.split import Split
 from shoal.strategies.tensor.attention import make_attention
-from shoal.strategies.tensor.drafting import all_splits
 from shoal.strategies.tensor.embedding import make_head_table, make_vocabulary
 from shoal.strategies.tensor.group import Entry, TensorGroup
 from shoal.strategies.tensor.linear import make_column, make_row
 from shoal.strategies.tensor.parts import TensorParts
 from shoal.strategies.tensor.plan import Block, Layer, Plan, Style
-from shoal.strategies.tensor.randomness import SplitDropout, may_drop, share_random_state
+from shoal.strategies.tensor.randomness import SplitDropout, during, may_drop, share_random_state
 from shoal.strategies.tensor.sequence import (
     Rehearsal,
     Stack,
@@ -27,6 +26,7 @@ from shoal.strategies.tensor.sequence import (
     loose_parameters,
     region_stack,
 )
+from shoal.strategies.tensor.splits import all_splits
 from shoal.strategies.tensor.wishes import choose
 
 
@@ -167,21 +167,11 @@ def _watch_dropout(part: nn.Module, block: Block, row: Layer, group: Backend, en
     """While a block is called in training, what it drops of split activations fits together."""
     if not may_drop(part):
         return
-    modes: list[SplitDropout] = []
 
-    def begin(module: nn.Module, _: object) -> None:
-        mode = SplitDropout(
-            group, lambda: entry.is_inside and module.training, row.cut, block.heads
-        )
-        mode.__enter__()
-        modes.append(mode)
+    def mode() -> SplitDropout:
+        return SplitDropout(group, lambda: entry.is_inside and part.training, row.cut, block.heads)
 
-    def end(*_: object) -> None:
-        if modes:
-            modes.pop().__exit__(None, None, None)
-
-    part.register_forward_pre_hook(begin)
-    part.register_forward_hook(end, always_call=True)
+    during(part, mode)
 
 
 def _leave_fast_paths(module: nn.Module) -> None:

@@ -103,7 +103,7 @@ class Plan:
 
     def __str__(self) -> str:
         """A table: a line for each layer, equal neighbours of a stack together."""
-        rows = [("layer", "split", "by", "each rank's part")]
+        rows: list[tuple[str, ...]] = [("layer", "split", "by", "each rank's part")]
         rows += _merged(self._row(layer) for layer in self.layers)
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = [

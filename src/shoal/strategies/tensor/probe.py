@@ -27,6 +27,7 @@ from shoal.strategies.tensor.linear import sizes_of
 # Relative to the largest number there is: what is zero but for rounding has no size of its own.
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
 _SHAPE = (2, 3)
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True)
@@ -189,12 +190,9 @@ class _Run:
 
     def gradients(self, outputs: list[Tensor], signal: list[Tensor]) -> dict[str, Tensor | None]:
         """Of every parameter, with inputs of the region held fixed."""
-        value = sum((out * weight).sum() for out, weight in zip(outputs, signal, strict=True))
-        found = torch.autograd.grad(
-            value,
-            list(self._weights.values()),
-            allow_unused=True,  # type: ignore[arg-type]
-        )
+        weighed = [(out * weight).sum() for out, weight in zip(outputs, signal, strict=True)]
+        total = torch.stack(weighed).sum()
+        found = torch.autograd.grad(total, list(self._weights.values()), allow_unused=True)
         return dict(zip(self._weights, found, strict=True))
 
     @contextlib.contextmanager
@@ -288,12 +286,9 @@ def arguments(
             angles = torch.linspace(0, 1, shape[1] * size, dtype=dtype, device=device)
             angles = angles.view(1, shape[1], size)
             call[parameter.name] = (angles.cos(), angles.sin())
-        elif parameter.name == "attention_mask" or parameter.name == "mask":
+        elif parameter.name in ("attention_mask", "mask"):
             call[parameter.name] = None
-        elif (
-            parameter.default is parameter.empty
-            and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-        ):
+        elif parameter.default is parameter.empty and parameter.kind in _NAMED:
             raise TypeError(f"forward needs {parameter.name}")
     return call
 

@@ -35,7 +35,7 @@ def whole_mask(like: Tensor, dim: int, cut: Cut, group: Backend, keep: float) ->
     shape = list(like.shape)
     shape[dim] = cut.size
     # Numbers are drawn in the order in which elements lie in memory.
-    order = sorted(range(like.dim()), key=lambda each: -like.stride(each))
+    order = sorted(range(like.dim()), key=like.stride().__getitem__, reverse=True)
     mask = torch.empty([shape[each] for each in order], dtype=like.dtype, device=like.device)
     mask = mask.bernoulli_(keep).permute([order.index(each) for each in range(like.dim())])
     runs = cut.runs(group.rank, group.size)
@@ -73,21 +73,11 @@ class SplitDropout(TorchFunctionMode):
                 return self._attention(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _dropout(
-        self,
-        func: Any,
-        input: Tensor,
-        p: float = 0.5,
-        training: bool = True,
-        *rest: Any,
-        **more: Any,
-    ) -> Tensor:
-        """As `torch.nn.functional.dropout`; in torch's own, ``train`` is the third argument."""
-        training = more.pop("train", training)
+    def _dropout(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        input, p, training = _dropout_arguments(*args, **kwargs)
         found = self._place(input)
         if not training or p == 0 or found is None:
-            result: Tensor = func(input, p, training, *rest, **more)
-            return result
+            return func(*args, **kwargs)
         return drop(input, *found, self._group, p)
 
     def _place(self, tensor: Tensor) -> tuple[int, Cut] | None:
@@ -132,6 +122,13 @@ class SplitDropout(TorchFunctionMode):
         return drop(weights, 1, self._heads, self._group, dropout_p) @ value
 
 
+def _dropout_arguments(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **more: bool
+) -> tuple[Tensor, float, bool]:
+    """Of `torch.nn.functional.dropout`, and of torch's own, where the third is called ``train``."""
+    return input, p, more.get("train", training)
+
+
 class SequenceDropout(TorchFunctionMode):
     """Inside, what is dropped of some positions is that part of what all would drop."""
 
@@ -149,19 +146,11 @@ class SequenceDropout(TorchFunctionMode):
             return self._dropout(func, *args, **kwargs)
         return func(*args, **kwargs)
 
-    def _dropout(
-        self,
-        func: Any,
-        input: Tensor,
-        p: float = 0.5,
-        training: bool = True,
-        *rest: Any,
-        **more: Any,
-    ) -> Any:
-        training = more.pop("train", training)
+    def _dropout(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        input, p, training = _dropout_arguments(*args, **kwargs)
         own = self._cut.length(self._group.rank, self._group.size)
         if not training or p == 0 or input.dim() != 3 or input.shape[self._dim] != own:
-            return func(input, p, training, *rest, **more)
+            return func(*args, **kwargs)
         return drop(input, self._dim, self._cut, self._group, p)
 
 
@@ -175,6 +164,22 @@ def attention_weights(
     elif mask is not None:
         scores = scores + mask
     return scores.softmax(-1)
+
+
+def during(module: nn.Module, make: Callable[[], TorchFunctionMode]) -> None:
+    """Whenever a module is called, a mode is on."""
+    modes: list[Any] = []
+
+    def begin(*_: object) -> None:
+        modes.append(make())
+        modes[-1].__enter__()
+
+    def end(*_: object) -> None:
+        if modes:
+            modes.pop().__exit__(None, None, None)
+
+    module.register_forward_pre_hook(begin)
+    module.register_forward_hook(end, always_call=True)
 
 
 def may_drop(module: nn.Module) -> bool:

@@ -1,10 +1,11 @@
 """Sequence parallelism: in a stack of blocks, each rank has some positions outside of the regions.
 
 [Note: stacks]
-A stack is a list of blocks that are called one after the other. What goes into the first is cut along
-the positions and what comes out of the last is joined again; in between norms, dropout and residual
-sums work on a part of the positions, so their activations take a part of the memory. Blocks' regions
-gather what goes in and scatter what comes out, which costs as much as the sum it stands for.
+A stack is a list of blocks that are called one after the other. What goes into the first is cut
+along the positions and what comes out of the last is joined again; in between norms, dropout and
+residual sums work on a part of the positions, so their activations take a part of the memory.
+Blocks' regions gather what goes in and scatter what comes out, which costs as much as the sum it
+stands for.
 Parameters outside of the regions get gradients from some positions only, and they are summed.
 """
 
@@ -28,7 +29,7 @@ from shoal.strategies.tensor.drafting import describe
 from shoal.strategies.tensor.linear import sizes_of
 from shoal.strategies.tensor.plan import Block, Plan, Style
 from shoal.strategies.tensor.probe import arguments, evaluating, random_weights
-from shoal.strategies.tensor.randomness import SequenceDropout, may_drop
+from shoal.strategies.tensor.randomness import SequenceDropout, during, may_drop
 
 _TOLERANCE = 1e-3
 
@@ -116,7 +117,7 @@ class Rehearsal:
             if stack.holds(layer.name) and layer.style is Style.COLUMN:
                 return sizes_of(part)[0]
             if stack.holds(layer.name) and isinstance(part, nn.MultiheadAttention):
-                return part.embed_dim
+                return int(part.embed_dim)
         raise AssertionError("a stack without a column")
 
     def check(self, splits: dict[str, Any], group: Backend) -> None:
@@ -157,7 +158,7 @@ def _first(output: Any) -> Tensor:
 
 
 def install(module: nn.Module, stack: Stack, group: Backend) -> None:
-    """Cuts what goes into the stack, joins what comes out, and sums gradients of what is between."""
+    """Cuts what goes into the stack, and joins what comes out."""
     parts = [module.get_submodule(name) for name in stack.names]
     length = _Length(stack.dim, group)
     parts[0].register_forward_pre_hook(length.begin, with_kwargs=True)
@@ -224,21 +225,11 @@ def _replaced(args: Any, kwargs: Any, tensor: Tensor) -> tuple[Any, Any]:
 
 
 def _watch_dropout(part: nn.Module, length: _Length) -> None:
-    modes: list[SequenceDropout] = []
+    def mode() -> SequenceDropout:
+        cut = Cut.of(length.whole)
+        return SequenceDropout(length.group, lambda: part.training, length.dim, cut)
 
-    def begin(module: nn.Module, _: object) -> None:
-        mode = SequenceDropout(
-            length.group, lambda: module.training, length.dim, Cut.of(length.whole)
-        )
-        mode.__enter__()
-        modes.append(mode)
-
-    def end(*_: object) -> None:
-        if modes:
-            modes.pop().__exit__(None, None, None)
-
-    part.register_forward_pre_hook(begin)
-    part.register_forward_hook(end, always_call=True)
+    during(part, mode)
 
 
 def loose_parameters(module: nn.Module, stack: Stack, split: set[int]) -> Iterator[nn.Parameter]:

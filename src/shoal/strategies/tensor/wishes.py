@@ -12,8 +12,6 @@ from shoal.strategies.tensor.cut import Cut
 from shoal.strategies.tensor.drafting import (
     between,
     draft,
-    find_contradiction,
-    join_names,
     make_block,
     try_proposal,
 )
@@ -21,6 +19,7 @@ from shoal.strategies.tensor.embedding import may_split_rows
 from shoal.strategies.tensor.linear import is_linear, sizes_of
 from shoal.strategies.tensor.plan import Block, Layer, Plan, Style, parse_style
 from shoal.strategies.tensor.proposals import Proposal
+from shoal.strategies.tensor.splits import find_contradiction, join_names
 
 Wishes = Mapping[str, str]
 
@@ -40,8 +39,8 @@ def fulfil(module: nn.Module, num_ranks: int, wishes: Wishes) -> Plan:
     """Exactly the layers that are wished for.
 
     A block that would be found by itself is split as that would be. Other columns and rows of one
-    module belong together if their sizes fit; what is between them is tried, if it can be called with
-    one tensor, and trusted to work on parts if it cannot.
+    module belong together if their sizes fit; what is between them is tried, if it can be called
+    with one tensor, and trusted to work on parts if it cannot.
 
     Raises:
         ValueError: If a pattern fits nothing, a style is unknown or does not go with a layer, or
