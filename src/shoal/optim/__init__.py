@@ -30,8 +30,11 @@ PAIRS: dict[str, tuple[type[ShardedModel], type[ShardedOptimizer]]] = {
     "tensor": (TensorParallelModel, TensorParallelOptimizer),
 }
 """Which optimizer goes with which model, by the name of the strategy."""
+DATA_PARALLEL = ("ddp", "zero1", "zero2", "zero3", "fsdp")
+"""Those whose ranks all see other data."""
 
 __all__ = [
+    "DATA_PARALLEL",
     "PAIRS",
     "DDPOptimizer",
     "FSDPOptimizer",

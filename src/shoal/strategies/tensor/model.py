@@ -34,6 +34,7 @@ class TensorParallelModel(ShardedModel):
     """
 
     strategy = "tensor"
+    sharding = LEVELS[0]
     parts: TensorParts
 
     def __init__(
