@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import shoal
 from shoal.errors import PeerError, ShoalError
@@ -218,6 +220,47 @@ def test_a_frozen_part_stays_as_it_is() -> None:
         assert_same(model.state_dict(), expected.state_dict())
 
     run(check)
+
+
+def test_what_is_trained_later_is_right_too() -> None:
+    """Also parameters between split layers, whose gradients are summed."""
+
+    def train_in_two_parts(model: Any, optimizer: Any) -> Any:
+        model.blocks[0].requires_grad_(False)
+        train(model, optimizer, range(2))
+        model.blocks[0].requires_grad_(True)
+        train(model, optimizer, range(2, 4))
+        return model.state_dict()
+
+    def check() -> None:
+        module = seeded()
+        module.blocks[0].requires_grad_(False)
+        found = train_in_two_parts(*wrapped(module=module))
+        plain = seeded()
+        assert_same(found, train_in_two_parts(plain, momentum(plain.parameters())))
+
+    run(check)
+
+
+def test_recomputed_blocks() -> None:
+    def check() -> None:
+        module = seeded()
+        for block in module.blocks:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        model, optimizer = wrapped(module=module)
+        train(model, optimizer, range(2))
+        assert_same(model.state_dict(), one_process(momentum, range(2))[0].state_dict())
+
+    run(check)
+
+
+def test_a_weight_that_is_computed_stays_whole() -> None:
+    def layers() -> int:
+        first = nn.utils.parametrizations.weight_norm(nn.Linear(4, 6))
+        module = nn.Sequential(first, nn.ReLU(), nn.Linear(6, 4))
+        return len(shoal.as_distributed(module, strategy="tensor").plan.layers)
+
+    assert run(layers) == [0] * RANKS
 
 
 def test_predicting_and_evaluation() -> None:

@@ -51,7 +51,7 @@ class HeadAttention(nn.MultiheadAttention):
         # Positions come first, as torch has them: what is dropped later depends on the layout.
         outputs = self._entry.leave(product(self.out_proj, mixed), 0)
         if self.out_proj.bias is not None:
-            outputs = outputs + self.out_proj.bias
+            outputs = outputs + self.out_proj.bias.to(outputs.dtype)  # as autocast would
         if not is_batched:
             outputs = outputs.squeeze(1)
         elif self.batch_first:

@@ -18,6 +18,7 @@ def may_split_rows(embedding: nn.Module) -> bool:
     """Whether looking up some rows is independent of the others."""
     return (
         isinstance(embedding, nn.Embedding)
+        and isinstance(embedding._parameters.get("weight"), nn.Parameter)
         and _looks_up(type(embedding))
         and embedding.max_norm is None
         and not embedding.scale_grad_by_freq

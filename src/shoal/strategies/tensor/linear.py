@@ -26,7 +26,9 @@ else:
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is a plain linear layer: torch's, or Hugging Face's `Conv1D`."""
     forward: Any = type(module).forward
-    return forward is nn.Linear.forward or _is_transposed(module)
+    # Where a weight is computed from others (weight norm), it is no parameter.
+    has_weight = isinstance(module._parameters.get("weight"), nn.Parameter)
+    return has_weight and (forward is nn.Linear.forward or _is_transposed(module))
 
 
 def _is_transposed(module: nn.Module) -> bool:
@@ -76,7 +78,7 @@ class RowParallel(_Base):
             input = collective.split(input, self._group.backend, -1)
         outputs = self._entry.leave(product(self, input))
         bias: Tensor | None = self.bias
-        return outputs if bias is None else outputs + bias
+        return outputs if bias is None else outputs + bias.to(outputs.dtype)  # as autocast would
 
 
 def product(module: nn.Linear, input: Tensor) -> Tensor:

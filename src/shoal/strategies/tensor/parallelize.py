@@ -153,14 +153,16 @@ def _rebuild_layer(
 
 def _sum_gradients(parameter: nn.Parameter, group: Backend) -> None:
     """Each rank's gradient comes from its part of the activations; the sum is the gradient."""
-    if not parameter.requires_grad:
-        return
 
     def total(gradient: Tensor) -> Tensor:
         summed: Tensor = group.all_reduce(gradient.clone())
         return summed
 
+    was_trainable = parameter.requires_grad
+    # The hook can only be hung on what wants gradients, and it may want some later.
+    parameter.requires_grad_(True)
     parameter.register_hook(total)
+    parameter.requires_grad_(was_trainable)
 
 
 def _watch_dropout(part: nn.Module, block: Block, row: Layer, group: Backend, entry: Entry) -> None:
@@ -169,6 +171,7 @@ def _watch_dropout(part: nn.Module, block: Block, row: Layer, group: Backend, en
         return
 
     def mode() -> SplitDropout:
+        entry.forget()  # recomputation may have ended in the middle of the region
         return SplitDropout(group, lambda: entry.is_inside and part.training, row.cut, block.heads)
 
     during(part, mode)

@@ -27,6 +27,7 @@ from shoal.strategies.tensor.linear import sizes_of
 # Relative to the largest number there is: what is zero but for rounding has no size of its own.
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
 _SHAPE = (2, 3)
+_LARGE = 1 << 24
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -62,7 +63,7 @@ def may_split(trial: Trial, num_ranks: int) -> tuple[str, ...] | None:
     outside = RandomState.capture()
     try:
         with evaluating(trial.block), torch.enable_grad():
-            for dtype in _TOLERANCES:  # some modules insist on single precision
+            for dtype in _dtypes(trial.block):
                 with contextlib.suppress(RuntimeError, ValueError, IndexError, AttributeError):
                     return _Comparison(trial, num_ranks, dtype).partial()
     except (Unlike, AssertionError):
@@ -70,6 +71,12 @@ def may_split(trial: Trial, num_ranks: int) -> tuple[str, ...] | None:
     finally:
         outside.restore()
     return None
+
+
+def _dtypes(block: nn.Module) -> list[torch.dtype]:
+    """Some modules insist on single precision, and large ones need not be tried in double."""
+    is_large = sum(parameter.numel() for parameter in block.parameters()) > _LARGE
+    return [torch.float32] if is_large else list(_TOLERANCES)
 
 
 class _Comparison:
