@@ -111,6 +111,46 @@ def test_zeros_do_not_hide_what_is_between() -> None:
     assert set(styles(draft(module, 2)).values()) == {"column alone", "row alone"}
 
 
+class Reader(nn.Module):
+    """Never calls its layers: takes their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 2
+        self.q_proj, self.k_proj, self.v_proj, self.c_proj = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            F.linear(x, layer.weight, layer.bias)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        return F.linear(mixed, self.c_proj.weight, self.c_proj.bias)
+
+
+def test_weights_that_are_read_stay_whole() -> None:
+    plan = draft(Reader(), 2)
+    assert not plan.layers
+    assert "reads its layers' weights" in plan.notes[""]
+    with pytest.raises(ValueError, match="code of Reader reads weights of its layers"):
+        fulfil(Reader(), 2, {"q_proj": "column"})
+
+
+def test_trials_leave_buffers_alone() -> None:
+    class Counting(FeedForward):
+        def __init__(self) -> None:
+            super().__init__(4, 6)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    module = Counting()
+    assert len(draft(module, 2).layers) == 3
+    assert module.calls == 0
+
+
 def test_trials_leave_nothing_behind() -> None:
     module = GPT().train()
     state = {name: value.clone() for name, value in module.state_dict().items()}

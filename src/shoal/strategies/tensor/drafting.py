@@ -19,6 +19,7 @@ from shoal.strategies.tensor.linear import sizes_of
 from shoal.strategies.tensor.plan import Adjustment, Block, Layer, Plan, Style
 from shoal.strategies.tensor.probe import Trial, may_split
 from shoal.strategies.tensor.proposals import Proposal, propose
+from shoal.strategies.tensor.reading import reads_weights
 from shoal.strategies.tensor.splits import drop_contradictions, join_names, parameter_splits
 from shoal.strategies.tensor.vocabulary import find_vocabularies
 
@@ -128,6 +129,9 @@ class Draft:
 
     def _add_alone(self, candidate: Candidate, block: nn.Module) -> None:
         """See [Note: never wrong]."""
+        if any(map(reads_weights, _users(block, candidate))):
+            self.plan.notes[candidate.block] = "stays whole: its code reads its layers' weights"
+            return
         for path in (*candidate.columns, candidate.row):
             name, linear = join_names(candidate.block, path), block.get_submodule(path)
             is_row = path == candidate.row
@@ -225,6 +229,12 @@ def make_block(candidate: Candidate, proposal: Proposal, partial: tuple[str, ...
         tuple(join_names(name, path) for path in partial),
         proposal.heads,
     )
+
+
+def _users(block: nn.Module, candidate: Candidate) -> list[nn.Module]:
+    """The modules whose code has the layers at hand."""
+    paths = [path.rpartition(".")[0] for path in (*candidate.columns, candidate.row)]
+    return [block, *(block.get_submodule(path) for path in dict.fromkeys(paths))]
 
 
 def describe(block: nn.Module) -> str:

@@ -174,7 +174,7 @@ class _Run:
             seen.append((output if bias is None else output - bias).detach())
 
         with self._hooked(look):
-            functional_call(self._trial.block, self._weights, (), self._call)
+            functional_call(self._trial.block, self._tensors(), (), self._call)
         if len(seen) != 1:
             raise Unlike
         return seen[0]
@@ -190,10 +190,15 @@ class _Run:
             return known.detach() + (output - output.detach())
 
         with self._hooked(replace):
-            result = functional_call(self._trial.block, self._weights, (), self._call)
+            result = functional_call(self._trial.block, self._tensors(), (), self._call)
         leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         # Of Hugging Face's results only the first goes on; others are shown on request.
         return leaves[:1] if _is_hugging_face(self._trial.block) else leaves
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Weights, and copies of the buffers: what a run does to them is forgotten."""
+        buffers = {name: buffer.clone() for name, buffer in self._trial.block.named_buffers()}
+        return {**self._weights, **buffers}
 
     def gradients(self, outputs: list[Tensor], signal: list[Tensor]) -> dict[str, Tensor | None]:
         """Of every parameter, with inputs of the region held fixed."""

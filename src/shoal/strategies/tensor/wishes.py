@@ -19,6 +19,7 @@ from shoal.strategies.tensor.embedding import may_split_rows
 from shoal.strategies.tensor.linear import is_linear, sizes_of
 from shoal.strategies.tensor.plan import Block, Layer, Plan, Style, parse_style
 from shoal.strategies.tensor.proposals import Proposal
+from shoal.strategies.tensor.reading import reads_weights
 from shoal.strategies.tensor.splits import find_contradiction, join_names
 
 Wishes = Mapping[str, str]
@@ -170,6 +171,12 @@ def _alone(module: nn.Module, name: str, style: Style, num_ranks: int) -> Block:
     part = module.get_submodule(name)
     if isinstance(part, nn.MultiheadAttention):
         raise ValueError(f"{name} has {part.num_heads} heads, too few for {num_ranks} ranks")
+    parent = module.get_submodule(name.rpartition(".")[0])
+    if reads_weights(parent):
+        raise ValueError(
+            f"{name} cannot be split: the code of {type(parent).__name__} reads weights of its "
+            "layers, and would get a part. Call the layers instead."
+        )
     if isinstance(part, nn.Embedding):
         size = part.num_embeddings
     else:
