@@ -127,6 +127,24 @@ def test_train_verified(first_use):
     assert report.equal, report
 
 
+@pytest.mark.parametrize("options", [{}, {"tensor": 2, "zero": 1}, {"sequence_parallel": True}])
+def test_tensor(options, capsys, first_use):
+    train = load("tensor").train
+    (alone,) = shoal.run(lambda: train(30), 1, "memory", timeout=TIMEOUT_S)
+    ranks = 4 if options.get("tensor") else 2
+    together = shoal.run(lambda: train(30, **options), ranks, "memory", timeout=TIMEOUT_S)
+    for loss, share in together:
+        assert loss == pytest.approx(alone[0], abs=1e-3)
+        assert share < 0.53
+    assert "head    column" in capsys.readouterr().out
+
+
+def test_tensor_launched():
+    text = output_of(SHOAL, "launch", "-n", "2", str(EXAMPLES / "tensor.py"))
+    assert "tensor parallel over 2 ranks: 8 layers split" in text
+    assert "each rank holds 51 % of the parameters" in text
+
+
 def test_tour_shows_every_collective(backend):
     visits = shoal.run(visit, 4, backend, args=((4096,),), timeout=TIMEOUT_S)
     got = {shown.call: shown.got for shown in visits[1].shown}

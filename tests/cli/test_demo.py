@@ -16,7 +16,7 @@ from shoal.cli.gpt import GPT, Shape, batch, text
 from shoal.cli.lesson import learn_alone
 from shoal.comm.bootstrap import store_for_one_host
 from shoal.launch.forkserver import fork_server
-from shoal.optim import PAIRS
+from shoal.optim import DATA_PARALLEL
 
 SMALL = Shape(width=32, num_layers=2, num_heads=2, context=16, batch_size=8)
 
@@ -36,7 +36,7 @@ def test_training_under_every_strategy(processes: None, monkeypatch: pytest.Monk
     assert show_training(console, 4, SMALL)
     lines = console.file.getvalue().splitlines()
     rows = {line.split()[1]: line for line in lines if line.startswith("│")}
-    for strategy in PAIRS:
+    for strategy in DATA_PARALLEL:
         assert "yes, to" in rows[strategy]
         *_, held, by_formula, moved = re.findall(r"\d+\.\d+", rows[strategy])
         assert float(held) == pytest.approx(float(by_formula), rel=0.05, abs=0.02)

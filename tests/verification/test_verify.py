@@ -15,13 +15,13 @@ from shoal.api import as_distributed, run
 from shoal.comm.bootstrap import store_for_one_host
 from shoal.errors import ShoalError
 from shoal.launch.forkserver import fork_server
-from shoal.optim import PAIRS
+from shoal.optim import DATA_PARALLEL
 from shoal.verification import Trial, hold
 from shoal.verification.batches import share, take
 from shoal.verification.judge import Judge, default_tolerance
 from shoal.verification.trainee import Seen
 
-STRATEGIES = list(PAIRS)
+STRATEGIES = DATA_PARALLEL
 
 
 def sgd(parameters):

@@ -16,7 +16,7 @@ from shoal.api import run
 from shoal.cli.gpt import GPT, Shape
 from shoal.cli.lesson import Learned, learn_alone, learn_together
 from shoal.launch.joining import choose_for_cpu
-from shoal.optim import PAIRS
+from shoal.optim import DATA_PARALLEL, PAIRS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,7 +40,7 @@ def show_training(console: Console, num_steps: int, shape: Shape | None = None) 
     )
     with _progress(console) as progress:
         alone = learn_alone(shape, num_steps, _Line(progress, "one process", num_steps))
-        lines = {strategy: _Line(progress, strategy, num_steps) for strategy in PAIRS}
+        lines = {strategy: _Line(progress, strategy, num_steps) for strategy in DATA_PARALLEL}
         lessons = _train(shape, num_steps, backend, lines)
     console.print(_table(alone, lessons))
     console.print(_legend(), style="dim")

@@ -10,10 +10,12 @@ from shoal.optim.optimizer import (
     ZeRO3Optimizer,
 )
 from shoal.optim.scaler import GradScaler
+from shoal.optim.tensor import TensorParallelOptimizer
 from shoal.strategies import (
     DDPModel,
     FSDPModel,
     ShardedModel,
+    TensorParallelModel,
     ZeRO1Model,
     ZeRO2Model,
     ZeRO3Model,
@@ -25,16 +27,21 @@ PAIRS: dict[str, tuple[type[ShardedModel], type[ShardedOptimizer]]] = {
     "zero2": (ZeRO2Model, ZeRO2Optimizer),
     "zero3": (ZeRO3Model, ZeRO3Optimizer),
     "fsdp": (FSDPModel, FSDPOptimizer),
+    "tensor": (TensorParallelModel, TensorParallelOptimizer),
 }
 """Which optimizer goes with which model, by the name of the strategy."""
+DATA_PARALLEL = ("ddp", "zero1", "zero2", "zero3", "fsdp")
+"""Those whose ranks all see other data."""
 
 __all__ = [
+    "DATA_PARALLEL",
     "PAIRS",
     "DDPOptimizer",
     "FSDPOptimizer",
     "GradScaler",
     "Kind",
     "ShardedOptimizer",
+    "TensorParallelOptimizer",
     "ZeRO1Optimizer",
     "ZeRO2Optimizer",
     "ZeRO3Optimizer",

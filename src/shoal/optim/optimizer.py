@@ -62,6 +62,7 @@ class ShardedOptimizer(Optimizer):
             )
         renew_state(optimizer)
         self._originals = [list(group["params"]) for group in optimizer.param_groups]
+        self._check_kind()
         if self.kind is Kind.PER_PARAMETER:
             model.keep_whole([p for group in optimizer.param_groups for p in group["params"]])
         if self.kind is Kind.GLOBAL and model.sharding.optimizer:
@@ -86,6 +87,9 @@ class ShardedOptimizer(Optimizer):
                 f"{type(self).__name__} goes with {self.model_class.__name__}; "
                 f"got a {type(model).__name__}"
             )
+
+    def _check_kind(self) -> None:
+        """Refuses kinds that do not go with how the model is held; all do, in general."""
 
     def _check_parameters(self) -> None:
         for group in self.optimizer.param_groups:
@@ -191,11 +195,15 @@ class ShardedOptimizer(Optimizer):
                 self._hand_out(which, segment)
         try:
             with self._engine.stepping():
-                self.optimizer.step()
+                self._inner_step()
         finally:
             self._hide_gradients()
         self._account()
         return loss
+
+    def _inner_step(self) -> None:
+        """The user's optimizer, on this rank's memory."""
+        self.optimizer.step()
 
     def _account(self) -> None:
         """Says how much memory the state takes, when there is more of it than before."""

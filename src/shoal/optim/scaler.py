@@ -47,7 +47,10 @@ class GradScaler(torch.amp.GradScaler):
             here = torch.zeros((), dtype=torch.float32, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, inv_scale.to(device))
             found = torch.maximum(found, here.to(found.device))
-        return {found.device: self._agreed(found, optimizer.model.engine.backend)}
+        engine = optimizer.model.engine
+        for group in (engine.backend, *engine.holders.axes):
+            found = self._agreed(found, group)
+        return {found.device: found}
 
     def _agreed(self, found: Tensor, backend: Backend) -> Tensor:
         """Whether any rank has found an infinity; also checks that all scale alike."""

@@ -8,5 +8,14 @@ from shoal.strategies.model import (
     ZeRO2Model,
     ZeRO3Model,
 )
+from shoal.strategies.tensor.model import TensorParallelModel
 
-__all__ = ["DDPModel", "FSDPModel", "ShardedModel", "ZeRO1Model", "ZeRO2Model", "ZeRO3Model"]
+__all__ = [
+    "DDPModel",
+    "FSDPModel",
+    "ShardedModel",
+    "TensorParallelModel",
+    "ZeRO1Model",
+    "ZeRO2Model",
+    "ZeRO3Model",
+]

@@ -78,7 +78,8 @@ class Engine:
         pool = BufferPool(self.shards, self.account)
         is_sharded = sharding.gradients and self.shards.size > 1
         self.gradients = [
-            GroupGradients(group, pool, reduce_group, is_sharded) for group in self.groups
+            GroupGradients(group, pool, reduce_group, is_sharded, settings.hides_gradients)
+            for group in self.groups
         ]
         may_wait = not self.gathering.is_needed and not settings.has_meetings
         self._reductions = Reductions(self.gradients, reduce_group, may_wait=may_wait)

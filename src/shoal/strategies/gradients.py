@@ -56,10 +56,27 @@ class BufferPool:
 class GroupGradients:
     """The gradients of one group on one rank."""
 
-    def __init__(self, group: FlatGroup, pool: BufferPool, backend: Backend, is_sharded: bool):
-        """``is_sharded``: only this rank's part outlives the reduction."""
+    def __init__(
+        self,
+        group: FlatGroup,
+        pool: BufferPool,
+        backend: Backend,
+        is_sharded: bool,
+        is_hidden: bool = False,
+    ) -> None:
+        """Nothing has arrived yet.
+
+        Args:
+            group: Whose gradients.
+            pool: For buffers.
+            backend: The ranks to average over.
+            is_sharded: Whether only this rank's part outlives the reduction.
+            is_hidden: Whether parameters are parts themselves, so that nobody may take what they
+                would show for the whole gradient.
+        """
         self.group, self._pool, self._backend = group, pool, backend
         self._is_sharded = is_sharded
+        self._shows_stand_in = is_sharded or is_hidden or group.is_mixed
         self._buffer: Tensor | None = None
         self._whole: Tensor | None = None
         self._views: dict[int, list[Tensor]] = {}
@@ -209,12 +226,11 @@ class GroupGradients:
 
     def show(self) -> None:
         """Lets the parameters show what they have: nothing if nobody used them."""
-        shows_stand_in = self._is_sharded or self.group.is_mixed
-        views = [] if shows_stand_in or self._whole is None else self._all_views()
+        views = [] if self._shows_stand_in or self._whole is None else self._all_views()
         for place, parameter in enumerate(self.group.parameters):
             if place not in self.used and place not in self._collected:
                 parameter.grad = None
-            elif shows_stand_in:
+            elif self._shows_stand_in:
                 parameter.grad = self._stand_in(place)
             else:
                 parameter.grad = views[place]
@@ -249,7 +265,7 @@ class GroupGradients:
         if not self.used and not self._collected:
             self.whole().zero_()
         view.copy_(gradient)
-        shown = self._stand_in(place) if self.group.is_mixed else view
+        shown = self._stand_in(place) if self._shows_stand_in else view
         self.group.parameters[place].grad = shown
         self.used.add(place)
         self._collected.add(place)

@@ -48,7 +48,9 @@ class ShardedModel(nn.Module):
     """
 
     strategy: ClassVar[str]
-    sharding: ClassVar[Sharding]
+    sharding: Sharding
+    is_part: bool = False
+    """Whether these ranks hold a part of the model only, and wait for others in every pass."""
 
     def __init__(
         self,
@@ -91,14 +93,15 @@ class ShardedModel(nn.Module):
             group_bytes,
             parse_precision(mixed_precision),
             resident_below,
-            has_meetings=sync_batchnorm,
+            has_meetings=sync_batchnorm or self.is_part,
+            hides_gradients=self.is_part,
         )
         ranks = divide(backend, replica, is_sharded=self.sharding.parameters)
         self.engine = Engine(module, ranks, self.sharding, settings)
         self.engine.auto_sync = auto_sync
         if sync_batchnorm:
             synchronize(module, backend)
-        self.options = {
+        self.options: dict[str, Any] = {
             "min_group_bytes": min_group_bytes,
             "auto_sync": auto_sync,
             "sync_batchnorm": sync_batchnorm,
@@ -130,6 +133,12 @@ class ShardedModel(nn.Module):
         old.dissolve()
         self.engine = Engine(self.module, old.ranks, self.sharding, old.settings, parameters)
         self.engine.auto_sync = old.auto_sync
+        self.engine.holders = old.holders
+
+    @property
+    def data_group(self) -> Backend:
+        """The ranks that see other data; those beyond it see the same as one of these."""
+        return self.engine.backend
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
@@ -191,7 +200,13 @@ class ShardedModel(nn.Module):
     @contextlib.contextmanager
     def full_parameters(self) -> Iterator[None]:
         """Inside, all parameters are whole on every rank; changes to them are kept."""
-        with self.engine.full_parameters():
+        with self.whole_parameters(keep_changes=True):
+            yield
+
+    @contextlib.contextmanager
+    def whole_parameters(self, *, keep_changes: bool) -> Iterator[None]:
+        """All parameters whole on every rank, whoever holds which part of them."""
+        with self.engine.full_parameters(keep_changes=keep_changes):
             yield
 
     @contextlib.contextmanager
@@ -210,9 +225,17 @@ class ShardedModel(nn.Module):
         """This rank's part of a parameter's averaged gradient, flat; None if it has none."""
         return self.engine.gradient_shard(name)
 
+    def full_gradient(self, name: str) -> Tensor | None:
+        """A parameter's averaged gradient, whole, or None if it has none; every rank calls it."""
+        shard = self.gradient_shard(name)
+        if shard is None:
+            return None
+        joined: Tensor = self.engine.shards.all_gather(shard)
+        return joined.view(self.module.get_parameter(name).shape)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's full state under its own names; every rank calls it."""
-        with self.engine.full_parameters(keep_changes=False):
+        with self.whole_parameters(keep_changes=False):
             state = self.module.state_dict(*args, **kwargs)
             return {
                 name: value.detach().clone() if isinstance(value, Tensor) else value
@@ -228,7 +251,7 @@ class ShardedModel(nn.Module):
 
         Values are copied, also with ``assign``: the memory is the engine's.
         """
-        with self.engine.full_parameters():
+        with self.full_parameters():
             outcome = self.module.load_state_dict(state_dict, strict=strict)
         if not outcome.missing_keys:
             self.engine.mend()
@@ -244,7 +267,7 @@ class ShardedModel(nn.Module):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> ShardedModel:
         """Applies a function to every part of the module, with all parameters whole."""
-        with self.engine.full_parameters():
+        with self.full_parameters():
             self.module.apply(fn)
         return self
 

@@ -18,6 +18,15 @@ class Sharding:
     parameters: bool = False
 
 
+LEVELS = {
+    0: Sharding(),
+    1: Sharding(optimizer=True),
+    2: Sharding(optimizer=True, gradients=True),
+    3: Sharding(optimizer=True, gradients=True, parameters=True),
+}
+"""By the number of ZeRO's stage."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """What users may choose.
@@ -29,9 +38,12 @@ class Settings:
             sharded.
         has_meetings: Whether ranks wait for each other in the middle of a pass, for more than
             parameters, as synchronized BatchNorm does.
+        hides_gradients: Whether parameters are parts of others' already, so that what they show
+            for a gradient must not be taken for the whole.
     """
 
     min_group_bytes: int = MIN_GROUP_BYTES
     compute_dtype: torch.dtype | None = None
     resident_below: int = 0
     has_meetings: bool = False
+    hides_gradients: bool = False

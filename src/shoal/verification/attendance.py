@@ -25,7 +25,8 @@ def attend(trial: Trial) -> Findings:
     world = current()
     wrap = partial(trial.wrap, strategy=trial.strategy, **trial.options)
     member = Member(trial.build, trial.steps, world, wrap)
-    reference = _reference(trial) if world.rank == 0 else None
+    num_shares = member.data_group.size
+    reference = _reference(trial, num_shares) if world.rank == 0 else None
     judge, first_move, ranks_differ = Judge(_tolerance(trial, member)), 0.0, ""
     for step in range(trial.steps):
         before = _copies(reference) if step == 0 else []
@@ -39,13 +40,15 @@ def attend(trial: Trial) -> Findings:
             judge.first = judge.first or difference
         if odd is not None or not is_same:
             break
-    return Findings(judge.tolerance, judge.first, judge.largest, ranks_differ, first_move)
+    return Findings(
+        judge.tolerance, judge.first, judge.largest, ranks_differ, first_move, num_shares
+    )
 
 
-def _reference(trial: Trial) -> WholeBatch:
+def _reference(trial: Trial, num_shares: int) -> WholeBatch:
     narrow = parse_precision(trial.options.get("mixed_precision"))
     if trial.reference == "split":
-        return SplitBatch(trial.build, trial.steps, trial.ranks, compute_dtype=narrow)
+        return SplitBatch(trial.build, trial.steps, num_shares, compute_dtype=narrow)
     return WholeBatch(trial.build, trial.steps, compute_dtype=narrow)
 
 

@@ -40,7 +40,7 @@ class Case:
 
     def split(self) -> SplitBatch:
         """One process that replays the ranks."""
-        return SplitBatch(self.trial.build, self.num_steps, self.trial.ranks)
+        return SplitBatch(self.trial.build, self.num_steps, self.findings.num_shares)
 
     def compare(self, left: WholeBatch, right: WholeBatch) -> Difference | None:
         """The first difference of two single processes."""
@@ -172,9 +172,9 @@ def _rows(case: Case) -> str:
 
 def _uneven(case: Case) -> str:
     rows = count_items(case.whole().parts.batches[case.num_steps - 1][0])
-    if rows % case.trial.ranks == 0:
+    if rows % case.findings.num_shares == 0:
         return ""
-    sizes = split_sizes(rows, case.trial.ranks)
+    sizes = split_sizes(rows, case.findings.num_shares)
     return f" (the parts have {', '.join(map(str, sizes))} rows)"
 
 

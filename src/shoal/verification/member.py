@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.comm import Backend
 from shoal.comm.world import World
 from shoal.verification.batches import share
 from shoal.verification.dice import Dice
@@ -32,13 +33,17 @@ class Member(Trainee):
         with Dice(BUILD_SEED).rolling():
             self.parts = Parts.build(build, num_steps)
         self.parts.model, self.parts.optimizers = wrap(self.parts.model, self.parts.optimizers)
-        self._dice = rank_dice(world.rank)
+        self.data_group: Backend = self.parts.model.data_group  # type: ignore[assignment]
+        """The ranks that get other rows than this one."""
+        self._dice = rank_dice(self.data_group.rank)
         self.fingerprints: dict[tuple[str, str], str] = {}
         """What this rank has of each thing that all ranks must have alike, as a few bytes."""
 
     def compute(self, step: int) -> Tensor:
         """Forward and backward of this rank's rows."""
-        inputs, targets = share(self.parts.batches[step], self._world.rank, self._world.size)
+        inputs, targets = share(
+            self.parts.batches[step], self.data_group.rank, self.data_group.size
+        )
         with self._dice.rolling():
             loss: Tensor = self.parts.model.train_step(inputs, targets, self.parts.loss_fn)  # type: ignore[operator]
         self.fingerprints["loss", ""] = fingerprint(loss)
@@ -47,17 +52,11 @@ class Member(Trainee):
     def gradients(self) -> Iterator[Seen]:
         """Joined from the ranks' parts; where a rank has all of one, that must be alike."""
         for name, parameter in self.parts.model.named_parameters():
-            if type(parameter.grad) is Tensor:  # a plain one, not a stand-in for sharded ones
+            whole = self.parts.model.full_gradient(name)  # type: ignore[operator]
+            # A plain one, neither a stand-in for sharded ones nor a part of one.
+            if type(parameter.grad) is Tensor and parameter.grad.shape == whole.shape:
                 self.fingerprints["gradient", name] = fingerprint(parameter.grad)
-            yield Seen("gradient", name, self._gradient(name, parameter.shape))
-
-    def _gradient(self, name: str, shape: torch.Size) -> Tensor | None:
-        shard = self.parts.model.gradient_shard(name)  # type: ignore[operator]
-        if shard is None:
-            return None
-        joined: Tensor = self._world.all_gather(shard)
-        # Where there are replicas of the model each has a whole gradient, one after the other.
-        return joined[: shape.numel()].view(shape)
+            yield Seen("gradient", name, whole)
 
     def parameters(self) -> Iterator[Seen]:
         """Whole on every rank."""

@@ -57,6 +57,7 @@ class Findings:
         largest: The largest differences seen, by kind.
         ranks_differ: Which ranks differ from each other in what, in words; empty if none do.
         first_move: How far the first step moved any parameter.
+        num_shares: How many parts each global batch was cut into.
     """
 
     tolerance: float
@@ -64,3 +65,4 @@ class Findings:
     largest: dict[str, float]
     ranks_differ: str
     first_move: float
+    num_shares: int

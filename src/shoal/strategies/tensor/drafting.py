@@ -1,0 +1,253 @@
+"""Drawing up a plan: what of a model can be split over so many ranks, and how.
+
+[Note: never wrong]
+A block is split inside (columns, row, whatever is between them on parts) only if a trial says that
+this changes nothing, or somebody who knows says so. Layers of a block that is known by its names
+but fails are split each on its own: outputs are joined, inputs are cut. That is right whatever the
+module does with them, and costs more communication. Anything else stays whole.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from shoal.sharding.split import Split
+from shoal.strategies.tensor.candidates import Candidate, find_candidates
+from shoal.strategies.tensor.cut import Cut
+from shoal.strategies.tensor.hugging_face import certified
+from shoal.strategies.tensor.linear import sizes_of
+from shoal.strategies.tensor.plan import Adjustment, Block, Layer, Plan, Style
+from shoal.strategies.tensor.probe import Trial, may_split
+from shoal.strategies.tensor.proposals import Proposal, propose
+from shoal.strategies.tensor.reading import reads_weights
+from shoal.strategies.tensor.splits import drop_contradictions, join_names, parameter_splits
+from shoal.strategies.tensor.vocabulary import find_vocabularies
+
+
+def draft(module: nn.Module, num_ranks: int) -> Plan:
+    """Finds what can be split; the same on every rank.
+
+    Example:
+        >>> print(draft(nn.TransformerEncoderLayer(64, 4), 2))
+    """
+    return Draft(module, num_ranks).finish()
+
+
+class Draft:
+    """A plan in the making."""
+
+    def __init__(self, module: nn.Module, num_ranks: int) -> None:
+        """Nothing is split yet."""
+        self._module, self._num_ranks = module, num_ranks
+        self.plan = Plan(num_ranks)
+        self._claimed: set[str] = set()
+        self._certified = certified(module)
+        self._verdicts: dict[str, tuple[Proposal, tuple[str, ...]] | None] = {}
+
+    def finish(self) -> Plan:
+        """Everything that is found in the model."""
+        if self._num_ranks == 1:
+            return self.plan
+        for name, part in self._module.named_modules():
+            if isinstance(part, nn.MultiheadAttention):
+                self._add_attention(name, part)
+            elif _is_transformer_layer(part):
+                self._add_feed_forward(name, part)
+            else:
+                for candidate in find_candidates(name, part):
+                    self._consider(candidate)
+        taken = {id(self._module.get_submodule(name)) for name in self._claimed}
+        for block in find_vocabularies(self._module, taken, self._certified, self._num_ranks):
+            self.plan.blocks.append(block)
+        drop_contradictions(self._module, self.plan)
+        return self.plan
+
+    # torch's own -------------------------------------------------------------------------
+
+    def _add_attention(self, name: str, attention: nn.MultiheadAttention) -> None:
+        self._claimed.add(join_names(name, "out_proj"))
+        if type(attention) is not nn.MultiheadAttention:
+            self.plan.notes[name] = "stays whole: it is a class of its own"
+        elif attention.num_heads < self._num_ranks:
+            self.plan.notes[name] = f"stays whole: {attention.num_heads} heads for more ranks"
+        else:
+            heads = Cut.of(attention.num_heads)
+            layer = Layer(name, Style.HEADS, heads, block=name)
+            self.plan.blocks.append(Block(name, (layer,), heads=heads))
+
+    def _add_feed_forward(self, name: str, layer: nn.Module) -> None:
+        candidate = Candidate(name, ("linear1",), "linear2")
+        self._consider(candidate, FeedForward(layer))
+
+    # Candidates --------------------------------------------------------------------------
+
+    def _consider(self, candidate: Candidate, stand_in: nn.Module | None = None) -> None:
+        names = [join_names(candidate.block, path) for path in (*candidate.columns, candidate.row)]
+        if not self._claimed.isdisjoint(names):
+            return
+        block = self._module.get_submodule(candidate.block)
+        verdict = self._verdict(candidate, block, stand_in)
+        if verdict is not None:
+            self.plan.blocks.append(make_block(candidate, *verdict))
+        elif candidate.is_named:
+            self._add_alone(candidate, block)
+        else:
+            return
+        self._claimed.update(names)
+
+    def _verdict(
+        self, candidate: Candidate, block: nn.Module, stand_in: nn.Module | None
+    ) -> tuple[Proposal, tuple[str, ...]] | None:
+        """The first proposal that may be carried out; blocks that look alike are tried once."""
+        key = f"{candidate.columns} {candidate.row} {describe(block)}"
+        if key not in self._verdicts:
+            self._verdicts[key] = self._try(candidate, block, stand_in)
+        return self._verdicts[key]
+
+    def _try(
+        self, candidate: Candidate, block: nn.Module, stand_in: nn.Module | None
+    ) -> tuple[Proposal, tuple[str, ...]] | None:
+        for proposal in propose(candidate, block):
+            if proposal.num_units < self._num_ranks:
+                return None
+            if candidate.is_certain:
+                return proposal, ()
+            try:
+                partial = try_proposal(candidate, block, proposal, self._num_ranks, stand_in)
+            except TypeError:  # it wants more than one tensor
+                partial = between(block, candidate) if self._is_certified(candidate) else None
+            if partial is not None:
+                return proposal, partial
+        return None
+
+    def _is_certified(self, candidate: Candidate) -> bool:
+        styles = dict.fromkeys(candidate.columns, Style.COLUMN) | {candidate.row: Style.ROW}
+        return all(
+            self._certified.get(join_names(candidate.block, path)) is style
+            for path, style in styles.items()
+        )
+
+    def _add_alone(self, candidate: Candidate, block: nn.Module) -> None:
+        """See [Note: never wrong]."""
+        if any(map(reads_weights, _users(block, candidate))):
+            self.plan.notes[candidate.block] = "stays whole: its code reads its layers' weights"
+            return
+        for path in (*candidate.columns, candidate.row):
+            name, linear = join_names(candidate.block, path), block.get_submodule(path)
+            is_row = path == candidate.row
+            size = sizes_of(linear)[0 if is_row else 1]
+            if size < self._num_ranks:
+                self.plan.notes[name] = f"stays whole: {size} features for more ranks"
+                continue
+            style = Style.ROW if is_row else Style.COLUMN
+            layer = Layer(name, style, Cut.of(size), is_alone=True, block=name)
+            self.plan.blocks.append(Block(name, (layer,)))
+        self.plan.notes[candidate.block] = "is computed whole, only its weights are split: " + (
+            "its heads cannot be shared out over the ranks"
+            if candidate.may_attend
+            else "it does not work on parts of its features"
+        )
+
+
+class FeedForward(nn.Module):
+    """The feed-forward half of torch's transformer layers, to be tried on its own."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        """Shares the layer's modules."""
+        super().__init__()
+        vars(self).update(_feed=layer._ff_block)  # not a child: its attention is of no interest
+        for name, child in layer.named_children():
+            if not isinstance(child, nn.MultiheadAttention):
+                self.add_module(name, child)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As the layer does it."""
+        fed: Tensor = self._feed(x)  # type: ignore[operator]
+        return fed
+
+
+def try_proposal(
+    candidate: Candidate,
+    block: nn.Module,
+    proposal: Proposal,
+    num_ranks: int,
+    stand_in: nn.Module | None = None,
+) -> tuple[str, ...] | None:
+    """Parameters of the block with partial gradients, or None if it may not be split this way.
+
+    Raises:
+        TypeError: If the block cannot be called with one tensor, so that nothing is known.
+    """
+    layers = make_block(candidate, proposal, ()).layers
+    prefix = f"{candidate.block}." if candidate.block else ""
+    splits: dict[str, tuple[Split, ...]] = {}
+    numbers = []
+    for layer in layers:
+        path = layer.name.removeprefix(prefix)
+        part = block.get_submodule(path)
+        for key, values in parameter_splits(part, layer, num_ranks).items():
+            splits[f"{path}.{key}"] = values
+        if hasattr(part, "nf") and layer.style is Style.COLUMN:
+            numbers.append((part, "nf", layer.cut))
+    numbers += [(block.get_submodule(p), name, cut) for p, name, cut in proposal.numbers]
+    trial = Trial(
+        stand_in or block,
+        [block.get_submodule(path) for path in candidate.columns],
+        block.get_submodule(candidate.row),
+        splits,
+        [
+            (m, name, [cut.length(r, num_ranks) for r in range(num_ranks)])
+            for m, name, cut in numbers
+        ],
+    )
+    return may_split(trial, num_ranks)
+
+
+def between(block: nn.Module, candidate: Candidate) -> tuple[str, ...]:
+    """All parameters of a block but those of its columns and its row."""
+    layers = (*candidate.columns, candidate.row)
+    return tuple(
+        name for name, _ in block.named_parameters() if name.rpartition(".")[0] not in layers
+    )
+
+
+def make_block(candidate: Candidate, proposal: Proposal, partial: tuple[str, ...]) -> Block:
+    """A candidate, split as proposed."""
+    name = candidate.block
+    layers = [
+        Layer(join_names(name, path), Style.COLUMN, cut, block=name)
+        for path, cut in zip(candidate.columns, proposal.columns, strict=True)
+    ]
+    layers.append(Layer(join_names(name, candidate.row), Style.ROW, proposal.row, block=name))
+    for path in proposal.tables:
+        assert proposal.heads is not None
+        layers.append(Layer(join_names(name, path), Style.HEADS, proposal.heads, block=name))
+    return Block(
+        name,
+        tuple(layers),
+        tuple(Adjustment(join_names(name, path), key, cut) for path, key, cut in proposal.numbers),
+        tuple(join_names(name, path) for path in partial),
+        proposal.heads,
+    )
+
+
+def _users(block: nn.Module, candidate: Candidate) -> list[nn.Module]:
+    """The modules whose code has the layers at hand."""
+    paths = [path.rpartition(".")[0] for path in (*candidate.columns, candidate.row)]
+    return [block, *(block.get_submodule(path) for path in dict.fromkeys(paths))]
+
+
+def describe(block: nn.Module) -> str:
+    """Everything that decides how a block computes, but for its weights."""
+    parts = []
+    for name, part in block.named_modules():
+        numbers = {k: v for k, v in vars(part).items() if isinstance(v, int | float | str)}
+        numbers.pop("layer_idx", None)
+        shapes = [tuple(p.shape) for p in part.parameters(recurse=False)]
+        parts.append(f"{name} {type(part).__qualname__} {sorted(numbers.items())} {shapes}")
+    return "\n".join(parts)
+
+
+def _is_transformer_layer(module: nn.Module) -> bool:
+    kinds = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    return isinstance(module, kinds) and isinstance(module.linear1, nn.Linear)

@@ -1,0 +1,100 @@
+"""What the split layers of a model share: the ranks, and the ways in and out of a split region.
+
+[Note: regions]
+Between the columns of a block and its row every rank has other activations: its heads, its part of
+the hidden features. Outside all ranks of the group have the same, to the bit. A region is entered
+through `Entry`, which hands its input on and sums the gradients that come back, once for all layers
+that take the same input; it is left through the row, which sums the results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.comm import Backend
+from shoal.comm import differentiable as collective
+from shoal.errors import ShoalError
+
+
+@dataclass
+class TensorGroup:
+    """The ranks among which layers are split.
+
+    Attributes:
+        backend: They.
+        is_whole: Whether all parameters are whole right now, and nothing can be computed.
+    """
+
+    backend: Backend
+    is_whole: bool = False
+
+    def check(self) -> None:
+        """Raises if layers have whole weights."""
+        if self.is_whole:
+            raise ShoalError(
+                "the model cannot be called inside of full_parameters(): its layers compute with "
+                "their ranks' parts. Leave it first."
+            )
+
+
+class Entry:
+    """The way into a region and out of it; see [Note: regions].
+
+    In a sequence-parallel stack (see `sequence`) what goes in is gathered along the positions, and
+    what comes out is scattered again.
+    """
+
+    def __init__(
+        self, group: TensorGroup, sequence_dim: int | None = None, *, gathers_all: bool = False
+    ) -> None:
+        """Where there is a ``sequence_dim``, a block's main input is `present`-ed first.
+
+        Args:
+            group: The ranks.
+            sequence_dim: Along which each rank has a part of the main input, if it has.
+            gathers_all: Whether everything that goes in is divided like that.
+        """
+        self._group, self.sequence_dim, self._gathers_all = group, sequence_dim, gathers_all
+        self._handed: list[tuple[Tensor, bool, Tensor]] = []
+        self.is_inside = False
+        """Whether activations are split right now."""
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """The input for a layer of the region; the same for all layers that ask with the same."""
+        self._group.check()
+        self.is_inside = True
+        has_graph = torch.is_grad_enabled()
+        for seen, had_graph, handed in self._handed:
+            if (seen is tensor or handed is tensor) and had_graph == has_graph:
+                return handed
+        if self._gathers_all and self.sequence_dim is not None:
+            return self.present(tensor)
+        handed = tensor
+        if tensor.requires_grad:
+            handed = collective.copy(tensor, self._group.backend)
+        self._handed.append((tensor, has_graph, handed))
+        return handed
+
+    def present(self, tensor: Tensor) -> Tensor:
+        """The whole of the main input, of which each rank has some positions."""
+        assert self.sequence_dim is not None
+        handed = collective.gather(tensor, self._group.backend, self.sequence_dim)
+        self._handed.append((tensor, torch.is_grad_enabled(), handed))
+        return handed
+
+    def forget(self) -> None:
+        """The region has been left."""
+        self.is_inside = False
+        self._handed.clear()
+
+    def leave(self, partial: Tensor, dim: int | None = None) -> Tensor:
+        """Sums the ranks' results; ``dim`` counts positions, if it is not the usual one."""
+        self.forget()
+        backend = self._group.backend
+        if self.sequence_dim is not None:
+            dim = self.sequence_dim if dim is None else dim
+            return collective.reduce_scatter(partial, backend, dim)
+        return collective.reduce(partial, backend)

@@ -1,0 +1,149 @@
+"""`TensorParallelModel`: single layers are split over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.comm import Backend, Mesh, World
+from shoal.comm.world import current
+from shoal.strategies.admission import check_models
+from shoal.strategies.buffers import share_buffers
+from shoal.strategies.materialization import materialize
+from shoal.strategies.model import ShardedModel
+from shoal.strategies.settings import LEVELS
+from shoal.strategies.tensor.cross_entropy import vocabulary_cross_entropy
+from shoal.strategies.tensor.parallelize import parallelize
+from shoal.strategies.tensor.parts import TensorParts
+from shoal.strategies.tensor.plan import Plan
+
+
+class TensorParallelModel(ShardedModel):
+    """Each rank has a part of the large layers; activations are summed where parts meet.
+
+    The ranks of one tensor group see the same batch. With more ranks than one tensor group needs,
+    the others see other data, and gradients, state and parameters may be sharded over them as well.
+
+    Example:
+        >>> model = TensorParallelModel(module, tensor=2, zero=1)
+        >>> print(model.plan)
+    """
+
+    strategy = "tensor"
+    sharding = LEVELS[0]
+    parts: TensorParts
+
+    def __init__(
+        self,
+        module: nn.Module,
+        world: World | Backend | None = None,
+        *,
+        tensor: int | None = None,
+        data: int | None = None,
+        zero: int = 0,
+        plan: Mapping[str, str] | Plan | None = None,
+        sequence_parallel: bool = False,
+        split_logits: bool = False,
+        **options: Any,
+    ) -> None:
+        """Splits the layers; every rank starts from rank 0's values.
+
+        Args:
+            module: The user's; its layers are changed in place.
+            world: The ranks that train it; the current world by default.
+            tensor: How many ranks share each layer; by default all that ``data`` leaves.
+            data: How many groups of these there are, each with data of its own.
+            zero: What is sharded over the data axis: 0 nothing, 1 the optimizer's state, 2 also
+                gradients, 3 also parameters.
+            plan: Patterns of names and how to split what fits; by default found automatically.
+            sequence_parallel: Whether ranks share out the positions where layers are not split.
+            split_logits: Whether each rank keeps the logits of its tokens, for `cross_entropy`.
+            options: See `ShardedModel`.
+        """
+        if isinstance(module, ShardedModel):
+            raise TypeError("the model is wrapped already; wrap the plain module once")
+        if zero not in LEVELS:
+            raise ValueError(f"zero must be one of {', '.join(map(str, LEVELS))}; got {zero!r}")
+        backend = world if isinstance(world, Backend) else (world or current()).backend
+        mesh = make_mesh(backend, tensor, data)
+        share_values(module, backend, options.get("seed", 0))
+        parts = parallelize(
+            module,
+            mesh.group("tensor"),
+            plan,
+            sequence_parallel=sequence_parallel,
+            splits_logits=split_logits,
+        )
+        vars(self).update(sharding=LEVELS[zero], parts=parts, is_part=parts.group.size > 1)
+        super().__init__(module, mesh.group("data"), **options)
+        self.engine.holders = parts.holders
+        chosen: dict[str, Any] = {
+            "tensor": tensor,
+            "data": data,
+            "zero": zero,
+            "plan": plan,
+            "sequence_parallel": sequence_parallel,
+            "split_logits": split_logits,
+        }
+        self.options.update(chosen)
+
+    @property
+    def plan(self) -> Plan:
+        """What is split, and how; prints as a table."""
+        return self.parts.plan
+
+    @property
+    def tensor_group(self) -> Backend:
+        """The ranks that share the layers with this one."""
+        return self.parts.group
+
+    def cross_entropy(self, logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+        """The mean cross entropy, also of split logits; a ``loss_fn`` for `train_step`.
+
+        Args:
+            logits: What the model returns, classes in the last dimension.
+            targets: Classes by number, of the shape of logits without the last dimension.
+            ignore_index: Targets of this number do not count.
+        """
+        sizes = [layer.cut.size for layer in self.plan.layers if layer.gives_logits]
+        if not self.options["split_logits"] or not sizes:
+            flat = logits.reshape(-1, logits.shape[-1])
+            return F.cross_entropy(flat, targets.reshape(-1), ignore_index=ignore_index)
+        return vocabulary_cross_entropy(logits, targets, self.tensor_group, sizes[-1], ignore_index)
+
+    @contextmanager
+    def whole_parameters(self, *, keep_changes: bool) -> Iterator[None]:
+        """All parameters whole on every rank, over both axes."""
+        with (
+            super().whole_parameters(keep_changes=keep_changes),
+            self.parts.whole(keep_changes=keep_changes),
+        ):
+            yield
+
+    def full_gradient(self, name: str) -> Tensor | None:
+        """A parameter's averaged gradient, whole; every rank calls it."""
+        gradient = super().full_gradient(name)
+        own = self.parts.name_of(self.module.get_parameter(name))
+        if gradient is None or own is None:
+            return gradient
+        return self.parts.join(own, gradient)
+
+
+def make_mesh(backend: Backend, tensor: int | None, data: int | None) -> Mesh:
+    """All ranks share layers, unless they are told otherwise."""
+    if tensor is None:
+        tensor = backend.size if data is None or backend.size % data else backend.size // data
+    return Mesh(data=data, tensor=tensor, world=backend)
+
+
+def share_values(module: nn.Module, backend: Backend, seed: int) -> None:
+    """Everybody has the first rank's parameters and buffers, before anything is split."""
+    materialize(module, backend.device, seed)
+    check_models(module, backend)
+    for parameter in module.parameters():
+        backend.broadcast(parameter.data)
+    share_buffers(module, backend)

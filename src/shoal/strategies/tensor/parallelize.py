@@ -1,0 +1,195 @@
+"""Splitting a module's layers over the ranks of a group, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal.comm import Backend
+from shoal.comm.agreement import agree
+from shoal.sharding.split import Split
+from shoal.strategies.tensor.attention import make_attention
+from shoal.strategies.tensor.embedding import make_head_table, make_vocabulary
+from shoal.strategies.tensor.group import Entry, TensorGroup
+from shoal.strategies.tensor.linear import make_column, make_row
+from shoal.strategies.tensor.parts import TensorParts
+from shoal.strategies.tensor.plan import Block, Layer, Plan, Style
+from shoal.strategies.tensor.randomness import SplitDropout, during, may_drop, share_random_state
+from shoal.strategies.tensor.sequence import (
+    Rehearsal,
+    Stack,
+    find_stacks,
+    gather_main_input,
+    install,
+    loose_parameters,
+    region_stack,
+)
+from shoal.strategies.tensor.splits import all_splits
+from shoal.strategies.tensor.wishes import choose
+
+
+def parallelize(
+    module: nn.Module,
+    group: Backend,
+    plan: Mapping[str, str] | Plan | None = None,
+    *,
+    sequence_parallel: bool = False,
+    splits_logits: bool = False,
+) -> TensorParts:
+    """Leaves each rank its part of the layers, and lets these communicate.
+
+    Modules and parameters stay the objects they are, under the names they have. All ranks must have
+    the same values to begin with.
+
+    Args:
+        module: Is changed in place; not at all if the plan cannot be carried out.
+        group: The ranks that share the layers.
+        plan: Patterns of names and how to split the layers that fit ("column", "row",
+            "vocabulary", "heads", "replicated"); None to find out.
+        sequence_parallel: Whether each rank has some positions only where layers are not split;
+            see [Note: stacks].
+        splits_logits: Whether heads leave each rank the logits of its tokens only, for a loss that
+            knows: `vocabulary_cross_entropy`.
+
+    Returns:
+        Which parts of which parameters each rank has.
+
+    Example:
+        >>> parts = parallelize(module, Mesh(tensor=2).group("tensor"))
+        >>> print(parts.plan)
+    """
+    chosen = choose(module, group.size, plan)
+    agree(group, repr(chosen.blocks), "same")
+    splits = _first_names(module, chosen)
+    stacks = find_stacks(module, chosen) if sequence_parallel and group.size > 1 else []
+    if sequence_parallel and group.size > 1 and not stacks:
+        raise ValueError(
+            "sequence_parallel=True needs an nn.ModuleList or nn.Sequential of blocks in each of "
+            "which something is split; the plan has none:\n" + str(chosen)
+        )
+    rehearsal = Rehearsal(module, stacks, chosen)
+    shared = TensorGroup(group)
+    for name, ranks in splits.items():
+        parameter = module.get_parameter(name)
+        parameter.data = ranks[group.rank].take(parameter.data)
+        parameter.grad = None
+    for block in chosen.blocks:
+        _rebuild(module, block, shared, region_stack(block, stacks), splits_logits)
+    _leave_fast_paths(module)
+    rehearsal.check({name: ranks[group.rank] for name, ranks in splits.items()}, group)
+    for parameter in _partial(module, chosen, stacks, splits):
+        _sum_gradients(parameter, group)
+    for stack in stacks:
+        install(module, stack, group)
+    module.register_forward_pre_hook(_sharing_randomness(group), prepend=True)
+    return TensorParts(module, shared, chosen, splits)
+
+
+def _first_names(module: nn.Module, plan: Plan) -> dict[str, tuple[Split, ...]]:
+    """Each parameter once, by the name that the module has for it."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    found: dict[str, tuple[Split, ...]] = {}
+    for _, name, splits in all_splits(module, plan):
+        found[names[id(module.get_parameter(name))]] = splits
+    return {name: found[name] for name in names.values() if name in found}
+
+
+def _partial(
+    module: nn.Module, plan: Plan, stacks: list[Stack], splits: Mapping[str, object]
+) -> Iterator[nn.Parameter]:
+    """Parameters that every rank has whole, but gets gradients of a part of the activations for."""
+    split = {id(module.get_parameter(name)) for name in splits}
+    found = {id(p): p for stack in stacks for p in loose_parameters(module, stack, split)}
+    for block in plan.blocks:
+        for name in block.partial:
+            parameter = module.get_parameter(name)
+            found[id(parameter)] = parameter
+    yield from found.values()
+
+
+def _rebuild(
+    module: nn.Module,
+    block: Block,
+    group: TensorGroup,
+    stack: Stack | None,
+    splits_logits: bool,
+) -> None:
+    part = module.get_submodule(block.name)
+    entry = Entry(group)
+    if stack is not None:
+        is_own = isinstance(part, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
+        entry = Entry(group, stack.dim, gathers_all=is_own)
+        if not is_own and not isinstance(part, nn.MultiheadAttention):
+            gather_main_input(part, entry.present)
+    for layer in block.layers:
+        keeps_split = splits_logits and layer.gives_logits
+        _rebuild_layer(module.get_submodule(layer.name), layer, group, entry, keeps_split)
+    rank, size = group.backend.rank, group.backend.size
+    for adjustment in block.adjustments:
+        owner = module.get_submodule(adjustment.module)
+        setattr(owner, adjustment.attribute, adjustment.cut.length(rank, size))
+    rows = [layer for layer in block.layers if layer.style is Style.ROW and not layer.is_alone]
+    if rows:
+        _watch_dropout(part, block, rows[0], group.backend, entry)
+
+
+def _rebuild_layer(
+    part: Any, layer: Layer, group: TensorGroup, entry: Entry, keeps_split: bool
+) -> None:
+    if layer.style is Style.COLUMN:
+        is_joined = layer.is_alone and not keeps_split
+        make_column(part, group, layer.cut, entry, is_joined=is_joined)
+    elif layer.style is Style.ROW:
+        make_row(part, group, layer.cut, entry, is_cut=layer.is_alone)
+    elif layer.style is Style.VOCABULARY:
+        make_vocabulary(part, group, layer.cut)
+    elif isinstance(part, nn.Embedding):
+        make_head_table(part, group, layer.cut)
+    else:
+        make_attention(part, group, layer.cut, entry)
+
+
+def _sum_gradients(parameter: nn.Parameter, group: Backend) -> None:
+    """Each rank's gradient comes from its part of the activations; the sum is the gradient."""
+
+    def total(gradient: Tensor) -> Tensor:
+        summed: Tensor = group.all_reduce(gradient.clone())
+        return summed
+
+    was_trainable = parameter.requires_grad
+    # The hook can only be hung on what wants gradients, and it may want some later.
+    parameter.requires_grad_(True)
+    parameter.register_hook(total)
+    parameter.requires_grad_(was_trainable)
+
+
+def _watch_dropout(part: nn.Module, block: Block, row: Layer, group: Backend, entry: Entry) -> None:
+    """While a block is called in training, what it drops of split activations fits together."""
+    if not may_drop(part):
+        return
+
+    def mode() -> SplitDropout:
+        entry.forget()  # recomputation may have ended in the middle of the region
+        return SplitDropout(group, lambda: entry.is_inside and part.training, row.cut, block.heads)
+
+    during(part, mode)
+
+
+def _leave_fast_paths(module: nn.Module) -> None:
+    """Torch's layers have ways of computing that read weights without calling their layers."""
+    for part in module.modules():
+        if isinstance(part, nn.TransformerEncoderLayer):
+            part.activation_relu_or_gelu = 0
+        if isinstance(part, nn.TransformerEncoder):
+            part.use_nested_tensor = False
+
+
+def _sharing_randomness(group: Backend) -> Any:
+    def share(module: nn.Module, _: object) -> None:
+        if module.training and group.size > 1:
+            device = next((p.device for p in module.parameters()), group.device)
+            share_random_state(group, device)
+
+    return share

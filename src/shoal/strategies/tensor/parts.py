@@ -1,0 +1,106 @@
+"""What each rank of a tensor group has of a model's parameters, and how to put them together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from shoal.comm import Backend
+from shoal.sharding.split import Split
+from shoal.strategies.clipping import Holders
+from shoal.strategies.tensor.group import TensorGroup
+from shoal.strategies.tensor.plan import Plan
+
+
+class TensorParts:
+    """The parameters of one model that are split, and who has which part.
+
+    Attributes:
+        group: The ranks that share the layers.
+        plan: How they are split.
+        splits: This rank's part of each parameter that is split, by its first name.
+
+    Example:
+        >>> parts = parallelize(module, mesh.group("tensor"))
+        >>> with parts.whole():
+        ...     torch.save(module.state_dict(), "whole.pt")
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: TensorGroup,
+        plan: Plan,
+        splits: Mapping[str, tuple[Split, ...]],
+    ) -> None:
+        """``splits``: every rank's part of each parameter."""
+        self._group, self.plan = group, plan
+        self._all_splits = dict(splits)
+        self._parameters = {name: module.get_parameter(name) for name in splits}
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._whole_names = [n for n, p in module.named_parameters() if id(p) not in self._names]
+
+    @property
+    def group(self) -> Backend:
+        """The ranks that share the layers."""
+        return self._group.backend
+
+    @property
+    def splits(self) -> dict[str, Split]:
+        """This rank's part of each parameter that is split."""
+        return {name: splits[self.group.rank] for name, splits in self._all_splits.items()}
+
+    @property
+    def holders(self) -> Holders:
+        """For norms: what is split counts everywhere, what everybody has counts once."""
+        return Holders((self.group,), dict.fromkeys(self._whole_names, self.group.size))
+
+    def name_of(self, parameter: Tensor) -> str | None:
+        """The name of a parameter that is split; None for one that is not."""
+        return self._names.get(id(parameter))
+
+    def is_even(self, name: str) -> bool:
+        """Whether all ranks have as much of a parameter."""
+        return len({split.local_shape for split in self._all_splits[name]}) == 1
+
+    def shape_of(self, name: str) -> torch.Size:
+        """The shape of the whole."""
+        return self._all_splits[name][0].shape
+
+    def take(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor that is laid out like a parameter."""
+        return self._all_splits[name][self.group.rank].take(whole)
+
+    def join(self, name: str, part: Tensor) -> Tensor:
+        """The whole of which each rank has a part; all ranks of the group call it."""
+        splits = self._all_splits[name]
+        flat: Tensor = self.group.all_gather(part.detach().reshape(-1))
+        whole = torch.empty(splits[0].shape, dtype=part.dtype, device=part.device)
+        for split, piece in zip(
+            splits, flat.split([split.local_shape.numel() for split in splits]), strict=True
+        ):
+            split.put(piece.view(split.local_shape), whole)
+        return whole
+
+    @contextmanager
+    def whole(self, *, keep_changes: bool = True) -> Iterator[None]:
+        """Inside, parameters are whole on every rank of the group; what is changed is kept."""
+        if self._group.is_whole:
+            yield
+            return
+        own = {name: parameter.data for name, parameter in self._parameters.items()}
+        for name, part in own.items():
+            self._parameters[name].data = self.join(name, part)
+        self._group.is_whole = True
+        try:
+            yield
+        finally:
+            self._group.is_whole = False
+            for name, part in own.items():
+                parameter = self._parameters[name]
+                if keep_changes:
+                    part.copy_(self.take(name, parameter.data))
+                parameter.data = part

@@ -1,0 +1,41 @@
+"""Whether a module's code reads the weights of its layers, instead of calling them.
+
+A layer that is split on its own joins its outputs when it is called. Code that takes its weight
+(`F.multi_head_attention_forward(..., self.q_proj.weight, ...)`) would get a part without a word.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+
+from torch import nn
+
+# What may be asked of a weight that is split.
+_READING = re.compile(
+    r"\.(?:weight|bias)\b(?!\s*(?:\.(?:dtype|device|is_\w+)\b|is\b|,\s*torch\.Tensor))"
+)
+_SETTING_UP = ("__init__", "reset", "_reset", "init", "_init", "extra_repr", "from_")
+
+
+def reads_weights(module: nn.Module) -> bool:
+    """Whether any method of a module, but for setting it up, uses a weight or a bias itself."""
+    return any(_READING.search(source) for source in _sources(type(module)))
+
+
+def _sources(kind: type) -> Iterator[str]:
+    for base in kind.__mro__:
+        if base in (nn.Module, object):
+            continue
+        for name, method in vars(base).items():
+            if inspect.isfunction(method) and not name.startswith(_SETTING_UP):
+                try:
+                    yield _without_texts(textwrap.dedent(inspect.getsource(method)))
+                except (OSError, TypeError):  # made on the fly: nobody can look
+                    yield "self.layer.weight @ x"
+
+
+def _without_texts(source: str) -> str:
+    return re.sub(r'""".*?"""|#[^\n]*', "", source, flags=re.S)

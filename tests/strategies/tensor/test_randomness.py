@@ -1,0 +1,142 @@
+"""Dropout under tensor parallelism: its masks are those of one process."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shoal
+from strategies.models import (
+    Batch,
+    Task,
+    causal_text,
+    has_transformers,
+    in_float64,
+    own_loss,
+    random_numbers,
+)
+from strategies.tensor.tasks import BUILDERS, Encoder, padded, padded_loss
+
+
+class Dropping(nn.Module):
+    """Drops before, in and after what is split, with a module and with functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(6, 12)
+        self.attention, self.mlp = _Attention(), _FeedForward()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.entry(x), 0.2, self.training)
+        x = x + self.attention(x)
+        return x + self.mlp(x)
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(12, 12) for _ in range(4))
+        self.num_heads, self.dropout = 6, 0.3
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        rate = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=True)
+        return F.dropout(self.o_proj(mixed.transpose(1, 2).flatten(2)), 0.4, self.training)
+
+
+class _FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.drop = nn.Linear(12, 13), nn.Linear(13, 12), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.fc2(self.drop(torch.tanh(self.fc1(x)))))
+
+
+def numbers(step: int, items: int) -> Batch:
+    return {"x": random_numbers(step, items, 5, 6)}
+
+
+def square(model: nn.Module, batch: Batch) -> Tensor:
+    return model(batch["x"]).square().mean()
+
+
+def dropping(name: str) -> Any:
+    """A Hugging Face model whose rates of dropout are not zero."""
+
+    def build() -> nn.Module:
+        module = BUILDERS[name]()
+        for part in module.modules():
+            for key in ("attention_dropout", "p", "dropout"):
+                if type(vars(part).get(key)) is float:
+                    setattr(part, key, 0.3)
+        return module
+
+    return build
+
+
+TASKS = {
+    "own": Task(in_float64(Dropping), numbers, square),
+    "encoder": Task(in_float64(functools.partial(Encoder, 0.3)), padded, padded_loss),
+    **{
+        name: Task(in_float64(dropping(name)), causal_text, own_loss, tolerance=1e-5)
+        for name in ("gpt2", "llama", "t5")
+    },
+}
+_NEEDED = pytest.mark.skipif(not has_transformers(), reason="needs transformers")
+
+
+def outcome(task: Task, seed: int, model: nn.Module) -> list[Tensor]:
+    """Two losses: generators must be alike after the first forward too."""
+    torch.manual_seed(seed)
+    return [task.loss(model, task.batch(step, 3)).detach() for step in range(2)]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "own", "encoder", pytest.param("gpt2", marks=_NEEDED),
+        pytest.param("llama", marks=[_NEEDED, pytest.mark.full]),
+        pytest.param("t5", marks=[_NEEDED, pytest.mark.full]),
+    ],
+)  # fmt: skip
+def test_masks_are_those_of_one_process(name: str, sequence_parallel: bool) -> None:
+    if name == "own" and sequence_parallel:
+        pytest.skip("is no stack")
+
+    def on_ranks() -> list[Tensor]:
+        torch.manual_seed(0)
+        module = TASKS[name].build()
+        options = {"strategy": "tensor", "sequence_parallel": sequence_parallel}
+        model = shoal.as_distributed(module, **options)
+        # Seeds may differ: the first rank's counts.
+        return outcome(TASKS[name], 5 + shoal.world().rank, model)
+
+    torch.manual_seed(0)
+    module = TASKS[name].build()
+    expected = outcome(TASKS[name], 5, module)
+    assert not torch.equal(expected[0], outcome(TASKS[name], 6, module)[0])
+    for found in shoal.run(on_ranks, 3, "memory", timeout=40):
+        for loss, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(loss, wanted, rtol=0, atol=TASKS[name].tolerance)
+
+
+def test_nothing_is_shared_in_evaluation() -> None:
+    def operations() -> set[str]:
+        model = shoal.as_distributed(Dropping(), strategy="tensor").eval()
+        shoal.world().backend.reset_stats()
+        with torch.no_grad():
+            model(torch.zeros(2, 3, 6))
+        return set(shoal.world().stats())
+
+    assert shoal.run(operations, 2, "memory") == [{"all_reduce"}] * 2
