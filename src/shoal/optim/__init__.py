@@ -9,6 +9,7 @@ from shoal.optim.optimizer import (
     ZeRO2Optimizer,
     ZeRO3Optimizer,
 )
+from shoal.optim.pipeline import PipelineParallelOptimizer
 from shoal.optim.scaler import GradScaler
 from shoal.strategies import (
     DDPModel,
@@ -18,6 +19,7 @@ from shoal.strategies import (
     ZeRO2Model,
     ZeRO3Model,
 )
+from shoal.strategies.pipeline import PipelineParallelModel
 
 PAIRS: dict[str, tuple[type[ShardedModel], type[ShardedOptimizer]]] = {
     "ddp": (DDPModel, DDPOptimizer),
@@ -25,6 +27,7 @@ PAIRS: dict[str, tuple[type[ShardedModel], type[ShardedOptimizer]]] = {
     "zero2": (ZeRO2Model, ZeRO2Optimizer),
     "zero3": (ZeRO3Model, ZeRO3Optimizer),
     "fsdp": (FSDPModel, FSDPOptimizer),
+    "pipeline": (PipelineParallelModel, PipelineParallelOptimizer),
 }
 """Which optimizer goes with which model, by the name of the strategy."""
 
@@ -34,6 +37,7 @@ __all__ = [
     "FSDPOptimizer",
     "GradScaler",
     "Kind",
+    "PipelineParallelOptimizer",
     "ShardedOptimizer",
     "ZeRO1Optimizer",
     "ZeRO2Optimizer",

@@ -110,6 +110,12 @@ class Engine:
             "load the wrapped model's state_dict() into it"
         )
 
+    def set_holders(self, holders: Holders) -> None:
+        """Others hold the rest of the model: no gradient here is all there is of it."""
+        self.holders = holders
+        for gradients in self.gradients:
+            gradients.is_part = bool(holders.axes)
+
     def locate(self, parameter: nn.Parameter) -> tuple[int, int] | None:
         """Group and place of a parameter of the model; None for a stranger."""
         return self._place.get(id(parameter))
@@ -193,10 +199,14 @@ class Engine:
         self.gathering.end_pass()
         output = self._precision.widened(output)
         if torch.is_grad_enabled():
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn:
-                    tensor.register_hook(self._begin_backward)
+            self.expect_backward(output)
         return output
+
+    def expect_backward(self, output: Any) -> None:
+        """A backward pass may begin at any tensor of this."""
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn:
+                tensor.register_hook(self._begin_backward)
 
     def _is_recomputing(self) -> bool:
         """Whether this forward is part of a backward pass, which then just goes on.

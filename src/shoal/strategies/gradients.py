@@ -67,6 +67,8 @@ class GroupGradients:
         self._shard: Tensor | None = None
         self._shard_memory: Tensor | None = None
         self._collected: set[int] = set()
+        self.is_part = False
+        """Whether other ranks have other layers, so that no norm of these gradients is the norm."""
         self.arrived: list[int] = []
         """Parameters, by place, whose gradients are there and not collected yet."""
         self.waiting = 0
@@ -209,7 +211,7 @@ class GroupGradients:
 
     def show(self) -> None:
         """Lets the parameters show what they have: nothing if nobody used them."""
-        shows_stand_in = self._is_sharded or self.group.is_mixed
+        shows_stand_in = self._is_sharded or self.group.is_mixed or self.is_part
         views = [] if shows_stand_in or self._whole is None else self._all_views()
         for place, parameter in enumerate(self.group.parameters):
             if place not in self.used and place not in self._collected:
@@ -249,7 +251,8 @@ class GroupGradients:
         if not self.used and not self._collected:
             self.whole().zero_()
         view.copy_(gradient)
-        shown = self._stand_in(place) if self.group.is_mixed else view
+        is_hidden = self.group.is_mixed or self.is_part
+        shown = self._stand_in(place) if is_hidden else view
         self.group.parameters[place].grad = shown
         self.used.add(place)
         self._collected.add(place)

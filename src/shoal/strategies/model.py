@@ -14,6 +14,7 @@ from shoal.comm.world import current
 from shoal.errors import ShoalError
 from shoal.sharding.analyzer import MIN_GROUP_BYTES
 from shoal.strategies.batch_norm import check_layers, synchronize
+from shoal.strategies.clipping import Holders
 from shoal.strategies.engine import Engine
 from shoal.strategies.materialization import materialize
 from shoal.strategies.precision import parse_precision
@@ -130,6 +131,16 @@ class ShardedModel(nn.Module):
         old.dissolve()
         self.engine = Engine(self.module, old.ranks, self.sharding, old.settings, parameters)
         self.engine.auto_sync = old.auto_sync
+        self.engine.set_holders(old.holders)
+
+    def set_holders(self, axes: tuple[Backend, ...], copies: Mapping[str, int]) -> None:
+        """Says who holds the rest of the model, beyond the ranks that see other data."""
+        self.engine.set_holders(Holders(axes, copies))
+
+    @property
+    def data_group(self) -> Backend:
+        """The ranks that see other data; all ranks that differ in anything else see the same."""
+        return self.engine.backend
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
@@ -209,6 +220,16 @@ class ShardedModel(nn.Module):
     def gradient_shard(self, name: str) -> Tensor | None:
         """This rank's part of a parameter's averaged gradient, flat; None if it has none."""
         return self.engine.gradient_shard(name)
+
+    def full_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Every parameter's averaged gradient by name, whole; all ranks walk through it together."""
+        for name, parameter in self.module.named_parameters():
+            shard = self.engine.gradient_shard(name)
+            if shard is None:
+                yield name, None
+            else:
+                whole = self.engine.shards.all_gather(shard)
+                yield name, whole[: parameter.numel()].view(parameter.shape)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's full state under its own names; every rank calls it."""

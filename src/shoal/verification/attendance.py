@@ -25,7 +25,7 @@ def attend(trial: Trial) -> Findings:
     world = current()
     wrap = partial(trial.wrap, strategy=trial.strategy, **trial.options)
     member = Member(trial.build, trial.steps, world, wrap)
-    reference = _reference(trial) if world.rank == 0 else None
+    reference = _reference(trial, member) if world.rank == 0 else None
     judge, first_move, ranks_differ = Judge(_tolerance(trial, member)), 0.0, ""
     for step in range(trial.steps):
         before = _copies(reference) if step == 0 else []
@@ -42,10 +42,11 @@ def attend(trial: Trial) -> Findings:
     return Findings(judge.tolerance, judge.first, judge.largest, ranks_differ, first_move)
 
 
-def _reference(trial: Trial) -> WholeBatch:
+def _reference(trial: Trial, member: Member) -> WholeBatch:
     narrow = parse_precision(trial.options.get("mixed_precision"))
     if trial.reference == "split":
-        return SplitBatch(trial.build, trial.steps, trial.ranks, compute_dtype=narrow)
+        num_batches = member.parts.model.data_group.size
+        return SplitBatch(trial.build, trial.steps, num_batches, compute_dtype=narrow)  # type: ignore[arg-type]
     return WholeBatch(trial.build, trial.steps, compute_dtype=narrow)
 
 

@@ -32,13 +32,14 @@ class Member(Trainee):
         with Dice(BUILD_SEED).rolling():
             self.parts = Parts.build(build, num_steps)
         self.parts.model, self.parts.optimizers = wrap(self.parts.model, self.parts.optimizers)
-        self._dice = rank_dice(world.rank)
+        self._dice = rank_dice(self.parts.model.data_group.rank)  # type: ignore[union-attr,arg-type]
         self.fingerprints: dict[tuple[str, str], str] = {}
         """What this rank has of each thing that all ranks must have alike, as a few bytes."""
 
     def compute(self, step: int) -> Tensor:
         """Forward and backward of this rank's rows."""
-        inputs, targets = share(self.parts.batches[step], self._world.rank, self._world.size)
+        data = self.parts.model.data_group
+        inputs, targets = share(self.parts.batches[step], data.rank, data.size)  # type: ignore[arg-type]
         with self._dice.rolling():
             loss: Tensor = self.parts.model.train_step(inputs, targets, self.parts.loss_fn)  # type: ignore[operator]
         self.fingerprints["loss", ""] = fingerprint(loss)
@@ -46,18 +47,13 @@ class Member(Trainee):
 
     def gradients(self) -> Iterator[Seen]:
         """Joined from the ranks' parts; where a rank has all of one, that must be alike."""
-        for name, parameter in self.parts.model.named_parameters():
-            if type(parameter.grad) is Tensor:  # a plain one, not a stand-in for sharded ones
+        here = dict(self.parts.model.named_parameters())
+        for name, gradient in self.parts.model.full_gradients():  # type: ignore[operator]
+            parameter = here.get(name)
+            # A plain one, not a stand-in for sharded ones.
+            if parameter is not None and type(parameter.grad) is Tensor:
                 self.fingerprints["gradient", name] = fingerprint(parameter.grad)
-            yield Seen("gradient", name, self._gradient(name, parameter.shape))
-
-    def _gradient(self, name: str, shape: torch.Size) -> Tensor | None:
-        shard = self.parts.model.gradient_shard(name)  # type: ignore[operator]
-        if shard is None:
-            return None
-        joined: Tensor = self._world.all_gather(shard)
-        # Where there are replicas of the model each has a whole gradient, one after the other.
-        return joined[: shape.numel()].view(shape)
+            yield Seen("gradient", name, gradient)
 
     def parameters(self) -> Iterator[Seen]:
         """Whole on every rank."""
