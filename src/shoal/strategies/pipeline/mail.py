@@ -20,8 +20,7 @@ _NUM_KINDS = 4
 class Mail:
     """What one rank sends to and gets from chunks of other ranks, or of its own.
 
-    Nothing is waited for until it is needed: a send may be received much later, and what will be
-    needed next is asked for while the rank still computes.
+    A send is not waited for: it may be received much later.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -29,7 +28,6 @@ class Mail:
         self._stage = stage
         self._sent: list[Work[Any]] = []
         self._kept: dict[int, list[Any]] = {}
-        self._expected: dict[Any, list[Work[Tensor]]] = {}
 
     def _tag(self, kind: int, source: int, target: int) -> int:
         return (source * self._stage.num_chunks + target) * _NUM_KINDS + kind
@@ -43,24 +41,15 @@ class Mail:
         self._sent = [work for work in self._sent if not work.is_done()]
         for value in values:
             tensor = torch.empty(0, 0) if value is None else _framed(value.detach())
-            self._sent.append(self._stage.group.send(tensor, peer, tag, async_op=True))
+            self._sent.append(self._stage.group.post_send(tensor, peer, tag))
 
-    def expect(self, kind: int, source: int, target: int, count: int) -> None:
-        """Asks for the next message of a kind."""
-        tag, peer = self._tag(kind, source, target), self._stage.rank_of(source)
-        if peer == self._stage.rank:
-            return
-        works = [self._stage.group.recv(src=peer, tag=tag, async_op=True) for _ in range(count)]
-        self._expected.setdefault(tag, []).append(works)  # type: ignore[arg-type]
-
-    def collect(self, kind: int, source: int, target: int) -> list[Tensor | None]:
-        """What was expected first, once it is there."""
+    def receive(self, kind: int, source: int, target: int, count: int) -> list[Tensor | None]:
+        """The next message of a kind, once it is there."""
         tag, peer = self._tag(kind, source, target), self._stage.rank_of(source)
         if peer == self._stage.rank:
             kept: list[Tensor | None] = self._kept[tag].pop(0)
             return kept
-        works: Any = self._expected[tag].pop(0)
-        return [_unframed(work.wait()) for work in works]
+        return [_unframed(self._stage.group.recv(src=peer, tag=tag)) for _ in range(count)]
 
     def send_object(self, kind: int, source: int, target: int, value: Any) -> None:
         """Plain data, from chunk to chunk."""
@@ -69,7 +58,7 @@ class Mail:
             self._kept.setdefault(tag, []).append(value)
             return
         data = as_bytes(bytearray(objects.encode(value))).to(self._stage.group.device)
-        self._sent.append(self._stage.group.send(data, peer, tag, async_op=True))
+        self._sent.append(self._stage.group.post_send(data, peer, tag))
 
     def receive_object(self, kind: int, source: int, target: int) -> Any:
         """The inverse."""

@@ -78,11 +78,8 @@ class Runner:
         """Walks the schedule; ``averages``: the last backward also averages the gradients."""
         last = max((n for n, tick in enumerate(ticks) if tick.work is Pass.BACKWARD), default=-1)
         is_split = any(tick.work is Pass.WEIGHTS for tick in ticks)
-        self._expect(ticks[0])
         for number, tick in enumerate(ticks):
             received = self._collect(tick)
-            if number + 1 < len(ticks):
-                self._expect(ticks[number + 1])
             begin = time.perf_counter()
             may_average = averages and number == last and not is_split
             with nullcontext() if may_average else self._jobs.holding_back():
@@ -120,15 +117,11 @@ class Runner:
             if (wanted := [root for root in roots if itinerary.needs_grad(root)])
         ]
 
-    def _expect(self, tick: Tick) -> None:
-        for kind, source, target, roots in self._messages(tick):
-            self._mail.expect(kind, source, target, len(roots))
-
     def _collect(self, tick: Tick) -> dict[Root, Any]:
         """Values by root; for gradients the sum over those who used a value."""
         found: dict[Root, Any] = {}
         for kind, source, target, roots in self._messages(tick):
-            values = self._mail.collect(kind, source, target)
+            values = self._mail.receive(kind, source, target, len(roots))
             for root, value in zip(roots, values, strict=True):
                 if value is not None:
                     found[root] = value if root not in found else found[root] + value
