@@ -114,10 +114,10 @@ def test_a_receive_of_another_size_is_an_error_on_both_sides(several: Team) -> N
     results = several.run(differ_in_size)
     for errors in results[:2]:
         assert len(errors) == 3
-        assert all("send(float32[3], dst=1)" in error for error in errors)
-        assert "recv(float32[4], src=0)" in errors[0]
-        assert "recv(float64[3], src=0)" in errors[1]
-        assert "recv(float32[3, 1], src=0)" in errors[2]
+        assert all("send(float32[3], dst=1, tag=7)" in error for error in errors)
+        assert "recv(float32[4], src=0, tag=7)" in errors[0]
+        assert "recv(float64[3], src=0, tag=7)" in errors[1]
+        assert "recv(float32[3, 1], src=0, tag=7)" in errors[2]
     assert all(not errors for errors in results[2:])
 
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.comm import mpi
+from shoal.comm.mpi_bootstrap import MPIBootstrap
 from shoal.errors import BackendUnavailableError
 from shoal.launch import mpiexec
 
@@ -47,6 +48,7 @@ COLLECTIVES = (
     REPORT
     + """
 from shoal.comm import mpi
+from shoal.comm.mpi_bootstrap import MPIBootstrap
 
 def checks(backend):
     rank, size = backend.rank, backend.size
@@ -200,7 +202,7 @@ def test_a_rank_that_raises_and_one_that_is_killed(start):
 def test_without_mpi4py_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BackendUnavailableError, match=r'pip install "shoal\[mpi\]"'):
-        mpi.MPIBootstrap(timeout=1.0)
+        MPIBootstrap(timeout=1.0)
 
 
 def test_ranks_that_mpiexec_did_not_start_are_refused():

@@ -233,6 +233,11 @@ class Backend(ABC):
         self._check_open()
         return self._message(ops.Send(tensor, dst, tag), dst, _checked_tag(tag), async_op)
 
+    def post_send(self, tensor: Tensor, dst: int, tag: int = 0) -> Work[None]:
+        """Sends in the background, without a thread where ranks share memory."""
+        work: Work[None] = self.send(tensor, dst, tag, async_op=True)
+        return work
+
     def recv(
         self, tensor: Tensor | None = None, *, src: int, tag: int = 0, async_op: bool = False
     ) -> Any:

@@ -230,16 +230,19 @@ class ProcessBackend(Backend):
     def _message(self, operation: Operation, peer: int, tag: int, async_op: bool) -> Any:
         if operation.source is not None:
             self._check_tensor(operation.source)
+        key = self._message_key(operation, peer, tag)
+        task = partial(self._deliver, operation, peer, key, call_site(), not async_op)
+        if not async_op:
+            return task()
+        return self._start_errand(PendingWork(task, operation.signature))
+
+    def _message_key(self, operation: Operation, peer: int, tag: int) -> tuple[int, int]:
         # Both sides count the messages of a tag, so the n-th send meets the n-th receive
         # in whatever order threads get to run.
         counter = (operation.kind, peer, tag)
         with self._message_lock:
             self._messages[counter] += 1
-            key = (tag, self._messages[counter])
-        task = partial(self._deliver, operation, peer, key, call_site(), not async_op)
-        if not async_op:
-            return task()
-        return self._start_errand(PendingWork(task, operation.signature))
+            return (tag, self._messages[counter])
 
     def _start_errand(self, work: PendingWork[Any]) -> Work[Any]:
         """A thread of its own: a message may have to wait while later ones pass."""

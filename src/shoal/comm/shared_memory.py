@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -28,16 +28,17 @@ from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Message
 from shoal.comm.copying import copy
 from shoal.comm.exposure import Exposure, Window
-from shoal.comm.header import Header, encode
-from shoal.comm.operation import Operation, Payload, writing
+from shoal.comm.header import Header, decode, encode
+from shoal.comm.operation import Operation, Payload, Send, writing
 from shoal.comm.partition import offsets, split_sizes
+from shoal.comm.posted_message import PostedSend
 from shoal.comm.posting import Carrier, Postbox, Posted
 from shoal.comm.reduction import ReduceOp, reduce_into
 from shoal.comm.segments import Arena, Location, Peer
 from shoal.comm.site import call_site
 from shoal.comm.small_operations import SMALL_BYTES, STAGED, SmallOperations
 from shoal.comm.staging import HALF_BYTES, Staging
-from shoal.comm.work import Work
+from shoal.comm.work import PendingWork, Work
 
 # Small enough for the cache: what was just reduced is still there when it is handed out.
 _BLOCK_BYTES = 256 << 10
@@ -133,6 +134,30 @@ class SharedMemoryBackend(SmallOperations):
                 self._where(operation, self._number, call_site())
                 return self._postbox.put(operation, self._number, header)
         return super().post(operation)
+
+    def post_send(self, tensor: Tensor, dst: int, tag: int = 0) -> Work[None]:
+        """Shows the receiver where to read; the rest is up to it."""
+        self._check_peer("dst", dst)
+        self._check_open()
+        operation, site, begin = Send(tensor, dst, tag), call_site(), time.perf_counter()
+        assert operation.source is not None
+        self._check_tensor(operation.source)
+        key = self._message_key(operation, dst, tag)
+        where = self._where(operation, key[1], site)
+        self._patience(where, True).check()
+        header = Header(operation.signature, operation.meta, self._expose_message(operation), site)
+
+        def finish(theirs: bytes) -> None:
+            other = decode(theirs)
+            self._check_message(header, other, dst, is_sender=True)
+            payload = operation.prepare([other], self.rank)
+            self._count(operation.kind, payload, begin, 0.0)
+
+        message = self._page_channel.post(dst, key, encode(header))
+        if message is None:  # too many are open: a thread waits for a place
+            task = partial(self._deliver, operation, dst, key, site, False)
+            return self._start_errand(PendingWork(task, operation.signature))
+        return PostedSend(message, self.ranks[dst], lambda: self._patience(where, True), finish)
 
     def _patience_for(self, operation: Operation, number: int) -> Patience:
         return self._patience(self._where(operation, number, call_site()), True)

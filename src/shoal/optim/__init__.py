@@ -1,5 +1,6 @@
 """Optimizers that step only what their rank owns, around any torch optimizer."""
 
+from shoal.optim.hybrid import HybridShardedOptimizer
 from shoal.optim.kinds import Kind, find_kind
 from shoal.optim.optimizer import (
     DDPOptimizer,
@@ -9,6 +10,7 @@ from shoal.optim.optimizer import (
     ZeRO2Optimizer,
     ZeRO3Optimizer,
 )
+from shoal.optim.pipeline import PipelineParallelOptimizer
 from shoal.optim.scaler import GradScaler
 from shoal.optim.tensor import TensorParallelOptimizer
 from shoal.strategies import (
@@ -20,6 +22,8 @@ from shoal.strategies import (
     ZeRO2Model,
     ZeRO3Model,
 )
+from shoal.strategies.hybrid import HybridShardedModel
+from shoal.strategies.pipeline import PipelineParallelModel
 
 PAIRS: dict[str, tuple[type[ShardedModel], type[ShardedOptimizer]]] = {
     "ddp": (DDPModel, DDPOptimizer),
@@ -28,6 +32,8 @@ PAIRS: dict[str, tuple[type[ShardedModel], type[ShardedOptimizer]]] = {
     "zero3": (ZeRO3Model, ZeRO3Optimizer),
     "fsdp": (FSDPModel, FSDPOptimizer),
     "tensor": (TensorParallelModel, TensorParallelOptimizer),
+    "pipeline": (PipelineParallelModel, PipelineParallelOptimizer),
+    "hybrid": (HybridShardedModel, HybridShardedOptimizer),
 }
 """Which optimizer goes with which model, by the name of the strategy."""
 DATA_PARALLEL = ("ddp", "zero1", "zero2", "zero3", "fsdp")
@@ -39,7 +45,9 @@ __all__ = [
     "DDPOptimizer",
     "FSDPOptimizer",
     "GradScaler",
+    "HybridShardedOptimizer",
     "Kind",
+    "PipelineParallelOptimizer",
     "ShardedOptimizer",
     "TensorParallelOptimizer",
     "ZeRO1Optimizer",

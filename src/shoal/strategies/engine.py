@@ -195,10 +195,14 @@ class Engine:
         self.gathering.end_pass()
         output = self._precision.widened(output)
         if torch.is_grad_enabled():
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn:
-                    tensor.register_hook(self._begin_backward)
+            self.expect_backward(output)
         return output
+
+    def expect_backward(self, output: Any) -> None:
+        """A backward pass may begin at any tensor of this."""
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn:
+                tensor.register_hook(self._begin_backward)
 
     def _is_recomputing(self) -> bool:
         """Whether this forward is part of a backward pass, which then just goes on.

@@ -225,13 +225,15 @@ class ShardedModel(nn.Module):
         """This rank's part of a parameter's averaged gradient, flat; None if it has none."""
         return self.engine.gradient_shard(name)
 
-    def full_gradient(self, name: str) -> Tensor | None:
-        """A parameter's averaged gradient, whole, or None if it has none; every rank calls it."""
-        shard = self.gradient_shard(name)
-        if shard is None:
-            return None
-        joined: Tensor = self.engine.shards.all_gather(shard)
-        return joined.view(self.module.get_parameter(name).shape)
+    def full_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Every parameter's averaged gradient, whole; all ranks walk through them together."""
+        for name, parameter in self.module.named_parameters():
+            shard = self.engine.gradient_shard(name)
+            if shard is None:
+                yield name, None
+            else:
+                whole = self.engine.shards.all_gather(shard)
+                yield name, whole[: parameter.numel()].view(parameter.shape)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's full state under its own names; every rank calls it."""

@@ -51,12 +51,12 @@ def weighted_backward(loss: Tensor, output: Any, weight: float, backend: Backend
     if weight:
         (loss * (weight * backend.size / weights).to(loss.dtype)).backward()
     else:
-        _nothing(output).backward()
+        nothing(output).backward()
     mean: Tensor = (total / weights).to(loss.dtype)
     return mean
 
 
-def _nothing(output: Any) -> Tensor:
+def nothing(output: Any) -> Tensor:
     """A loss without gradient: a rank whose batch is empty still takes part in the pass."""
     tensors = [
         leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad

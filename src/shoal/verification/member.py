@@ -51,11 +51,12 @@ class Member(Trainee):
 
     def gradients(self) -> Iterator[Seen]:
         """Joined from the ranks' parts; where a rank has all of one, that must be alike."""
-        for name, parameter in self.parts.model.named_parameters():
-            whole = self.parts.model.full_gradient(name)  # type: ignore[operator]
+        here = dict(self.parts.model.named_parameters())
+        for name, whole in self.parts.model.full_gradients():  # type: ignore[operator]
+            gradient = here[name].grad if name in here else None
             # A plain one, neither a stand-in for sharded ones nor a part of one.
-            if type(parameter.grad) is Tensor and parameter.grad.shape == whole.shape:
-                self.fingerprints["gradient", name] = fingerprint(parameter.grad)
+            if type(gradient) is Tensor and gradient.shape == whole.shape:
+                self.fingerprints["gradient", name] = fingerprint(gradient)
             yield Seen("gradient", name, whole)
 
     def parameters(self) -> Iterator[Seen]:

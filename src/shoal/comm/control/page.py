@@ -240,13 +240,24 @@ class PageChannel(Channel):
         message.await_state(ANSWERED, patience, receiver)
         return message
 
+    def post(self, peer: int, key: tuple[int, int], header: bytes) -> PageMessage | None:
+        """Shows the peer a message without waiting; None if there is no free place for it."""
+        message = self._claim(self.ranks[peer])
+        if message is not None:
+            message.write_offer((self._slot, *key), header)
+        return message
+
     def _free_message(self, receiver: int, patience: Patience) -> PageMessage:
-        while True:
-            for index in range(MESSAGES):
-                message = PageMessage(self._page, (self._rank, receiver), index, is_sender=True)
-                if message.claim():
-                    return message
+        while (message := self._claim(receiver)) is None:
             patience.pause(lambda: [receiver])
+        return message
+
+    def _claim(self, receiver: int) -> PageMessage | None:
+        for index in range(MESSAGES):
+            message = PageMessage(self._page, (self._rank, receiver), index, is_sender=True)
+            if message.claim():
+                return message
+        return None
 
     def accept(
         self, peer: int, key: tuple[int, int], header: bytes, patience: Patience

@@ -47,6 +47,10 @@ class PageMessage(Message):
         self._page.write(self._offset + LINE + MESSAGE_HEADER, header, MESSAGE_HEADER)
         self._words[self._state] = ANSWERED
 
+    def has_reached(self, state: int) -> bool:
+        """Whether the other side has moved the message on that far."""
+        return bool(self._words[self._state] >= state)
+
     def await_state(self, state: int, patience: Patience, peer: int) -> None:
         """Waits until the other side has moved the message on."""
         while self._words[self._state] < state:

@@ -124,13 +124,9 @@ class TensorParallelModel(ShardedModel):
         ):
             yield
 
-    def full_gradient(self, name: str) -> Tensor | None:
-        """A parameter's averaged gradient, whole; every rank calls it."""
-        gradient = super().full_gradient(name)
-        own = self.parts.name_of(self.module.get_parameter(name))
-        if gradient is None or own is None:
-            return gradient
-        return self.parts.join(own, gradient)
+    def full_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Every parameter's averaged gradient, whole; all ranks walk through them together."""
+        return self.parts.joined(super().full_gradients())
 
 
 def make_mesh(backend: Backend, tensor: int | None, data: int | None) -> Mesh:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +85,24 @@ class TensorParts:
         ):
             split.put(piece.view(split.local_shape), whole)
         return whole
+
+    def among(self, names: Collection[str]) -> TensorParts:
+        """Only some of the parameters: a stage of a pipeline has those of its layers."""
+        some = copy(self)
+        some._all_splits = {n: each for n, each in self._all_splits.items() if n in names}
+        some._parameters = {n: p for n, p in self._parameters.items() if n in names}
+        some._names = {id(parameter): name for name, parameter in some._parameters.items()}
+        return some
+
+    def joined(
+        self, gradients: Iterable[tuple[str, Tensor | None]]
+    ) -> Iterator[tuple[str, Tensor | None]]:
+        """Parts of gradients, by name, become wholes; all ranks of the group call it."""
+        for name, gradient in gradients:
+            if gradient is None or name not in self._all_splits:
+                yield name, gradient
+            else:
+                yield name, self.join(name, gradient)
 
     @contextmanager
     def whole(self, *, keep_changes: bool = True) -> Iterator[None]:

@@ -1,0 +1,130 @@
+"""`PipelineParallelOptimizer`: steps the layers of this rank, knows the whole model's state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from shoal.optim.kinds import Kind, find_kind
+from shoal.optim.optimizer import ShardedOptimizer
+from shoal.strategies.model import ShardedModel
+from shoal.strategies.pipeline import PipelineParallelModel
+
+
+class PipelineParallelOptimizer(ShardedOptimizer):
+    """The user's optimizer over all of a model, of which this rank steps its own layers.
+
+    Its ``state_dict`` is that of the plain optimizer over the whole model.
+    """
+
+    model_class = PipelineParallelModel
+    model: PipelineParallelModel
+
+    def __init__(
+        self, optimizer: Optimizer, model: ShardedModel, *, kind: Kind | str | None = None
+    ) -> None:
+        """Points the optimizer at this rank's memory.
+
+        Args:
+            optimizer: The user's, built for the whole model or for this rank's part of it.
+            model: The wrapped model.
+            kind: "element-wise" or "per-parameter", if it need not be found out.
+        """
+        self._check_pair(optimizer, model)
+        kind = find_kind(optimizer) if kind is None else Kind(kind)
+        if kind is Kind.GLOBAL and model.pipeline.stage.group.size > 1:
+            raise ValueError(
+                f"{type(optimizer).__name__} may couple any of its parameters, but each rank of a "
+                "pipeline has some layers only. If it works element by element or parameter by "
+                'parameter, say so with kind="element-wise" or "per-parameter"'
+            )
+        names = [_names(group["params"], model) for group in optimizer.param_groups]
+        self._names = _united(model, names)
+        """All parameters of each group, over all stages."""
+        self._own_names = _keep_own(optimizer, names, model)
+        super().__init__(optimizer, model, kind=kind)
+
+    # The whole state ----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state, as the plain optimizer would have it; every rank calls it."""
+        own = super().state_dict()
+        names = [name for group in self._own_names for name in group]
+        found = {names[number]: state for number, state in own["state"].items()}
+        everything: dict[str, Any] = {}
+        for part in self.model.pipeline.stage.group.all_gather_object(found):
+            everything |= part
+        numbers = self._numbers()
+        groups = [
+            group | {"params": [numbers[name] for name in of_group]}
+            for group, of_group in zip(own["param_groups"], self._names, strict=True)
+        ]
+        state = {numbers[name]: everything[name] for name in numbers if name in everything}
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over a whole state, of this optimizer or a plain one; every rank calls it."""
+        saved = state_dict["param_groups"]
+        sizes, here = [len(g["params"]) for g in saved], [len(names) for names in self._names]
+        if sizes != here:
+            raise ValueError(
+                f"the state was saved for groups of {sizes} parameters; this optimizer has groups "
+                f"of {here}"
+            )
+        number_of = {
+            name: number
+            for group, names in zip(saved, self._names, strict=True)
+            for name, number in zip(names, group["params"], strict=True)
+        }
+        groups = [
+            group | {"params": [number_of[name] for name in names]}
+            for group, names in zip(saved, self._own_names, strict=True)
+        ]
+        super().load_state_dict({"state": state_dict["state"], "param_groups": groups})
+
+    def _numbers(self) -> dict[str, int]:
+        return {
+            name: number
+            for number, name in enumerate(name for group in self._names for name in group)
+        }
+
+
+def _names(parameters: list[Any], model: PipelineParallelModel) -> list[str]:
+    known = model.pipeline.stage.holdings.names
+    for parameter in parameters:
+        if id(parameter) not in known:
+            raise ValueError(
+                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not part "
+                "of the model: build it from this model's parameters"
+            )
+    return [known[id(parameter)] for parameter in parameters]
+
+
+def _united(model: PipelineParallelModel, names: list[list[str]]) -> list[list[str]]:
+    """Each group's parameters over all stages: the user's order, or the model's."""
+    everybody = model.pipeline.stage.group.all_gather_object(names)
+    if all(other == names for other in everybody):
+        return names
+    order = list(model.pipeline.stage.holdings.parameters)
+    united = []
+    for groups in zip(*everybody, strict=True):
+        members = {name for group in groups for name in group}
+        united.append([name for name in order if name in members])
+    return united
+
+
+def _keep_own(
+    optimizer: Optimizer, names: list[list[str]], model: PipelineParallelModel
+) -> list[list[str]]:
+    """Takes the other ranks' parameters, and their state, out of the optimizer."""
+    holdings = model.pipeline.stage.holdings
+    own_names = []
+    for group, of_group in zip(optimizer.param_groups, names, strict=True):
+        for parameter, name in zip(group["params"], of_group, strict=True):
+            if not holdings.is_own(name):
+                optimizer.state.pop(parameter, None)
+        own = [name for name in of_group if holdings.is_own(name)]
+        group["params"] = [holdings.parameters[name] for name in own]
+        own_names.append(own)
+    return own_names

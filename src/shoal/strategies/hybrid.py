@@ -1,0 +1,101 @@
+"""`HybridShardedModel`: data, tensor and pipeline parallelism in one mesh.
+
+The order of application is the order of `__init__`: layers are split over the tensor axis, what
+is then left of the model is cut into stages over the pipeline axis, and what a rank has of its
+stage is held together with the ranks of the data axis, as data-parallel strategies hold a model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal.comm import Backend, Mesh, World
+from shoal.comm.world import current
+from shoal.strategies.clipping import Holders
+from shoal.strategies.model import ShardedModel
+from shoal.strategies.pipeline.model import PipelineParallelModel
+from shoal.strategies.tensor.model import share_values
+from shoal.strategies.tensor.parallelize import parallelize
+from shoal.strategies.tensor.parts import TensorParts
+from shoal.strategies.tensor.plan import Plan
+
+
+class HybridShardedModel(PipelineParallelModel):
+    """A module whose layers are split, cut into stages and trained on several batches at once.
+
+    The ranks of one replica (tensor and pipeline neighbours) pass the same batch. Training is by
+    `train_step`.
+
+    Example:
+        >>> model = HybridShardedModel(module, data=2, tensor=2, pipeline=2, zero=1)
+        >>> print(model.plan)
+        >>> print(model.describe())
+    """
+
+    strategy = "hybrid"
+    parts: TensorParts
+
+    def __init__(
+        self,
+        module: nn.Module,
+        world: World | Backend | None = None,
+        *,
+        data: int | None = None,
+        tensor: int = 1,
+        pipeline: int = 1,
+        plan: Mapping[str, str] | Plan | None = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        """Splits, cuts and shares out; every rank starts from rank 0's values.
+
+        Args:
+            module: The user's; what it has on the meta device is initialised here.
+            world: The ranks; the current world by default.
+            data: How many replicas, each with batches of its own; by default what is left.
+            tensor: How many ranks share each layer.
+            pipeline: How many stages.
+            plan: How layers are split; see `TensorParallelModel`.
+            seed: For the values of what is on the meta device.
+            options: As for `PipelineParallelModel`: ``zero``, ``micro_batches``, ``schedule``, ...
+        """
+        if isinstance(module, ShardedModel):
+            raise TypeError("the model is wrapped already; wrap the plain module once")
+        backend = world if isinstance(world, Backend) else (world or current()).backend
+        mesh = Mesh(data=data, tensor=tensor, pipeline=pipeline, world=backend)
+        share_values(module, backend, seed)
+        parts = parallelize(module, mesh.group("tensor"), plan)
+        super().__init__(module, backend, mesh=mesh, seed=seed, **options)
+        own = [name for name in parts.splits if self.pipeline.stage.holdings.is_own(name)]
+        vars(self).update(parts=parts.among(own), mesh=mesh)
+        axes = (mesh.group("pipeline"), mesh.group("tensor"))
+        self.engine.holders = Holders(axes, parts.holders.copies)
+        self.options |= {"data": data, "tensor": tensor, "pipeline": pipeline, "plan": plan}
+
+    mesh: Mesh
+
+    @property
+    def plan(self) -> Plan:
+        """How layers are split; prints as a table."""
+        return self.parts.plan
+
+    @contextlib.contextmanager
+    def _joined(self, *, keep_changes: bool) -> Iterator[None]:
+        with (
+            super().own_parameters(keep_changes=keep_changes),
+            self.parts.whole(keep_changes=keep_changes),
+        ):
+            yield
+
+    def own_parameters(self, *, keep_changes: bool) -> AbstractContextManager[None]:
+        """Inside, the parameters of this stage are whole, also those that are split."""
+        return self._joined(keep_changes=keep_changes)
+
+    def own_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        """The averaged gradients of this stage's parameters, whole."""
+        return self.parts.joined(super().own_gradients())

@@ -1,0 +1,299 @@
+"""`PipelineParallelModel`: each rank has some of the layers, micro-batches go from rank to rank."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from shoal.comm import Backend, Mesh, World
+from shoal.comm.world import current
+from shoal.strategies.admission import check_models
+from shoal.strategies.clipping import Holders
+from shoal.strategies.materialization import materialize
+from shoal.strategies.model import ShardedModel
+from shoal.strategies.pipeline.holdings import Holdings
+from shoal.strategies.pipeline.itinerary import Itinerary
+from shoal.strategies.pipeline.pipeline import Pipeline, Work
+from shoal.strategies.pipeline.schedules import check_schedule
+from shoal.strategies.pipeline.simulation import Span
+from shoal.strategies.pipeline.stage import Stage
+from shoal.strategies.pipeline.units import cut_chain, find_units
+from shoal.strategies.pipeline.walk import Path
+from shoal.strategies.settings import LEVELS
+from shoal.strategies.training import LossFunction, count_items
+
+
+class PipelineParallelModel(ShardedModel):
+    """A module of which each rank holds some layers.
+
+    Batches are cut into micro-batches that go through the ranks one after the other, so that all
+    of them work at once. Training is by `train_step`: a plain ``loss.backward()`` is refused.
+
+    Example:
+        >>> model = PipelineParallelModel(module, micro_batches=8, schedule="1f1b")
+        >>> optimizer = PipelineParallelOptimizer(optimizer, model)
+        >>> for inputs, targets in loader:
+        ...     optimizer.zero_grad()
+        ...     loss = model.train_step(inputs, targets, loss_fn)
+        ...     optimizer.step()
+    """
+
+    strategy = "pipeline"
+    sharding = LEVELS[0]
+
+    def __init__(
+        self,
+        module: nn.Module,
+        world: World | Backend | None = None,
+        *,
+        pipeline: int | None = None,
+        data: int | None = None,
+        zero: int = 0,
+        micro_batches: int | None = None,
+        schedule: str = "1f1b",
+        chunks: int | None = None,
+        cut: Sequence[str] | None = None,
+        balance: Mapping[str, float] | None = None,
+        outputs: str = "everywhere",
+        mesh: Mesh | None = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        """Cuts the module; every rank starts from rank 0's values and keeps its layers.
+
+        Args:
+            module: The user's; what it has on the meta device is initialised here.
+            world: The ranks; the current world by default.
+            pipeline: How many stages; by default all ranks, or what ``data`` leaves.
+            data: How many pipelines side by side, each with batches of its own.
+            zero: What these share out among each other: 0 nothing, 1 optimizer state, 2 gradients
+                as well, 3 parameters as well.
+            micro_batches: Parts of a batch; by default four for each stage.
+            schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble".
+            chunks: Parts of the model on each rank, if interleaved; two by default.
+            cut: Names of the units that the second and the later chunks begin with.
+            balance: What each unit costs, by name (see `measure_units`); by default its number of
+                parameters.
+            outputs: Who gets what ``model(inputs)`` returns: "everywhere", or only the "last" stage.
+            mesh: The axes, if they are laid out already.
+            seed: For the values of what is on the meta device.
+            options: As for `ShardedModel`, for the data axis.
+        """
+        if isinstance(module, ShardedModel):
+            raise TypeError("the model is wrapped already; wrap the plain module once")
+        chunks = (2 if schedule == "interleaved" else 1) if chunks is None else chunks
+        check_schedule(schedule, chunks)
+        _check_choices(zero, micro_batches, outputs)
+        backend = world if isinstance(world, Backend) else (world or current()).backend
+        mesh = mesh or _make_mesh(backend, pipeline, data)
+        group = mesh.group("pipeline")
+        materialize(module, backend.device, seed)
+        check_models(module, group)
+        _begin_alike(module, group)
+        stage = _make_stage(module, group, chunks, cut, balance)
+        vars(self).update(sharding=LEVELS[zero], is_part=group.size > 1)
+        work = Work(schedule, micro_batches or 4 * group.size, chunks)
+        object.__setattr__(self, "pipeline", Pipeline(self, stage, work))
+        object.__setattr__(self, "_keys", list(module.state_dict()))
+        stage.holdings.release()
+        super().__init__(module, mesh.group("data"), seed=seed, **options)
+        self.engine.holders = Holders((group,))
+        self._outputs_everywhere = outputs == "everywhere"
+        self.options |= {
+            "pipeline": pipeline, "data": data, "zero": zero, "micro_batches": micro_batches,
+            "schedule": schedule, "chunks": chunks, "cut": cut, "outputs": outputs,
+        }  # fmt: skip
+
+    pipeline: Pipeline
+    _keys: list[str]
+    _outputs_everywhere = True
+
+    @property
+    def stage(self) -> int:
+        """This rank's number in its pipeline."""
+        return self.pipeline.stage.rank
+
+    @property
+    def trace(self) -> list[Span]:
+        """When this rank worked on what in its last `train_step`."""
+        return self.pipeline.spans
+
+    def gather_trace(self) -> list[Span]:
+        """When all ranks of the pipeline worked on what; they call it together."""
+        rows = self.pipeline.stage.group.all_gather_object(
+            [(span.rank, tuple(span.tick), span.start, span.stop) for span in self.trace]
+        )
+        return self.pipeline.read_trace(rows)
+
+    # Passes -------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the whole batch through all stages; see ``outputs`` for who gets the result."""
+        return self.pipeline.predict(args, kwargs, everywhere=self._outputs_everywhere)
+
+    def train_step(
+        self, inputs: Any, targets: Any, loss_fn: LossFunction, *, weight: float | None = None
+    ) -> Tensor:
+        """Forward and backward of one batch in micro-batches; neither zeroes gradients nor steps.
+
+        All ranks of a pipeline pass the same batch. Tensors with the batch's rows are cut.
+
+        Args:
+            inputs: What the module is called with. A tuple is expanded into arguments; a dict is
+                passed as one argument unless its keys name forward's parameters.
+            targets: The second argument of ``loss_fn``.
+            loss_fn: ``loss_fn(output, targets)``, the mean over the items of a micro-batch.
+            weight: How much this batch counts beside those of other pipelines; by default its
+                number of items. May be zero.
+
+        Returns:
+            The mean loss over the global batch, the same on every rank.
+        """
+        count = count_items(inputs) if weight is None else weight
+        return self.pipeline.train(inputs, targets, loss_fn, float(count))
+
+    @contextlib.contextmanager
+    def predicting(self) -> Iterator[None]:
+        """Inside, what one prediction fetched is kept for the next, without gradients."""
+        with super().predicting(), self.pipeline.keeping_loans():
+            yield
+
+    # The whole model ----------------------------------------------------------------------------
+
+    def own_parameters(self, *, keep_changes: bool) -> AbstractContextManager[None]:
+        """Inside, the parameters of this stage are whole."""
+        return super().whole_parameters(keep_changes=keep_changes)
+
+    def own_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        """The averaged gradients of this stage's parameters, whole."""
+        return super().full_gradients()
+
+    @contextlib.contextmanager
+    def whole_parameters(self, *, keep_changes: bool) -> Iterator[None]:
+        """Inside, every rank has all parameters of all stages.
+
+        All ranks make the same changes: what counts is what the rank that has a layer does to it.
+        """
+        with self.own_parameters(keep_changes=keep_changes):
+            holdings, group = self.pipeline.stage.holdings, self.pipeline.stage.group
+            self.pipeline.loans.withdraw()
+            foreign = [name for name in holdings.parameters if not holdings.is_own(name)]
+            for name, parameter in holdings.parameters.items():
+                own = parameter.detach() if holdings.is_own(name) else None
+                value = group.broadcast(own, root=holdings.rank_of(name))
+                if own is None:
+                    holdings.restore(name, value)
+            try:
+                yield
+            finally:
+                holdings.remove_again(foreign)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The whole model's state under its own names, on every rank; all of them call it."""
+        prefix = kwargs.pop("prefix", "")
+        with self.own_parameters(keep_changes=False):
+            own = copy.deepcopy(self.module.state_dict(*args, **kwargs))
+        whole = {}
+        for key in self._keys:
+            name = self.pipeline.first_name(key)
+            value = self._share(own.get(name), self.pipeline.rank_of_key(key))
+            whole[prefix + key] = value
+        return whole
+
+    full_state_dict = state_dict
+
+    def _share(self, value: Any, owner: int) -> Any:
+        group = self.pipeline.stage.group
+        is_owner = group.rank == owner
+        if group.broadcast_object(isinstance(value, Tensor), root=owner):
+            return group.broadcast(value if is_owner else None, root=owner)
+        return group.broadcast_object(value, root=owner)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads the whole model's state; each rank takes what it has. Every rank calls it."""
+        missing = [key for key in self._keys if key not in state_dict]
+        unexpected = [key for key in state_dict if key not in set(self._keys)]
+        if strict and (missing or unexpected):
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(self.module).__name__}: missing keys "
+                f"{missing}, unexpected keys {unexpected}"
+            )
+        own = set(self.module.state_dict())
+        with self.own_parameters(keep_changes=True):
+            self.module.load_state_dict(
+                {key: value for key, value in state_dict.items() if key in own}, strict=False
+            )
+        if not missing:
+            self.engine.mend()
+        return _IncompatibleKeys(missing, unexpected)
+
+    def full_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        """The averaged gradient of every parameter of all stages, whole on every rank."""
+        holdings, group = self.pipeline.stage.holdings, self.pipeline.stage.group
+        own = dict(self.own_gradients())
+        for name in holdings.parameters:
+            owner = holdings.rank_of(name)
+            has_one = group.broadcast_object(own.get(name) is not None, root=owner)
+            yield name, group.broadcast(own.get(name), root=owner) if has_one else None
+
+    def itinerary(self) -> Itinerary | None:
+        """What travels between the stages, once a batch has gone through them."""
+        return self.pipeline.last_itinerary
+
+    def describe(self) -> str:
+        """Who has which layers and how many parameters, and what travels."""
+        return self.pipeline.describe()
+
+
+def _check_choices(zero: int, micro_batches: int | None, outputs: str) -> None:
+    if zero not in range(len(LEVELS)):
+        raise ValueError(f"zero must be 0, 1, 2 or 3; got {zero!r}")
+    if micro_batches is not None and micro_batches < 1:
+        raise ValueError(f"need at least one micro-batch; got micro_batches={micro_batches}")
+    if outputs not in ("everywhere", "last"):
+        raise ValueError(f'outputs must be "everywhere" or "last"; got {outputs!r}')
+
+
+def _make_mesh(backend: Backend, pipeline: int | None, data: int | None) -> Mesh:
+    if pipeline is None:
+        pipeline = backend.size // data if data and backend.size % data == 0 else backend.size
+    return Mesh(pipeline=pipeline, data=data, world=backend)
+
+
+def _begin_alike(module: nn.Module, group: Backend) -> None:
+    """Every rank begins with rank 0's values."""
+    if group.size > 1:
+        with torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                group.broadcast(tensor.data)
+
+
+def _make_stage(
+    module: nn.Module,
+    group: Backend,
+    chunks: int,
+    cut: Sequence[str] | None,
+    balance: Mapping[str, float] | None,
+) -> Stage:
+    num_chunks = group.size * chunks
+    units = find_units(module, num_chunks)
+    places = cut_chain(units, num_chunks, cut, balance)
+    holdings = Holdings(module, units, places, group.rank, group.size)
+    _without_cache(module)
+    return Stage(group, num_chunks, module, Path(module, units, places), holdings, places)
+
+
+def _without_cache(module: nn.Module) -> None:
+    """Hugging Face models keep keys and values of all layers in one object; no rank has them all."""
+    config = getattr(module, "config", None)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False  # type: ignore[union-attr]

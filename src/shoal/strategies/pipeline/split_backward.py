@@ -1,0 +1,160 @@
+"""Backward in two halves: first the gradients of the inputs, later those of the weights.
+
+[Note: two halves]
+Autograd computes only what is asked for. The first half asks for the gradients of the inputs. On
+its way it passes the nodes where weights come in (a matrix product, say), and what arrives at such
+a node is kept. The second half starts again from these nodes and asks for the weights only: no
+work is done twice. A weight that comes in at several nodes is done in the first half, because from
+the first of these nodes the second would be reached again. Nodes written in Python
+(`torch.autograd.Function`) compute what they compute in both halves: right, but nothing is gained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+Node = Any
+
+
+class SplitBackward:
+    """The backward pass of one graph.
+
+    Example:
+        >>> x, w = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+        >>> halves = SplitBackward([(x * w).sum()], [None], [x])
+        >>> halves.to_inputs(); w.grad is None
+        True
+        >>> halves.to_weights(); w.grad
+        tensor([1., 1.])
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        inputs: Sequence[Tensor],
+    ) -> None:
+        """``gradients`` are those of ``tensors``; gradients of ``inputs`` come first."""
+        self._tensors, self._gradients = list(tensors), list(gradients)
+        self._inputs = [tensor for tensor in inputs if tensor.requires_grad]
+        self._arrived: dict[Node, tuple[Tensor | None, ...]] = {}
+
+    def to_inputs(self) -> None:
+        """Gradients of the inputs, and of weights that come in at several places."""
+        graph = _Graph(self._tensors, self._inputs)
+        self._weights = graph.weights_by_node()
+        self._apart = [
+            place for place, tensor in enumerate(self._tensors) if not graph.leads_back(tensor)
+        ]
+        early = graph.early_weights()
+        handles = [node.register_prehook(self._keeper(node)) for node in self._weights]
+        wanted = [*self._inputs, *early]
+        tensors = [t for place, t in enumerate(self._tensors) if place not in self._apart]
+        gradients = [g for place, g in enumerate(self._gradients) if place not in self._apart]
+        if wanted and tensors:
+            torch.autograd.backward(tensors, gradients, inputs=wanted, retain_graph=True)
+        for handle in handles:
+            handle.remove()
+
+    def _keeper(self, node: Node) -> Any:
+        def keep(gradients: tuple[Tensor | None, ...]) -> None:
+            self._arrived[node] = gradients
+
+        return keep
+
+    def to_weights(self) -> None:
+        """The gradients that are still missing; frees the graph."""
+        for node, weights in self._weights.items():
+            arrived = [
+                (GradientEdge(node, place), gradient)
+                for place, gradient in enumerate(self._arrived.get(node, ()))
+                if gradient is not None
+            ]
+            if arrived:
+                edges, gradients = zip(*arrived, strict=True)
+                torch.autograd.backward(edges, gradients, inputs=weights)
+        if self._apart:
+            tensors = [self._tensors[place] for place in self._apart]
+            torch.autograd.backward(tensors, [self._gradients[place] for place in self._apart])
+        self._tensors, self._gradients = [], []
+        self._weights, self._arrived = {}, {}
+
+
+class _Graph:
+    """Which nodes of a graph lead back to inputs, and where weights come in."""
+
+    def __init__(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        self._inputs = {id(tensor) for tensor in inputs}
+        self._leads_back: dict[Node, bool] = {}
+        self._weights: dict[Node, dict[int, Tensor]] = {}
+        for tensor in tensors:
+            self._explore(_node(tensor))
+        self._nodes_of_weight: dict[int, list[Node]] = {}
+        for node, leads_back in self._leads_back.items():
+            if leads_back:
+                for weight in self._weights_aside(node):
+                    self._nodes_of_weight.setdefault(weight, []).append(node)
+
+    def _explore(self, start: Node) -> None:
+        """Children before parents, without recursion: graphs are deep."""
+        stack = [(start, False)]
+        while stack:
+            node, has_children = stack.pop()
+            if node in self._leads_back:
+                continue
+            if has_children:
+                self._judge(node)
+                continue
+            stack.append((node, True))
+            stack += [(child, False) for child in _children(node) if child not in self._leads_back]
+
+    def _judge(self, node: Node) -> None:
+        variable = getattr(node, "variable", None)
+        is_input = variable is not None and id(variable) in self._inputs
+        children = list(_children(node))
+        self._leads_back[node] = is_input or any(self._leads_back[child] for child in children)
+        own = {id(variable): variable} if variable is not None and not is_input else {}
+        for child in children:
+            if not self._leads_back[child]:
+                own |= self._weights[child]
+        self._weights[node] = own
+
+    def _weights_aside(self, node: Node) -> dict[int, Tensor]:
+        """Weights that come in at a node, beside its way back to the inputs."""
+        return self._weights[node]
+
+    def leads_back(self, tensor: Tensor) -> bool:
+        """Whether a tensor depends on the inputs."""
+        return self._leads_back[_node(tensor)]
+
+    def weights_by_node(self) -> dict[Node, list[Tensor]]:
+        """The nodes where weights come in that come in nowhere else."""
+        found: dict[Node, list[Tensor]] = {}
+        for nodes in self._nodes_of_weight.values():
+            if len(nodes) == 1:
+                found.setdefault(nodes[0], [])
+        for node in found:
+            aside = self._weights_aside(node)
+            found[node] = [w for key, w in aside.items() if len(self._nodes_of_weight[key]) == 1]
+        return found
+
+    def early_weights(self) -> list[Tensor]:
+        """Those that come in at several nodes."""
+        return [
+            self._weights_aside(nodes[0])[key]
+            for key, nodes in self._nodes_of_weight.items()
+            if len(nodes) > 1
+        ]
+
+
+def _node(tensor: Tensor) -> Node:
+    return torch.autograd.graph.get_gradient_edge(tensor).node
+
+
+def _children(node: Node) -> Iterator[Node]:
+    return (child for child, _ in node.next_functions if child is not None)

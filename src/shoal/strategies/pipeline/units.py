@@ -1,0 +1,218 @@
+"""The parts that a model is cut into: modules that run as a whole on one rank.
+
+[Note: units]
+A *unit* is a module that is never cut. Lists and sequences of modules are opened, their members
+are units; a module that contains such a list is opened too, and its own forward runs on every
+rank, with stand-ins for the units of others. What comes before the first list or after the last
+(embeddings, norms, heads) are units as well. The list's members form the *chain*: it is cut into
+chunks where the user says, or so that the largest chunk is as small as can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """A module that runs as a whole on one rank.
+
+    Attributes:
+        name: Its name in the model.
+        module: The module itself.
+        is_link: Whether it is part of the chain that is cut; others run where they are called.
+    """
+
+    name: str
+    module: nn.Module
+    is_link: bool
+
+
+def find_units(model: nn.Module, at_least: int) -> list[Unit]:
+    """A model's units in the order of registration, with at least so many in the chain.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+        >>> [unit.name for unit in find_units(model, 2)]
+        ['0', '1', '2']
+    """
+    units = _unique(_open(model, ""))
+    links = [number for number, unit in enumerate(units) if unit.is_link]
+    if not links:  # no list anywhere: the model's own children are all there is
+        units = _unique(_children(model, ""))
+        links = list(range(len(units)))
+    if links:  # what is registered between links has its place between them
+        first, last = links[0], links[-1]
+        units[first:last] = [replace(unit, is_link=True) for unit in units[first:last]]
+    return _refined(units, at_least)
+
+
+def _open(module: nn.Module, name: str) -> Iterator[Unit]:
+    """The units below a module."""
+    if _is_chain(module):
+        yield from _children(module, name)
+    elif any(_is_chain(part) for part in module.modules()):
+        for child_name, child in module.named_children():
+            yield from _open(child, _join(name, child_name))
+    elif has_state(module):
+        yield Unit(name, module, is_link=False)
+
+
+def _children(module: nn.Module, name: str) -> Iterator[Unit]:
+    for child_name, child in module.named_children():
+        yield Unit(_join(name, child_name), child, is_link=True)
+
+
+def _is_chain(module: nn.Module) -> bool:
+    return isinstance(module, _LISTS) and sum(map(has_state, module.children())) > 1
+
+
+def has_state(module: nn.Module) -> bool:
+    """Whether anything in it is trained or saved; what has nothing is run by every rank."""
+    if any(True for _ in module.parameters()):
+        return True
+    return any(
+        name not in part._non_persistent_buffers_set
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    )
+
+
+def _unique(units: Iterator[Unit]) -> list[Unit]:
+    """A module that is registered twice is one unit."""
+    seen: set[int] = set()
+    unique = []
+    for unit in units:
+        if id(unit.module) not in seen:
+            seen.add(id(unit.module))
+            unique.append(unit)
+    return unique
+
+
+def _refined(units: list[Unit], at_least: int) -> list[Unit]:
+    """Opens the largest units until there are enough links."""
+    while sum(unit.is_link for unit in units) < at_least:
+        openable = [unit for unit in units if sum(map(has_state, unit.module.children())) > 1]
+        if not openable:
+            break
+        largest = max(openable, key=lambda unit: num_elements(unit.module))
+        parts = [unit for unit in _children(largest.module, largest.name) if has_state(unit.module)]
+        known = {id(unit.module) for unit in units}
+        place = units.index(largest)
+        units[place : place + 1] = [unit for unit in parts if id(unit.module) not in known]
+    return units
+
+
+def _join(name: str, child: str) -> str:
+    return f"{name}.{child}" if name else child
+
+
+def num_elements(module: nn.Module) -> int:
+    """Elements of all its parameters."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+# Cutting ------------------------------------------------------------------------------------
+
+
+def cut_chain(
+    units: Sequence[Unit],
+    num_chunks: int,
+    cut: Sequence[str] | None = None,
+    balance: Mapping[str, float] | None = None,
+) -> dict[str, int]:
+    """The chunk of each unit, by name.
+
+    Args:
+        units: All of them.
+        num_chunks: How many chunks.
+        cut: The names of the units that the second and the later chunks begin with.
+        balance: What each unit costs, by name; by default its number of parameters.
+    """
+    links = [unit for unit in units if unit.is_link]
+    if len(links) < num_chunks:
+        raise ValueError(
+            f"the model can be cut into {len(links)} parts, {', '.join(u.name for u in links)}; "
+            f"{num_chunks} are needed (stages times chunks). Use fewer stages"
+        )
+    costs = _costs(units, balance)
+    firsts = (
+        _named_cuts(links, num_chunks, cut) if cut else _balanced_cuts(units, costs, num_chunks)
+    )
+    chunks: dict[str, int] = {}
+    chunk = num_seen = 0
+    for unit in units:
+        if unit.is_link:
+            chunk += num_seen in firsts
+            num_seen += 1
+        chunks[unit.name] = chunk
+    return chunks
+
+
+def _costs(units: Sequence[Unit], balance: Mapping[str, float] | None) -> list[float]:
+    if balance is not None:
+        return [float(balance.get(unit.name, 0.0)) for unit in units]
+    seen: set[int] = set()
+    costs = []
+    for unit in units:
+        fresh = [p for p in unit.module.parameters() if id(p) not in seen]
+        seen.update(map(id, fresh))
+        # One more, so that parts without parameters are spread as well.
+        costs.append(1.0 + sum(parameter.numel() for parameter in fresh))
+    return costs
+
+
+def _named_cuts(links: Sequence[Unit], num_chunks: int, cut: Sequence[str]) -> list[int]:
+    names = [unit.name for unit in links]
+    unknown = [name for name in cut if name not in names]
+    places = [names.index(name) for name in cut if name in names]
+    if unknown or len(cut) != num_chunks - 1 or places != sorted(set(places)) or 0 in places:
+        raise ValueError(
+            f"cut must name the units that the {num_chunks - 1} later chunks begin with, in order; "
+            f"got {list(cut)}. The units are {', '.join(names)}"
+        )
+    return places
+
+
+def _balanced_cuts(units: Sequence[Unit], costs: Sequence[float], num_chunks: int) -> list[int]:
+    """Where later chunks begin, so that the largest is as small as can be."""
+    weights = _link_weights(units, costs)
+    count = len(weights)
+    sums = [0.0]
+    for weight in weights:
+        sums.append(sums[-1] + weight)
+    # best[k][i]: the largest of k chunks of the first i links, and where the last begins
+    best = [[(float("inf"), 0)] * (count + 1) for _ in range(num_chunks + 1)]
+    best[0][0] = (0.0, 0)
+    for chunks in range(1, num_chunks + 1):
+        for end in range(chunks, count + 1):
+            best[chunks][end] = min(
+                (max(best[chunks - 1][begin][0], sums[end] - sums[begin]), begin)
+                for begin in range(chunks - 1, end)
+            )
+    firsts, end = [], count
+    for chunks in range(num_chunks, 1, -1):
+        end = best[chunks][end][1]
+        firsts.append(end)
+    return firsts[::-1]
+
+
+def _link_weights(units: Sequence[Unit], costs: Sequence[float]) -> list[float]:
+    """What each link costs, with what comes before the first and after the last."""
+    weights: list[float] = []
+    before = 0.0
+    for unit, cost in zip(units, costs, strict=True):
+        if unit.is_link:
+            weights.append(cost + before)
+            before = 0.0
+        elif weights:
+            weights[-1] += cost
+        else:
+            before += cost
+    return weights
