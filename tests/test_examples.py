@@ -1,6 +1,7 @@
 """The examples and the tour of `shoal demo` run as they say, and give what they promise."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -134,9 +135,9 @@ def test_tensor(options, capsys, first_use):
     ranks = 4 if options.get("tensor") else 2
     together = shoal.run(lambda: train(30, **options), ranks, "memory", timeout=TIMEOUT_S)
     for loss, share in together:
-        assert loss == pytest.approx(alone[0], abs=1e-3)
+        assert loss == pytest.approx(alone[0], abs=1e-2)
         assert share < 0.53
-    assert "head    column" in capsys.readouterr().out
+    assert re.search(r"^head +column +outputs joined", capsys.readouterr().out, re.M)
 
 
 def test_tensor_launched():

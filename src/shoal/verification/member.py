@@ -53,8 +53,7 @@ class Member(Trainee):
         """Joined from the ranks' parts; where a rank has all of one, that must be alike."""
         for name, parameter in self.parts.model.named_parameters():
             whole = self.parts.model.full_gradient(name)  # type: ignore[operator]
-            # A plain one, neither a stand-in for sharded ones nor a part of one.
-            if type(parameter.grad) is Tensor and parameter.grad.shape == whole.shape:
+            if type(parameter.grad) is Tensor:  # a plain one, not a stand-in for a part of one
                 self.fingerprints["gradient", name] = fingerprint(parameter.grad)
             yield Seen("gradient", name, whole)
 
