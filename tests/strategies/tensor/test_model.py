@@ -83,7 +83,10 @@ def assert_same_state(found: Any, expected: Any) -> None:
 # State -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"tensor": 2, "zero": 1}, {"tensor": 2, "zero": 3}])
+full = functools.partial(pytest.param, marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize("options", [{}, {"tensor": 2, "zero": 1}, full({"tensor": 2, "zero": 3})])
 def test_state_goes_out_and_in(options: dict[str, Any]) -> None:
     def check() -> None:
         model, optimizer = wrapped(adam, **options)
@@ -156,7 +159,7 @@ def adafactor(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(parameters, lr=0.01)
 
 
-@pytest.mark.parametrize("make", [adam, torch.optim.Adagrad, adafactor])
+@pytest.mark.parametrize("make", [adam, full(torch.optim.Adagrad), full(adafactor)])
 def test_an_optimizer_with_a_past(make: Any) -> None:
     def check() -> None:
         module, optimizer = one_process(make, range(2))
@@ -172,7 +175,7 @@ def test_an_optimizer_with_a_past(make: Any) -> None:
 # Gradients ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"tensor": 2, "zero": 0}, {"tensor": 2, "zero": 2}])
+@pytest.mark.parametrize("options", [{}, full({"tensor": 2, "zero": 0}), {"tensor": 2, "zero": 2}])
 def test_gradients_are_those_of_one_process_and_the_same_everywhere(options: Any) -> None:
     def gradients() -> dict[str, Tensor]:
         model, _ = wrapped(**options)
@@ -188,7 +191,7 @@ def test_gradients_are_those_of_one_process_and_the_same_everywhere(options: Any
             assert torch.equal(found[name], results[0][name]), name
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("norm_type", [2.0, full(1.0), float("inf")])
 def test_norms_count_everything_once(norm_type: float) -> None:
     def norm() -> float:
         model, _ = wrapped()
@@ -351,7 +354,7 @@ def without_noise(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if not name.endswith(noisy)}
 
 
-@pytest.mark.parametrize("options", [{}, {"tensor": 2, "zero": 0}])
+@pytest.mark.parametrize("options", [{}, full({"tensor": 2, "zero": 0})])
 def test_optimizers_that_look_at_whole_parameters(options: Any) -> None:
     def check() -> None:
         model, optimizer = wrapped(adafactor, **options)
@@ -459,7 +462,7 @@ def test_pairs() -> None:
     run(check)
 
 
-@pytest.mark.parametrize("options", [{}, {"data": 2}, {"data": 2, "reference": "split"}])
+@pytest.mark.parametrize("options", [full({}), {"data": 2}, {"data": 2, "reference": "split"}])
 def test_verify(options: dict[str, Any]) -> None:
     def build() -> Any:
         module = GPT().double()
