@@ -24,7 +24,8 @@ pytestmark = [
 _LONG = {("gpt", 3)}
 _SHORT = {
     ("gpt", 2), ("gpt", 4),
-    ("encoder", 2), ("translator", 3), ("resnet", 2), ("adapter", 2), ("llama", 4), ("gpt2", 2), ("t5", 3), ("bert", 2), ("gemma2", 2), ("qwen3", 4), ("vit", 3),
+    ("encoder", 2), ("translator", 3), ("resnet", 2), ("adapter", 2), ("llama", 4),
+    ("gpt2", 2), ("t5", 3), ("bert", 2), ("gemma2", 2), ("qwen3", 4), ("vit", 3),
 }  # fmt: skip
 _FEW = 3
 
