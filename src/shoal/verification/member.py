@@ -54,8 +54,7 @@ class Member(Trainee):
         here = dict(self.parts.model.named_parameters())
         for name, whole in self.parts.model.full_gradients():  # type: ignore[operator]
             gradient = here[name].grad if name in here else None
-            # A plain one, neither a stand-in for sharded ones nor a part of one.
-            if type(gradient) is Tensor and gradient.shape == whole.shape:
+            if type(gradient) is Tensor:  # a plain one, not a stand-in for a part of one
                 self.fingerprints["gradient", name] = fingerprint(gradient)
             yield Seen("gradient", name, whole)
 

@@ -266,6 +266,11 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
         num_layers=2, num_heads=4, dropout_rate=0.0, use_cache=False, decoder_start_token_id=0,
         pad_token_id=0, eos_token_id=2,
     ),
+    "neox": _hugging_face(
+        "GPTNeoXForCausalLM", "GPTNeoXConfig", vocab_size=23, hidden_size=16, intermediate_size=21,
+        num_hidden_layers=1, num_attention_heads=4, max_position_embeddings=8, use_cache=False,
+        attention_dropout=0.0, hidden_dropout=0.0, **_IDS,
+    ),
     "bert": _hugging_face(
         "BertForSequenceClassification", "BertConfig", vocab_size=23, max_position_embeddings=8,
         **_ENCODER,

@@ -193,6 +193,14 @@ def test_hugging_faces_own_plan_is_trusted_where_nothing_can_be_tried(
     assert styles(alone)["transformer.h.0.attn.c_attn"] == "column alone"
 
 
+@needs_transformers
+def test_their_plan_means_neighbours() -> None:
+    """In GPT-NeoX queries, keys and values of a head lie together, not all queries first."""
+    module = BUILDERS["neox"]()
+    layers = {layer.name: layer for layer in draft(module, 2).layers}
+    assert layers["gpt_neox.layers.0.attention.query_key_value"].cut.runs(0, 2) == ((0, 24),)
+
+
 def test_the_plan_prints_as_a_table() -> None:
     text = str(draft(nn.Sequential(*(FeedForward(4, 7) for _ in range(3))), 2))
     assert text.splitlines()[0] == "tensor parallel over 2 ranks: 9 layers split"
@@ -279,6 +287,10 @@ def test_whoever_knows_is_trusted() -> None:
 
     plan = fulfil(Masked(), 2, {"one": "column", "two": "row"})
     assert styles(plan) == {"one": "column", "two": "row"}
+    joined = Masked()
+    joined.one = nn.Linear(4, 12)
+    with pytest.raises(ValueError, match="where they are cut apart cannot be found out"):
+        fulfil(joined, 2, {"one": "column", "two": "row"})
 
 
 def test_a_refused_plan_changes_nothing() -> None:

@@ -115,7 +115,8 @@ class Draft:
             try:
                 partial = try_proposal(candidate, block, proposal, self._num_ranks, stand_in)
             except TypeError:  # it wants more than one tensor
-                partial = between(block, candidate) if self._is_certified(candidate) else None
+                is_known = proposal.is_plain and self._is_certified(candidate)
+                partial = between(block, candidate) if is_known else None
             if partial is not None:
                 return proposal, partial
         return None

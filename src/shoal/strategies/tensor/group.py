@@ -96,5 +96,7 @@ class Entry:
         backend = self._group.backend
         if self.sequence_dim is not None:
             dim = self.sequence_dim if dim is None else dim
-            return collective.reduce_scatter(partial, backend, dim)
+            own = collective.reduce_scatter(partial, backend, dim)
+            # The strides of a single position say nothing, and others go by them: see `whole_mask`.
+            return own.flatten().view(own.shape)
         return collective.reduce(partial, backend)

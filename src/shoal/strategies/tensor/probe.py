@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.comm.random_state import RandomState
 from shoal.sharding.split import Split
 from shoal.strategies.tensor.linear import sizes_of
+from shoal.strategies.tensor.naming import HEAD_SIZES
 
 # Relative to the largest number there is: what is zero but for rounding has no size of its own.
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
@@ -307,6 +308,8 @@ def arguments(
 
 def _head_size(block: nn.Module) -> int:
     for part in block.modules():
-        if isinstance(getattr(part, "head_dim", None), int):
-            return int(part.head_dim)  # type: ignore[arg-type]
+        for name in HEAD_SIZES:
+            size = vars(part).get(name)
+            if isinstance(size, int):
+                return size
     raise TypeError("no size of a head is known")

@@ -32,6 +32,11 @@ class Proposal:
     tables: tuple[str, ...] = ()
 
     @property
+    def is_plain(self) -> bool:
+        """Whether each rank gets neighbouring features, and no module is told anything."""
+        return not self.numbers and all(len(cut.sections) == 1 for cut in self.columns)
+
+    @property
     def num_units(self) -> int:
         """More ranks than this cannot share it."""
         return min(cut.num_units for cut in (*self.columns, self.row))

@@ -52,20 +52,25 @@ class Stack:
 
 
 def find_stacks(module: nn.Module, plan: Plan) -> list[Stack]:
-    """Lists of blocks in each of which something is split."""
+    """Lists of blocks in each of which something is split; the outermost ones."""
     regions = [block.name for block in plan.blocks if not any(x.is_alone for x in block.layers)]
-    stacks = []
-    for name, part in module.named_modules():
+    stacks: list[Stack] = []
+    for name, part in module.named_modules():  # parents come before their children
         if not isinstance(part, nn.ModuleList | nn.Sequential) or not len(part):
             continue
         names = tuple(f"{name}.{key}" if name else key for key, _ in part.named_children())
-        if all(any(r == n or r.startswith(f"{n}.") for r in regions) for n in names):
-            first = part[0]
-            attention = getattr(first, "self_attn", None)
-            is_first = isinstance(attention, nn.MultiheadAttention) and not attention.batch_first
-            stacks.append(Stack(names, 0 if is_first else 1))
-    return [stack for stack in stacks if not any(stack.names[0] != s.names[0] and
-            s.holds(stack.names[0]) for s in stacks)]  # fmt: skip
+        is_inside = any(stack.holds(names[0]) for stack in stacks)
+        if not is_inside and all(any(Stack((n,), 0).holds(r) for r in regions) for n in names):
+            stacks.append(Stack(names, _position_dim(part[0])))
+    return stacks
+
+
+def _position_dim(block: nn.Module) -> int:
+    """Batches come first, but for torch's attention where it is not told so."""
+    attention = getattr(block, "self_attn", None)
+    if isinstance(attention, nn.MultiheadAttention) and not attention.batch_first:
+        return 0
+    return 1
 
 
 class _Run(NamedTuple):

@@ -156,7 +156,13 @@ def _checked(module: nn.Module, candidate: Candidate, num_ranks: int) -> Block:
         )
     try:
         partial = try_proposal(candidate, block, proposal, num_ranks)
-    except TypeError:  # it wants more than one tensor: whoever made the plan knows
+    except TypeError as error:  # it wants more than one tensor: whoever made the plan knows
+        if not proposal.is_plain:
+            raise ValueError(
+                f"{names} gives several things at once, and where they are cut apart cannot be "
+                f"found out, because {candidate.block or 'the model'} cannot be called with one "
+                "tensor: leave the row out of the plan, and the column's outputs are joined"
+            ) from error
         return make_block(candidate, proposal, between(block, candidate))
     if partial is None:
         raise ValueError(
