@@ -222,7 +222,7 @@ class ShardedModel(nn.Module):
         return self.engine.gradient_shard(name)
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Every parameter's averaged gradient by name, whole; all ranks walk through it together."""
+        """Every parameter's averaged gradient by name, whole; all ranks walk along together."""
         for name, parameter in self.module.named_parameters():
             shard = self.engine.gradient_shard(name)
             if shard is None:

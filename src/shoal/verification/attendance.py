@@ -45,8 +45,8 @@ def attend(trial: Trial) -> Findings:
 def _reference(trial: Trial, member: Member) -> WholeBatch:
     narrow = parse_precision(trial.options.get("mixed_precision"))
     if trial.reference == "split":
-        num_batches = member.parts.model.data_group.size
-        return SplitBatch(trial.build, trial.steps, num_batches, compute_dtype=narrow)  # type: ignore[arg-type]
+        num_batches = member.data_group.size
+        return SplitBatch(trial.build, trial.steps, num_batches, compute_dtype=narrow)
     return WholeBatch(trial.build, trial.steps, compute_dtype=narrow)
 
 

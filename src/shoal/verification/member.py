@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.comm import Backend
 from shoal.comm.world import World
 from shoal.verification.batches import share
 from shoal.verification.dice import Dice
@@ -32,14 +33,20 @@ class Member(Trainee):
         with Dice(BUILD_SEED).rolling():
             self.parts = Parts.build(build, num_steps)
         self.parts.model, self.parts.optimizers = wrap(self.parts.model, self.parts.optimizers)
-        self._dice = rank_dice(self.parts.model.data_group.rank)  # type: ignore[union-attr,arg-type]
+        self._dice = rank_dice(self.data_group.rank)
         self.fingerprints: dict[tuple[str, str], str] = {}
         """What this rank has of each thing that all ranks must have alike, as a few bytes."""
 
+    @property
+    def data_group(self) -> Backend:
+        """The ranks that see other rows."""
+        group: Any = self.parts.model.data_group
+        return group  # type: ignore[no-any-return]
+
     def compute(self, step: int) -> Tensor:
         """Forward and backward of this rank's rows."""
-        data = self.parts.model.data_group
-        inputs, targets = share(self.parts.batches[step], data.rank, data.size)  # type: ignore[arg-type]
+        data = self.data_group
+        inputs, targets = share(self.parts.batches[step], data.rank, data.size)
         with self._dice.rolling():
             loss: Tensor = self.parts.model.train_step(inputs, targets, self.parts.loss_fn)  # type: ignore[operator]
         self.fingerprints["loss", ""] = fingerprint(loss)

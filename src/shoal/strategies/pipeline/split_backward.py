@@ -34,7 +34,10 @@ class SplitBackward:
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
+        self,
+        tensors: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        inputs: Sequence[Tensor],
     ) -> None:
         """``gradients`` are those of ``tensors``; gradients of ``inputs`` come first."""
         self._tensors, self._gradients = list(tensors), list(gradients)

@@ -142,7 +142,9 @@ def cut_chain(
             f"{num_chunks} are needed (stages times chunks). Use fewer stages"
         )
     costs = _costs(units, balance)
-    firsts = _named_cuts(links, num_chunks, cut) if cut else _balanced_cuts(units, costs, num_chunks)
+    firsts = (
+        _named_cuts(links, num_chunks, cut) if cut else _balanced_cuts(units, costs, num_chunks)
+    )
     chunks: dict[str, int] = {}
     chunk = num_seen = 0
     for unit in units:
