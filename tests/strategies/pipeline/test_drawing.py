@@ -6,6 +6,9 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+# What it leaves behind when it is first imported is not a drawing's.
+pytest.importorskip("matplotlib.backends.backend_agg")
+
 from shoal.strategies.pipeline import Span, draw, make_schedule, simulate
 
 
@@ -40,7 +43,6 @@ def test_saved(tmp_path, suffix) -> None:
 
 
 def test_saved_as_png(tmp_path) -> None:
-    pytest.importorskip("matplotlib")
     path = tmp_path / "schedule.png"
     draw("zero-bubble", 2, 4, path=path)
     assert path.read_bytes()[:4] == b"\x89PNG"

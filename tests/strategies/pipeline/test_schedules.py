@@ -64,7 +64,8 @@ def test_never_stuck_even_if_sends_block(name, p, m, v) -> None:
     while any(place < len(ticks) for place, ticks in zip(places, schedule, strict=True)):
         moved = False
         for rank, ticks in enumerate(schedule):
-            if blocked[rank] is not None and _is_asked_for(blocked[rank], schedule, places, p):
+            sent = blocked[rank]
+            if sent is not None and (sent in done or _is_asked_for(sent, schedule, places, p)):
                 blocked[rank], moved = None, True
             if blocked[rank] is None and places[rank] < len(ticks):
                 tick = ticks[places[rank]]

@@ -28,8 +28,8 @@ class Drawing:
     Example:
         >>> print(draw("1f1b", stages=2, micro_batches=2))
         1f1b, 2 stages, 2 micro-batches: 33.3 % of the time is waited
-        0 |F0F1.B0B0B1B1...
-        1 |...
+          0 | F0 F1  .  . B0 B0  . B1 B1
+          1 |  . F0 B0 B0 F1 B1 B1  .  .
     """
 
     title: str
