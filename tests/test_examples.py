@@ -56,6 +56,14 @@ def first_use():
     torch.set_num_threads(before)
 
 
+@pytest.mark.usefixtures("first_use")
+def test_pipeline():
+    train = load("pipeline").train
+    losses = shoal.run(train, 4, "memory", args=("zero-bubble", 2), timeout=TIMEOUT_S)
+    assert len(set(losses)) == 1
+    assert losses[0] < 1.0
+
+
 def test_collectives(backend):
     talk = load("collectives").talk
     first, second = shoal.run(lambda: talk(shoal.world()), 2, backend, timeout=TIMEOUT_S)

@@ -158,7 +158,8 @@ def as_distributed(
     Args:
         model: Any module.
         optimizer: A torch optimizer over the model's parameters, or a list of them.
-        strategy: "ddp", "zero1", "zero2", "zero3", "fsdp", "tensor", or "auto" to choose by size.
+        strategy: "ddp", "zero1", "zero2", "zero3", "fsdp", "tensor", "pipeline", "hybrid", or
+            "auto" to choose by size.
         backend: What to start communication with, if it has to be started.
         enabled: If false, model and optimizer come back untouched.
         options: For the model's class, for example ``min_group_bytes``, ``sync_batchnorm`` or

@@ -32,6 +32,7 @@ class PipelineParallelOptimizer(ShardedOptimizer):
             kind: "element-wise" or "per-parameter", if it need not be found out.
         """
         self._check_pair(optimizer, model)
+        assert isinstance(model, PipelineParallelModel)
         kind = find_kind(optimizer) if kind is None else Kind(kind)
         if kind is Kind.GLOBAL and model.pipeline.stage.group.size > 1:
             raise ValueError(

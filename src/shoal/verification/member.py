@@ -41,9 +41,8 @@ class Member(Trainee):
 
     def compute(self, step: int) -> Tensor:
         """Forward and backward of this rank's rows."""
-        inputs, targets = share(
-            self.parts.batches[step], self.data_group.rank, self.data_group.size
-        )
+        data = self.data_group
+        inputs, targets = share(self.parts.batches[step], data.rank, data.size)
         with self._dice.rolling():
             loss: Tensor = self.parts.model.train_step(inputs, targets, self.parts.loss_fn)  # type: ignore[operator]
         self.fingerprints["loss", ""] = fingerprint(loss)

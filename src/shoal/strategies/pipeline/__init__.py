@@ -1,5 +1,7 @@
 """Pipelines: each rank has some of a model's layers, and micro-batches go from rank to rank."""
 
+from shoal.strategies.pipeline.drawing import Drawing, draw
+from shoal.strategies.pipeline.measurement import measure_units
 from shoal.strategies.pipeline.model import PipelineParallelModel
 from shoal.strategies.pipeline.schedules import SCHEDULES, make_schedule
 from shoal.strategies.pipeline.simulation import Span, bubble, peak_in_flight, simulate
@@ -7,13 +9,16 @@ from shoal.strategies.pipeline.tick import Pass, Schedule, Tick
 
 __all__ = [
     "SCHEDULES",
+    "Drawing",
     "Pass",
     "PipelineParallelModel",
     "Schedule",
     "Span",
     "Tick",
     "bubble",
+    "draw",
     "make_schedule",
+    "measure_units",
     "peak_in_flight",
     "simulate",
 ]

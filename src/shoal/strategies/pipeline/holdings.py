@@ -87,7 +87,7 @@ class Holdings:
                 self._remove(name)
         for unit in self._units:
             if unit.is_link and self._chunks[unit.name] % self._stages != self._rank:
-                _free_buffers(unit.module)
+                _free_buffers(unit.module, unit.name)
 
     def _remove(self, name: str) -> None:
         parameter = self.parameters[name]
@@ -156,12 +156,14 @@ def _chunk_below(module: nn.Module, found: Mapping[nn.Module, int]) -> int:
     return next(below, 0)
 
 
-def _free_buffers(module: nn.Module) -> None:
+def _free_buffers(module: nn.Module, unit: str) -> None:
     for part in module.modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and buffer.numel() > 1:
-                nothing = torch.full((), _nothing(buffer.dtype), dtype=buffer.dtype)
-                part._buffers[name] = nothing.to(buffer.device).expand(buffer.shape)
+        for name, buffer in list(part._buffers.items()):
+            if buffer is not None:
+                del part._buffers[name]
+                source = Source(-1, 0, f"{unit} ({name})")
+                absent = absent_like(buffer.shape, buffer.dtype, buffer.device, source)
+                part.__dict__[name] = absent
 
 
 def _nothing(dtype: torch.dtype) -> float | int | bool:

@@ -53,8 +53,8 @@ def agree(group: Backend, kinds: Sequence[InputKind], module: nn.Module) -> str:
         shown = "; ".join(kind.sizes for kind in kinds)
         raise MismatchError(
             "the ranks of one pipeline must be given the same batch; those of "
-            f"{', '.join(map(str, odd))} have other shapes or other inputs than rank 0 of it (here, "
-            f"rank {group.rank}: {shown}). Take a sampler with world=model.data_group"
+            f"{', '.join(map(str, odd))} have other shapes or other inputs than rank 0 of it "
+            f"(here, rank {group.rank}: {shown}). Take a sampler with world=model.data_group"
         )
     return "-".join(str(flags) for _, flags in numbers)
 

@@ -27,8 +27,9 @@ class Losses:
         self._total = float(data.all_reduce(weights)) if data.size > 1 else weight
 
     def scaled(self, number: int, output: Any) -> Tensor:
-        """A micro-batch's part of the loss, such that gradients averaged over the data axis are
-        those of the mean over the global batch.
+        """A micro-batch's part of the loss.
+
+        Gradients averaged over the data axis are then those of the mean over the global batch.
         """
         batch = self._batches[number]
         loss = self._loss_fn(output, batch.targets)

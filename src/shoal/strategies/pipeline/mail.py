@@ -1,4 +1,4 @@
-"""Messages between chunks: values forward, gradients backward, in the order of the micro-batches."""
+"""Messages between chunks: values forward, gradients backward, in the order of micro-batches."""
 
 from __future__ import annotations
 

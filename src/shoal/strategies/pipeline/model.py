@@ -81,7 +81,7 @@ class PipelineParallelModel(ShardedModel):
             cut: Names of the units that the second and the later chunks begin with.
             balance: What each unit costs, by name (see `measure_units`); by default its number of
                 parameters.
-            outputs: Who gets what ``model(inputs)`` returns: "everywhere", or only the "last" stage.
+            outputs: Who gets what ``model(inputs)`` returns: "everywhere", or "last" stage only.
             mesh: The axes, if they are laid out already.
             seed: For the values of what is on the meta device.
             options: As for `ShardedModel`, for the data axis.
@@ -106,10 +106,11 @@ class PipelineParallelModel(ShardedModel):
         super().__init__(module, mesh.group("data"), seed=seed, **options)
         self.engine.holders = Holders((group,))
         self._outputs_everywhere = outputs == "everywhere"
-        self.options |= {
+        chosen: dict[str, Any] = {
             "pipeline": pipeline, "data": data, "zero": zero, "micro_batches": micro_batches,
             "schedule": schedule, "chunks": chunks, "cut": cut, "outputs": outputs,
         }  # fmt: skip
+        self.options |= chosen
 
     pipeline: Pipeline
     _keys: list[str]
@@ -293,7 +294,7 @@ def _make_stage(
 
 
 def _without_cache(module: nn.Module) -> None:
-    """Hugging Face models keep keys and values of all layers in one object; no rank has them all."""
+    """Hugging Face models keep all layers' keys and values in one object; no rank has them all."""
     config = getattr(module, "config", None)
     if getattr(config, "use_cache", False):
         config.use_cache = False  # type: ignore[union-attr]

@@ -35,6 +35,6 @@ def without_backward(output: Any) -> Any:
 
     def guard(leaf: Any) -> Any:
         is_float = isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-        return _NoBackward.apply(leaf, anchor) if is_float else leaf
+        return _NoBackward.apply(leaf, anchor) if is_float else leaf  # type: ignore[no-untyped-call]
 
     return tree_map(guard, output)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -64,11 +64,10 @@ class Pipeline:
         """Forward and backward of one batch; returns the mean loss over the global batch."""
         batches = split(inputs, targets, self.work.micro_batches)
         with torch.enable_grad(), own_stream(self.stage.group.rank):
-            routes = self._find_routes(batches)
+            call = partial(self._call, batches)
+            routes = self._find_routes([batch.inputs for batch in batches], call)
             losses = Losses(batches, loss_fn, weight, self._model.data_group)
-            jobs = Jobs(
-                partial(self._call, batches), losses.scaled, self._watch, self._model.no_sync
-            )
+            jobs = Jobs(call, losses.scaled, self._watch, self._model.no_sync)
             runner = Runner(self.stage, routes, jobs)
             self._run(runner, routes[0][0].itinerary, len(batches))
         self.spans = runner.spans
@@ -84,8 +83,9 @@ class Pipeline:
         runner.run(own, averages=engine.auto_sync and not waits)
         returned = self.loans.hand_back(itinerary)
         if returned:
+            parameters, gradients = zip(*returned, strict=True)
             with self._model.no_sync():
-                torch.autograd.backward(*map(list, zip(*returned, strict=True)))
+                torch.autograd.backward(parameters, gradients)
         if waits and engine.auto_sync:
             engine.synchronize()
 
@@ -101,9 +101,11 @@ class Pipeline:
 
     # Ways ---------------------------------------------------------------------------------------
 
-    def _find_routes(self, batches: Sequence[MicroBatch]) -> list[tuple[Route, str]]:
-        """Each micro-batch's way; new ones are learned."""
-        kinds = [kind_of(batch.inputs) for batch in batches]
+    def _find_routes(
+        self, inputs: Sequence[Any], call: Callable[[int], Any]
+    ) -> list[tuple[Route, str]]:
+        """Each micro-batch's way, and its size; new ones are learned by calling the model."""
+        kinds = [kind_of(each) for each in inputs]
         wanted = agree(self.stage.group, kinds, self.stage.module)
         mode = mode_of(self.stage.module)
         routes = []
@@ -111,8 +113,8 @@ class Pipeline:
             key = (kind.structure, mode, wanted)
             if key not in self._routes:
                 self.loans.withdraw()
-                call = partial(self._call, batches, number)
-                self._routes[key] = Route(learn(self.stage, call))
+                self._has_loans = False
+                self._routes[key] = Route(learn(self.stage, partial(call, number)))
             routes.append((self._routes[key], kind.sizes))
         self.last_itinerary = routes[0][0].itinerary
         return routes
@@ -122,43 +124,29 @@ class Pipeline:
     def predict(self, args: Any, kwargs: Any, *, everywhere: bool) -> Any:
         """The model's output for a whole batch, on every rank or the last stage."""
         has_grad = torch.is_grad_enabled()
-        batch = MicroBatch(_Arguments(args, kwargs), None, 1.0)
         with torch.no_grad(), own_stream(self.stage.group.rank):
-            output = self._pass_through(batch)
+            output = self._pass_through(args, kwargs)
         if everywhere:
             output = spread(output, self.stage.group, is_here=self.stage.is_last)
         return without_backward(output) if has_grad else output
 
-    def _pass_through(self, batch: MicroBatch) -> Any:
-        routes = self._find_routes_of_call(batch)
-        if not (self._keeps_loans and self._has_loans):
-            self.loans.hand_out(routes[0][0].itinerary)
-            self._has_loans = True
-        found: list[Any] = [None]
+    def _pass_through(self, args: Any, kwargs: Any) -> Any:
+        def call(_: int) -> Any:
+            return self.stage.module(*args, **kwargs)
 
         def keep(_: int, output: Any) -> Tensor:
             found[0] = output
             return torch.zeros(())
 
-        jobs = Jobs(
-            lambda _: batch.inputs.call(self.stage.module), keep, _ignore, self._model.no_sync
-        )
-        runner = Runner(self.stage, routes, jobs)
+        found: list[Any] = [None]
+        routes = self._find_routes([(args, kwargs)], call)
+        if not (self._keeps_loans and self._has_loans):
+            self.loans.hand_out(routes[0][0].itinerary)
+            self._has_loans = True
+        runner = Runner(self.stage, routes, Jobs(call, keep, _ignore, self._model.no_sync))
         own = range(self.stage.rank, self.stage.num_chunks, self.stage.group.size)
         runner.run([Tick(Pass.FORWARD, 0, chunk) for chunk in own], averages=False)
         return found[0]
-
-    def _find_routes_of_call(self, batch: MicroBatch) -> list[tuple[Route, str]]:
-        arguments: _Arguments = batch.inputs
-        kind = kind_of((arguments.args, arguments.kwargs))
-        wanted = agree(self.stage.group, [kind], self.stage.module)
-        key = (kind.structure, mode_of(self.stage.module), wanted)
-        if key not in self._routes:
-            self.loans.withdraw()
-            self._has_loans = False
-            call = partial(arguments.call, self.stage.module)
-            self._routes[key] = Route(learn(self.stage, call))
-        return [(self._routes[key], kind.sizes)]
 
     @contextlib.contextmanager
     def keeping_loans(self) -> Iterator[None]:
@@ -210,20 +198,9 @@ class Pipeline:
             for target, roots in itinerary.outgoing(chunk).items():
                 names = ", ".join(itinerary.calls[root[0]].unit for root in roots)
                 yield f"chunk {chunk} -> chunk {target}: what {names} returns"
-        for rank, names in sorted(itinerary.borrowed.items()):
-            for name in names:
+        for rank, borrowed in sorted(itinerary.borrowed.items()):
+            for name in borrowed:
                 yield f"stage {rank} borrows {name} from stage {self.stage.holdings.rank_of(name)}"
-
-
-@dataclass(frozen=True)
-class _Arguments:
-    """A call of the model."""
-
-    args: Any
-    kwargs: Any
-
-    def call(self, module: Any) -> Any:
-        return module(*self.args, **self.kwargs)
 
 
 def _ignore(_: Sequence[Tensor]) -> None:

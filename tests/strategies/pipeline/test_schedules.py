@@ -1,0 +1,141 @@
+"""Schedules as properties: complete, in order, never stuck, as much waiting and memory as said."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.strategies.pipeline import SCHEDULES, bubble, make_schedule, peak_in_flight, simulate
+from shoal.strategies.pipeline.simulation import needs
+from shoal.strategies.pipeline.tick import Pass, Tick
+
+names = st.sampled_from(sorted(SCHEDULES))
+stages = st.integers(1, 6)
+micro_batches = st.integers(1, 20)
+chunks = st.integers(1, 4)
+
+
+def made(name, p, m, v):
+    return make_schedule(name, p, m, v if name == "interleaved" else 1)
+
+
+@given(names, stages, micro_batches, chunks)
+def test_every_micro_batch_passes_every_chunk_once_each_way(name, p, m, v) -> None:
+    schedule = made(name, p, m, v)
+    num_chunks = p * (v if name == "interleaved" else 1)
+    works = Pass if name == "zero-bubble" else (Pass.FORWARD, Pass.BACKWARD)
+    expected = {Tick(work, n, c) for work in works for n in range(m) for c in range(num_chunks)}
+    done = [tick for ticks in schedule for tick in ticks]
+    assert len(done) == len(expected)
+    assert set(done) == expected
+    for rank, ticks in enumerate(schedule):
+        assert {tick.chunk % p for tick in ticks} == {rank}
+
+
+@given(names, stages, micro_batches, chunks)
+def test_nothing_is_done_before_what_it_needs(name, p, m, v) -> None:
+    spans = simulate(made(name, p, m, v))
+    stops = {span.tick: span.stop for span in spans}
+    num_chunks = 1 + max(span.tick.chunk for span in spans)
+    for span in spans:
+        assert all(stops[need] <= span.start for need in needs(span.tick, num_chunks))
+
+
+@given(names, stages, micro_batches, chunks)
+def test_micro_batches_keep_their_order(name, p, m, v) -> None:
+    """Messages between two chunks need no other name than their order."""
+    for ticks in made(name, p, m, v):
+        for work in Pass:
+            for chunk in {tick.chunk for tick in ticks}:
+                order = [t.micro_batch for t in ticks if (t.work, t.chunk) == (work, chunk)]
+                assert order == sorted(order)
+
+
+@given(names, stages, micro_batches, chunks)
+def test_never_stuck_even_if_sends_block(name, p, m, v) -> None:
+    """A send returns once the receiver waits for it or has it next: who waits is ready for it."""
+    schedule = made(name, p, m, v)
+    num_chunks = 1 + max(tick.chunk for ticks in schedule for tick in ticks)
+    places, done = [0] * p, set()
+    # A rank whose tick is done is blocked until the receiver has come to the tick before the one
+    # that takes the message: it asks for it from there on.
+    blocked: list[Tick | None] = [None] * p
+    while any(place < len(ticks) for place, ticks in zip(places, schedule, strict=True)):
+        moved = False
+        for rank, ticks in enumerate(schedule):
+            sent = blocked[rank]
+            if sent is not None and (sent in done or _is_asked_for(sent, schedule, places, p)):
+                blocked[rank], moved = None, True
+            if blocked[rank] is None and places[rank] < len(ticks):
+                tick = ticks[places[rank]]
+                if all(need in done for need in needs(tick, num_chunks)):
+                    done.add(tick)
+                    places[rank] += 1
+                    blocked[rank] = _receiver(tick, num_chunks)
+                    moved = True
+        assert moved, "everybody waits"
+
+
+def _receiver(tick, num_chunks):
+    if tick.work is Pass.FORWARD and tick.chunk + 1 < num_chunks:
+        return tick._replace(chunk=tick.chunk + 1)
+    if tick.work is Pass.BACKWARD and tick.chunk:
+        return tick._replace(chunk=tick.chunk - 1)
+    return None
+
+
+def _is_asked_for(tick, schedule, places, p) -> bool:
+    rank = tick.chunk % p
+    rest = [t for t in schedule[rank][places[rank] :] if t.work is not Pass.WEIGHTS]
+    # Receives of one kind are posted in order; both kinds may be open at once.
+    return next((t for t in rest if (t.work, t.chunk) == (tick.work, tick.chunk)), None) == tick
+
+
+@given(stages, micro_batches)
+def test_peak_of_activations(p, m) -> None:
+    assert {peak_in_flight(ticks) for ticks in make_schedule("gpipe", p, m)} == {m}
+    for rank, ticks in enumerate(make_schedule("1f1b", p, m)):
+        assert peak_in_flight(ticks) == min(p - rank, m)
+    assert all(peak_in_flight(ticks) <= min(p, m) for ticks in make_schedule("zero-bubble", p, m))
+
+
+@given(st.sampled_from(["gpipe", "1f1b"]), stages, micro_batches)
+def test_bubble_of_the_plain_ones(name, p, m) -> None:
+    assert bubble(simulate(make_schedule(name, p, m))) == pytest.approx((p - 1) / (m + p - 1))
+
+
+@given(stages, st.integers(1, 5), chunks)
+def test_bubble_of_interleaved(p, rounds, v) -> None:
+    m = p * rounds
+    spans = simulate(make_schedule("interleaved", p, m, v))
+    assert bubble(spans) == pytest.approx((p - 1) / (v * m + p - 1))
+
+
+@given(stages, st.integers(0, 14))
+def test_bubble_of_zero_bubble_is_a_third(p, more) -> None:
+    """With F = B = W: (p-1)(F+B-W) of waiting instead of (p-1)(F+B+W)."""
+    m = p + more
+    spans = simulate(make_schedule("zero-bubble", p, m))
+    assert bubble(spans) == pytest.approx((p - 1) / (3 * m + p - 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("2f2b", 2, 2), "one of gpipe, 1f1b"),
+        (("1f1b", 2, 2, 2), "several chunks a rank"),
+        (("interleaved", 2, 2, 0), "several chunks a rank"),
+        (("1f1b", 0, 2), "at least one stage"),
+        (("1f1b", 2, 0), "at least one"),
+    ],
+)
+def test_what_there_is_not(arguments, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_schedule(*arguments)
+
+
+def test_a_schedule_that_cannot_end_is_known() -> None:
+    stuck = [[Tick(Pass.BACKWARD, 0, 0), Tick(Pass.FORWARD, 0, 0)]]
+    with pytest.raises(ValueError, match="never ends"):
+        simulate(stuck)
