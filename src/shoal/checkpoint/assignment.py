@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -101,7 +102,7 @@ def _divide(ranges: Sequence[_Range], itemsize: int, load: Sequence[int]) -> lis
     edges = sorted({edge for start, stop, _ in ranges for edge in (start, stop)})
     extra = [0] * len(load)
     result: list[_Range] = []
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in pairwise(edges):
         ranks = sorted({rank for start, stop, rank in ranges if start <= low and high <= stop})
         for rank, start, stop in _share(low, high, ranks, itemsize, load, extra):
             extra[rank] += (stop - start) * itemsize

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -23,7 +24,7 @@ class MemorySource(Source):
     state_dict: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, state_dict: Mapping[str, Tensor]) -> MemorySource:
+    def of(cls, state_dict: Mapping[str, Any]) -> MemorySource:
         """A model's ``state_dict()``, of the plain module or a wrapped one."""
         for name, value in state_dict.items():
             if not isinstance(value, Tensor) and not name.endswith("_extra_state"):

@@ -136,7 +136,7 @@ def _load_first_good(
 ) -> Loaded:
     for number, name in enumerate(names):
         try:
-            return _load_from(lambda name=name: _open(disk, path, name), target, ranks)  # type: ignore[misc]
+            return _load_from(lambda name=name: _open(disk, path, name), target, ranks)
         except CorruptCheckpointError as error:
             if not fallback or number + 1 == len(names):
                 raise

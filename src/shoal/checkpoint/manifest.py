@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -210,7 +211,8 @@ def _typed(content: Mapping[str, Any], key: str, kind: type) -> Any:
 def _parse_file(about: Any) -> FileRecord:
     if not isinstance(about, dict):
         raise ValueError("a file must be an object")
-    name, num_bytes = about.get("name"), about.get("bytes")
+    name: Any = about.get("name")
+    num_bytes: Any = about.get("bytes")
     if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
         raise ValueError(f"{str(name)[:100]!r} is no name for a file of a checkpoint")
     if not is_count(num_bytes):
@@ -308,7 +310,7 @@ def parse_split(about: Any, shape: torch.Size) -> Split:
     if not isinstance(runs, list) or not all(_is_run(run, shape[dim]) for run in runs):  # type: ignore[index]
         raise ValueError("a split has no proper runs")
     ordered = sorted(tuple(run) for run in runs)
-    if any(left[1] > right[0] for left, right in zip(ordered, ordered[1:], strict=False)):
+    if any(left[1] > right[0] for left, right in pairwise(ordered)):
         raise ValueError("the runs of a split overlap")
     return Split(shape, dim, tuple((start, stop) for start, stop in runs))  # type: ignore[arg-type]
 

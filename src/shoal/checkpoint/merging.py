@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from shoal.checkpoint.assignment import Claim, Claims
+from shoal.checkpoint.dtypes import dtype_called, dtype_name
 from shoal.checkpoint.manifest import (
     FileRecord,
     Manifest,
@@ -21,10 +23,8 @@ from shoal.checkpoint.manifest import (
     parse_shape,
     parse_split,
     slice_json,
+    split_json,
 )
-from shoal.checkpoint.assignment import Claim, Claims
-from shoal.checkpoint.dtypes import dtype_called, dtype_name
-from shoal.checkpoint.manifest import split_json
 from shoal.checkpoint.writing import Written
 
 Receipt = dict[str, Any]
@@ -108,7 +108,9 @@ def _slice(content: Mapping[str, Any], number: int, shape: torch.Size) -> SliceR
 def merge_values(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Everybody's values as one."""
     first = by_rank[0]
-    merged = {key: first[key] for key in ("scheduler", "scaler", "sampler", "extra") if key in first}
+    merged = {
+        key: first[key] for key in ("scheduler", "scaler", "sampler", "extra") if key in first
+    }
     merged["random"] = [values["random"] for values in by_rank]
     merged["model"] = {
         part: _union([values["model"][part] for values in by_rank])

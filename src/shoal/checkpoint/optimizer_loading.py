@@ -34,9 +34,7 @@ class OptimizerLoading:
     number: int
     strict: bool
 
-    def receive(
-        self, optimizer: Optimizer, model: nn.Module, ties: Mapping[str, str]
-    ) -> Reception:
+    def receive(self, optimizer: Optimizer, model: nn.Module, ties: Mapping[str, str]) -> Reception:
         """Makes room for the state; ``ties`` lead from a name here to the one in the checkpoint."""
         self._ties = ties
         self._check_class(optimizer)
@@ -87,12 +85,10 @@ class OptimizerLoading:
             dtypes[key] = dtype if follows else found
         return FullState(dtypes, values.decode(about["shared"], tensors))
 
-    def _options(
-        self, place: int, names: list[str], own: Mapping[str, Any]
-    ) -> Mapping[str, Any]:
+    def _options(self, place: int, names: list[str], own: Mapping[str, Any]) -> Mapping[str, Any]:
         """Hyperparameters of the saved group that has these parameters."""
         groups = self.saved["groups"]
-        members = {name: which for which, group in enumerate(groups) for name in group["parameters"]}
+        members = {name: which for which, own in enumerate(groups) for name in own["parameters"]}
         found = {members[self._saved_name(n)] for n in names if self._saved_name(n) in members}
         if len(found) > 1:
             raise CheckpointMismatchError(

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -89,7 +90,7 @@ class _Chunk:
         if int(part.lengths[0]) != self.length:
             return None
         place = int(part.places[0])
-        return memoryview(part.target[place : place + self.length])
+        return part.target[place : place + self.length].data
 
     def _error(self, reason: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(str(self.path), reason, self.tensor)
@@ -155,7 +156,7 @@ def _read_all(chunks: Sequence[_Chunk], files: dict[Path, Reading], num_bytes: i
         return
     bounds = [len(chunks) * number // num_threads for number in range(num_threads + 1)]
     with ThreadPoolExecutor(num_threads, "shoal-read") as pool:
-        runs = [chunks[low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
+        runs = [chunks[low:high] for low, high in pairwise(bounds)]
         for future in [pool.submit(work, run) for run in runs]:
             future.result()
 
@@ -217,9 +218,7 @@ def _touched(starts: Indices, ends: Indices) -> list[int]:
     return [int(n) for n in np.unique(_spelled_out(first, last - first))]
 
 
-def _check_covered(
-    source: Source, tensor: str, extent: Extent, ranges: Sequence[Indices]
-) -> None:
+def _check_covered(source: Source, tensor: str, extent: Extent, ranges: Sequence[Indices]) -> None:
     """Every element that is wanted is in some slice."""
     begins, ends = np.concatenate(ranges, axis=1) if ranges else np.zeros((2, 0), np.int64)
     order = np.argsort(begins, kind="stable")
@@ -242,4 +241,3 @@ def read_tensors(source: Source, keys: Iterable[str]) -> dict[str, Tensor]:
         wanted.append(Wanted(key, Extent.whole(record.shape), memory))
     read(source, wanted)
     return result
-

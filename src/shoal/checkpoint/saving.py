@@ -5,6 +5,7 @@ See `Plan` for the steps.
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -81,7 +82,7 @@ def save(
 
 
 def _check(step: int | None, keep: int | None) -> None:
-    if step is not None and (not isinstance(step, int) or step < 0):
+    if step is not None and step < 0:
         raise ValueError(f"step must be a number from 0; got {step!r}")
     if keep is not None and keep < 1:
         raise ValueError(f"keep must be at least 1; got {keep}")
@@ -89,16 +90,22 @@ def _check(step: int | None, keep: int | None) -> None:
 
 def _written_by(model: nn.Module, ranks: Backend | None) -> dict[str, Any]:
     """For information only: no loader looks at it."""
-    from shoal import __version__
-
-    wrapped = isinstance(model, ShardedModel)
+    is_wrapped = isinstance(model, ShardedModel)
+    options: Any = model.options if is_wrapped else {}
     return {
-        "shoal": __version__,
+        "shoal": _version(),
         "torch": torch.__version__,
         "host": platform.node(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "model": type(model_state.plain_module(model)).__name__,
-        "strategy": model.strategy if wrapped else "plain",
+        "strategy": model.strategy if is_wrapped else "plain",
         "ranks": 1 if ranks is None else ranks.size,
-        "options": {key: str(value) for key, value in model.options.items()} if wrapped else {},
+        "options": {key: str(value) for key, value in options.items()},
     }
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("shoal")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

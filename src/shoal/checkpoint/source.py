@@ -114,7 +114,7 @@ def read_header(file: Reading, num_bytes: int) -> bytes:
     return bytes(head)
 
 
-class naming:  # noqa: N801 - used like a function
+class naming:
     """Inside, what goes wrong is said of a file."""
 
     def __init__(self, path: Path) -> None:
@@ -166,9 +166,7 @@ def open_index(disk: FileSystem, path: Path) -> Source:
         for name in names:
             if not isinstance(name, str) or Path(name).name != name or name.startswith("."):
                 raise ValueError(f"{str(name)[:100]!r} is no name of a file beside it")
-    source = _foreign(
-        disk, path.parent, names, lambda name, key: weights.get(key, name) == name
-    )
+    source = _foreign(disk, path.parent, names, lambda name, key: weights.get(key, name) == name)
     missing = [key for key in weights if f"model/{key}" not in source.tensors]
     if missing:
         raise CorruptCheckpointError(str(path), "no file has this tensor", missing[0])

@@ -7,7 +7,7 @@ an optimizer becomes its own without another copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.checkpoint import matching, model_state, optimizer_state, random_states, values
+from shoal.checkpoint import matching, model_state, random_states, values
 from shoal.checkpoint.companions import Companions, prepared
 from shoal.checkpoint.in_memory import MemorySource
 from shoal.checkpoint.matching import Match
@@ -166,7 +166,7 @@ class Staging:
         own = [states[self.target.rank % len(states)]] if self.target.with_random and states else []
         module = model_state.plain_module(self.target.model)
         known = dict(model_state.modules_with_extra_state(module))
-        extra_state = {k: v for k, v in saved.get("model", {}).get("extra_state", {}).items()}
+        extra_state = dict(saved.get("model", {}).get("extra_state", {}))
         self._check_extra_state(set(known), set(extra_state))
         chosen = {name: saved[name] for name, _ in self.target.companions.items() if name in saved}
         tensors = read_tensors(
@@ -194,7 +194,7 @@ class Staging:
         if self.target.strict and self.source.is_checked and known != saved:
             names = ", ".join(sorted(known ^ saved))
             raise CheckpointMismatchError(
-                f"{self.source.folder} and the model differ in which parts have extra state: {names}"
+                f"{self.source.folder} and the model differ in who has extra state: {names}"
             )
 
     @contextmanager

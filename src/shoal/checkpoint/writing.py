@@ -167,7 +167,7 @@ def as_memory(tensor: Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 class Digests:

@@ -252,7 +252,9 @@ class ShardedModel(nn.Module):
         """
         for group in self.engine.groups:
             if group.exposed is not None:
-                raise ShoalError("the state is changing inside of full_parameters(): leave it first")
+                raise ShoalError(
+                    "parameters may change inside of full_parameters(): leave it first"
+                )
             group.take_back()
             low, high = group.master_bounds
             for slot in group.layout.slots:
