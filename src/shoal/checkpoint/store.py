@@ -67,12 +67,22 @@ class Store:
 
     def begin(self, step: int | None) -> str:
         """Makes the folder that a new checkpoint is written into; returns its name to be."""
-        self.disk.make_folder(self.root)
+        self._make_root()
         self.clean()
         numbers = [_number(name) for name in self.names()]
         name = f"{max(numbers, default=0) + 1:06d}" + ("" if step is None else f"-step-{step}")
         self.disk.make_folder(self.draft(name))
         return name
+
+    def _make_root(self) -> None:
+        """The folder must survive as well: its name is in the folder above, and so on."""
+        missing = [path for path in (self.root, *self.root.parents) if not self._is_there(path)]
+        self.disk.make_folder(self.root)
+        for path in missing:
+            self.disk.sync_folder(path.parent)
+
+    def _is_there(self, path: Path) -> bool:
+        return self.disk.is_folder(path) or self.disk.names(path) != []
 
     def draft(self, name: str) -> Path:
         """Where a checkpoint is until it is finished; see [Note: never half]."""
