@@ -1,4 +1,4 @@
-"""What any strategy writes at any number of ranks, any other reads, and goes on as if nothing was."""
+"""What any strategy writes at any number of ranks, any other reads, and training goes on."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ ITEMS = 120  # divides by all world sizes that are tried
 
 
 class Net(nn.Module):
-    """Odd sizes, a tied weight, a buffer, a scalar, a frozen and an unused parameter, no elements."""
+    """Odd sizes, a tie, buffers, a scalar, an empty, a frozen and an unused parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,9 +112,10 @@ def assert_same(left: dict[str, Any], right: dict[str, Any], tolerance: float = 
                 assert torch.allclose(value, other, rtol=tolerance, atol=tolerance), key
             else:
                 assert torch.equal(value, other), key
-        elif isinstance(value, list) and value and isinstance(value[0], Tensor):
-            for a, b in zip(value, other, strict=True):
-                assert torch.equal(a, b), key
+        elif isinstance(value, list):
+            pairs = zip(value, other, strict=True)
+            for place, (a, b) in enumerate(pairs):
+                assert_same({f"{key}/{place}": a}, {f"{key}/{place}": b}, tolerance)
         else:
             assert value == other, key
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ def divisions(draw: st.DrawFn, shape: torch.Size) -> list[Extent]:
         whole = Extent.whole(shape, split)
         cuts = draw(st.lists(st.integers(0, whole.stop), max_size=4))
         edges = [0, *sorted(cuts), whole.stop]
-        extents += [whole.narrowed(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+        extents += [whole.narrowed(a, b) for a, b in pairwise(edges)]
     return draw(st.permutations(extents))
 
 

@@ -140,7 +140,9 @@ def _load_first_good(
         except CorruptCheckpointError as error:
             if not fallback or number + 1 == len(names):
                 raise
-            _warn(f"{path / name} is damaged and is passed over for {names[number + 1]}: {error}")
+            if target.rank == 0:
+                following = names[number + 1]
+                _warn(f"{path / name} is damaged and is passed over for {following}: {error}")
     raise AssertionError("there is always a candidate")
 
 

@@ -173,6 +173,8 @@ class Staging:
             self.source, values.references([own, extra_state, chosen, saved.get("extra", {})])
         )
         self.extra = values.decode(saved.get("extra", {}), tensors)
+        if not isinstance(self.extra, dict):
+            raise ValueError("extra must be a dict")
         self.apply_companions = prepared(
             self.target.companions,
             {name: values.decode(states, tensors) for name, states in chosen.items()},
