@@ -21,9 +21,8 @@ from checkpoint.training import (
     train_and_save,
     wrap,
 )
-from shoal.checkpoint import staging
+from shoal.checkpoint.filesystem import FileSystem
 from shoal.checkpoint.inspection import open_any
-from shoal.checkpoint.reading import read
 
 
 def test_restore_does_not_insist_on_the_saved_world_size(tmp_path: Path) -> None:
@@ -43,7 +42,7 @@ def move(path: Path, strategy: str) -> Any:
 
 
 def test_the_saved_world_size_is_forgotten_after_a_restore(tmp_path: Path) -> None:
-    """P28: after a restore on three ranks everything is of three ranks, also the next checkpoint."""
+    """P28: after a restore on three ranks everything is of three ranks, also what it saves."""
     on_ranks(train_and_save, 4, tmp_path, "zero3", [0])
     assert open_any(tmp_path).written_by["ranks"] == 4
     assert on_ranks(move, 3, tmp_path, "zero2") == [(3, 1, 3)] * 3
@@ -86,7 +85,7 @@ def test_a_save_takes_no_memory_with_it(tmp_path: Path) -> None:
 
     def count() -> int:
         gc.collect()
-        return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+        return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
 
     shoal.save(tmp_path, model, optimizer, wait=False).wait()
     before = count()
@@ -110,24 +109,32 @@ def save_wide(path: Path, strategy: str) -> Any:
     shoal.save(path, model, optimizer)
 
 
+class CountingDisk(FileSystem):
+    """Counts the bytes that are read of data."""
+
+    num_bytes = 0
+
+    def open(self, path: Path) -> Any:
+        file = super().open(path)
+        inner = file.read_into
+
+        def read_into(place: int, target: memoryview) -> int:
+            if path.suffix == ".safetensors":
+                self.num_bytes += len(target)
+            return inner(place, target)
+
+        file.read_into = read_into  # type: ignore[method-assign]
+        return file
+
+
 def load_wide(path: Path, strategy: str) -> Any:
     """How many bytes this rank has read."""
-    counts: list[int] = []
-
-    def counting(*args: Any) -> int:
-        counts.append(read(*args))
-        return counts[-1]
-
     model = nn.Linear(WIDE, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model, optimizer = wrap(strategy, model, optimizer)
-    patch = pytest.MonkeyPatch()
-    patch.setattr(staging, "read", counting)
-    try:
-        shoal.load(path, model, optimizer)
-    finally:
-        patch.undo()
-    return sum(counts)
+    disk = CountingDisk()
+    shoal.load(path, model, optimizer, filesystem=disk)
+    return disk.num_bytes
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
@@ -145,4 +152,5 @@ def test_each_rank_reads_its_part(tmp_path: Path) -> None:
     on_ranks(save_wide, 3, tmp_path, "zero3")
     counts = on_ranks(load_wide, 4, tmp_path, "zero3")
     chunk = 1 << 18
-    assert all(count <= 2 * (WIDE + 4 * chunk) for count in counts), counts
+    own = WIDE  # a fourth of four bytes for each element; and as much of momentum
+    assert all(2 * own < count < 2 * (own + 3 * chunk) for count in counts), counts

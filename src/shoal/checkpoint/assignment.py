@@ -16,7 +16,7 @@ from shoal.sharding.extent import Extent
 from shoal.sharding.split import Split
 
 # Smaller ones are not worth cutting: they go to whoever has the least to write.
-_DIVIDED_BYTES = 1 << 20
+_DIVIDED_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
