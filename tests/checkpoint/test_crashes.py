@@ -142,8 +142,10 @@ TROUBLES = [
 ]
 
 
-@pytest.mark.parametrize("wait", [True, False], ids=["waits", "background"])
-@pytest.mark.parametrize(("operation", "name"), TROUBLES)
+@pytest.mark.parametrize(
+    ("operation", "name", "wait"),
+    [(*trouble, bool(number % 2)) for number, trouble in enumerate(TROUBLES)],
+)
 def test_an_error_of_one_rank_is_raised_by_all(operation: str, name: str, wait: bool) -> None:
     disk = MemoryDisk()
     for text, step in on_ranks(save_with_trouble, 3, disk, operation, name, wait):
@@ -151,6 +153,15 @@ def test_an_error_of_one_rank_is_raised_by_all(operation: str, name: str, wait: 
         assert step == 0
     assert disk.names(ROOT)[-2].endswith("step-2")
     assert not [each for each in disk.names(ROOT) if each.startswith(".")]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("operation", "name", "wait"),
+    [(*trouble, bool((number + 1) % 2)) for number, trouble in enumerate(TROUBLES)],
+)
+def test_more_errors_of_one_rank(operation: str, name: str, wait: bool) -> None:
+    test_an_error_of_one_rank_is_raised_by_all(operation, name, wait)
 
 
 def test_an_error_on_a_real_disk(tmp_path: Path) -> None:

@@ -70,17 +70,24 @@ def flips(data: bytearray, bits: range) -> Iterator[int]:
         data[bit // 8] ^= 1 << bit % 8
 
 
+def is_refused(action: Any) -> bool:
+    try:
+        action()
+    except CorruptCheckpointError as error:
+        return DATA in error.file
+    return False
+
+
 def refuse_flips(disk: MemoryDisk, path: Path, bits: range) -> None:
     """Every flip of the data is found by what a loader reads, and by a full check."""
-    keys = list(open_checkpoint(disk, path).tensors)
-    whole = read_tensors(open_checkpoint(disk, path), keys)
+    source = open_checkpoint(disk, path)
+    keys = list(source.tensors)
+    whole = read_tensors(source, keys)
     for bit in flips(disk._find(path / DATA).data, bits):
-        source = open_checkpoint(disk, path)
-        with pytest.raises(CorruptCheckpointError, match=DATA):
-            read_tensors(source, keys)
-        if bit % 5 == 0:
-            with pytest.raises(CorruptCheckpointError, match=DATA):
-                verify(open_checkpoint(disk, path))
+        source._headers.clear()
+        assert is_refused(lambda: read_tensors(source, keys))
+        if bit % 50 == 0:
+            assert is_refused(lambda: verify(open_checkpoint(disk, path)))
     after = read_tensors(open_checkpoint(disk, path), keys)
     assert all(torch.equal(whole[key], after[key]) for key in keys)
 

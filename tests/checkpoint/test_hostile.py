@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import random
 import tracemalloc
@@ -104,16 +105,24 @@ def mutate_bytes(data: bytes, dice: random.Random) -> bytes:
 
 def attempt(disk: MemoryDisk, path: Path) -> bool:
     """Whether it loads; any other end than an error of ours is one that escapes."""
-    model = nn.Linear(40, 30)
-    optimizer = torch.optim.AdamW(model.parameters())
-    before = copy.deepcopy(model.state_dict())
+    model, optimizer, before = untouched()
     try:
         shoal.load(path, model, optimizer, filesystem=disk, random_state=True)
     except CheckpointError:
-        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        assert torch.equal(model.weight, before[0])
+        assert torch.equal(model.bias, before[1])
         assert not optimizer.state
         return False
+    untouched.cache_clear()
     return True
+
+
+@functools.cache
+def untouched() -> Any:
+    """A model and an optimizer; used again as long as nothing was loaded into them."""
+    model = nn.Linear(40, 30)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    return model, torch.optim.AdamW(model.parameters()), before
 
 
 class Attack:
@@ -173,7 +182,7 @@ def attack(kind: str, count: int, seed: int) -> int:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_some_mutants(kind: str) -> None:
-    assert attack(kind, 400, seed=1) < 400
+    assert attack(kind, 150, seed=1) < 150
 
 
 @pytest.mark.full
@@ -191,7 +200,7 @@ def test_memory_is_bounded(kind: str) -> None:
     attempt(mutants.disk, mutants.path)
     tracemalloc.start()
     try:
-        for _ in range(60):
+        for _ in range(25):
             getattr(mutants, kind)(dice)
             size = len(mutants.manifest.data) + len(mutants.data.data)
             tracemalloc.reset_peak()

@@ -10,6 +10,7 @@ import contextlib
 import os
 import stat
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -123,30 +124,66 @@ DISK = FileSystem()
 
 
 class _WrittenFile:
-    # A disk that begins to write while more arrives has less left to do in the end.
-    _EARLY_BYTES = 64 << 20
-
     def __init__(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         self._descriptor = os.open(path, flags, 0o644)
-        self._unsynced = 0
+        self._flusher = _Flusher(self._descriptor)
 
     def write(self, data: Buffer) -> None:
         rest = memoryview(data).cast("B")
         while rest:
-            rest = rest[os.write(self._descriptor, rest) :]
-        self._unsynced += memoryview(data).nbytes
-        if self._unsynced >= self._EARLY_BYTES:
-            self.sync()
+            count = os.write(self._descriptor, rest)
+            self._flusher.wrote(count)
+            rest = rest[count:]
 
     def sync(self) -> None:
+        self._flusher.stop()
         os.fsync(self._descriptor)
-        self._unsynced = 0
 
     def close(self) -> None:
         if self._descriptor >= 0:
+            self._flusher.stop(is_wanted=False)
             descriptor, self._descriptor = self._descriptor, -1
             os.close(descriptor)
+
+
+class _Flusher:
+    """Lets the disk begin while more is written, so that there is less to wait for in the end."""
+
+    _EARLY_BYTES = 32 << 20
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._unsynced = 0
+        self._work: Future[None] | None = None
+        self._pool: ThreadPoolExecutor | None = None
+
+    def wrote(self, count: int) -> None:
+        """Has the disk begin if there is enough, and it is not at work already."""
+        self._unsynced += count
+        if self._unsynced < self._EARLY_BYTES or (self._work and not self._work.done()):
+            return
+        self._finish()
+        self._pool = self._pool or ThreadPoolExecutor(1, "shoal-flush")
+        self._work, self._unsynced = self._pool.submit(os.fdatasync, self._descriptor), 0
+
+    def stop(self, *, is_wanted: bool = True) -> None:
+        """Waits for what it does; an error is raised if the file is wanted."""
+        try:
+            self._finish()
+        except OSError:
+            # The system tells of it once: whoever has heard it must pass it on.
+            if is_wanted:
+                raise
+        finally:
+            if self._pool is not None:
+                self._pool.shutdown()
+                self._pool = None
+
+    def _finish(self) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            work.result()
 
 
 class _ReadFile:

@@ -49,9 +49,9 @@ class _Part:
     """Runs of a chunk's bytes, and where they go."""
 
     target: Bytes
-    sources: Indices
-    places: Indices
-    lengths: Indices
+    sources: Indices | list[int]
+    places: Indices | list[int]
+    lengths: Indices | list[int]
 
 
 @dataclass
@@ -101,9 +101,8 @@ def _scatter(data: Bytes, part: _Part) -> None:
         for source, place, length in zip(part.sources, part.places, part.lengths, strict=True):
             part.target[place : place + length] = data[source : source + length]
         return
-    part.target[_spelled_out(part.places, part.lengths)] = data[
-        _spelled_out(part.sources, part.lengths)
-    ]
+    sources, places, lengths = map(np.asarray, (part.sources, part.places, part.lengths))
+    part.target[_spelled_out(places, lengths)] = data[_spelled_out(sources, lengths)]
 
 
 def _spelled_out(starts: Indices, lengths: Indices) -> Indices:
@@ -195,26 +194,47 @@ def _chunks_of(source: Source, tensor: str, wanted: Sequence[Wanted]) -> Iterato
 
 def _cut(chunks: dict[int, _Chunk], tensor: str, place: Place, part: _Part) -> None:
     """Hands runs of a slice, sorted by their place in it, to the chunks that they lie in."""
-    ends = part.sources + part.lengths
-    # Without checksums there is nothing that must be read as one.
-    for number in _touched(part.sources, ends):
+    if len(part.lengths) == 1:
+        _cut_run(chunks, tensor, place, part)
+        return
+    starts, targets, sizes = map(np.asarray, (part.sources, part.places, part.lengths))
+    ends = starts + sizes
+    for number in _touched(starts, ends):
         low = number * CHUNK_BYTES
         high = min(low + CHUNK_BYTES, place.end - place.begin)
-        first, last = np.searchsorted(ends, low, "right"), np.searchsorted(part.sources, high)
-        sources = np.maximum(part.sources[first:last], low)
-        places = part.places[first:last] + sources - part.sources[first:last]
+        first, last = np.searchsorted(ends, low, "right"), np.searchsorted(starts, high)
+        sources = np.maximum(starts[first:last], low)
+        places = targets[first:last] + sources - starts[first:last]
         lengths = np.minimum(ends[first:last], high) - sources
-        if number not in chunks:
-            crc32 = None if place.crc32 is None else place.crc32[number]
-            chunks[number] = _Chunk(tensor, place.path, place.begin + low, high - low, crc32)
-        chunks[number].parts.append(_Part(part.target, sources - low, places, lengths))
+        chunk = _chunk(chunks, number, tensor, place)
+        chunk.parts.append(_Part(part.target, sources - low, places, lengths))
+
+
+def _cut_run(chunks: dict[int, _Chunk], tensor: str, place: Place, part: _Part) -> None:
+    """The same for a single run, which is the usual case, without arrays."""
+    source, target = int(part.sources[0]), int(part.places[0])
+    end = source + int(part.lengths[0])
+    for number in range(source // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
+        chunk = _chunk(chunks, number, tensor, place)
+        low = number * CHUNK_BYTES
+        begin, stop = max(source, low), min(end, low + chunk.length)
+        own = _Part(part.target, [begin - low], [target + begin - source], [stop - begin])
+        chunk.parts.append(own)
+
+
+def _chunk(chunks: dict[int, _Chunk], number: int, tensor: str, place: Place) -> _Chunk:
+    found = chunks.get(number)
+    if found is None:
+        begin = place.begin + number * CHUNK_BYTES
+        length = min(CHUNK_BYTES, place.end - begin)
+        crc32 = None if place.crc32 is None else place.crc32[number]
+        found = chunks[number] = _Chunk(tensor, place.path, begin, length, crc32)
+    return found
 
 
 def _touched(starts: Indices, ends: Indices) -> list[int]:
     """The numbers of the chunks that some runs touch."""
     first, last = starts // CHUNK_BYTES, (ends - 1) // CHUNK_BYTES + 1
-    if len(first) == 1:
-        return list(range(int(first[0]), int(last[0])))
     return [int(n) for n in np.unique(_spelled_out(first, last - first))]
 
 

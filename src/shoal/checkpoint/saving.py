@@ -5,6 +5,7 @@ See `Plan` for the steps.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import platform
 import time
@@ -104,6 +105,7 @@ def _written_by(model: nn.Module, ranks: Backend | None) -> dict[str, Any]:
     }
 
 
+@functools.cache
 def _version() -> str:
     try:
         return importlib.metadata.version("shoal")
