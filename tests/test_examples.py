@@ -154,6 +154,22 @@ def test_tensor_launched():
     assert "each rank holds 51 % of the parameters" in text
 
 
+def test_resume(tmp_path, first_use):
+    """Killed on two processes, gone on with on three threads: as if nothing had been."""
+    train, folder = load("resume").train, str(tmp_path / "run")
+    script = str(EXAMPLES / "resume.py")
+    command = (SHOAL, "launch", "-n", "2", script, folder, "--strategy", "zero3", "--die-at", "23")
+    killed = subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL
+    )
+    assert killed.returncode != 0
+    results = shoal.run(lambda: train(folder, "zero1"), 3, "memory", timeout=TIMEOUT_S)
+    (begin, loss), *_ = results
+    assert begin in (15, 20)  # the last one was still being written
+    _, expected = shoal.run(lambda: train(str(tmp_path / "whole"), "ddp"), 1, "memory")[0]
+    assert loss == pytest.approx(expected, rel=1e-4)
+
+
 def test_tour_shows_every_collective(backend):
     visits = shoal.run(visit, 4, backend, args=((4096,),), timeout=TIMEOUT_S)
     got = {shown.call: shown.got for shown in visits[1].shown}

@@ -4,22 +4,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal import comm, errors, optim, sharding, strategies
-    from shoal.api import as_distributed, init, run, sampler, verify, world
+    from shoal import checkpoint, comm, errors, optim, sharding, strategies
+    from shoal.api import as_distributed, init, load, run, sampler, save, verify, world
 
 __version__ = "0.1.0.dev0"
 
-_MODULES = ("comm", "errors", "optim", "sharding", "strategies")
+_MODULES = ("checkpoint", "comm", "errors", "optim", "sharding", "strategies")
 
 __all__ = [
     "__version__",
     "as_distributed",
+    "checkpoint",
     "comm",
     "errors",
     "init",
+    "load",
     "optim",
     "run",
     "sampler",
+    "save",
     "sharding",
     "strategies",
     "verify",

@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from shoal.checkpoint import load as load
+from shoal.checkpoint import save as save
 from shoal.comm.backend import DEFAULT_TIMEOUT_S, Backend
 from shoal.comm.world import World, current, find_current, set_current
 from shoal.errors import PeerError, ShoalError

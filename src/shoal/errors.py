@@ -73,3 +73,35 @@ class RemoteError(ShoalError):
     def __str__(self) -> str:
         """Reads like the exception it stands for."""
         return f"{self.type_name}: {self.message}"
+
+
+class CheckpointError(ShoalError):
+    """A checkpoint could not be written or read; what there was before is untouched."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """A file of a checkpoint is damaged, missing or not what it claims to be.
+
+    Example:
+        >>> error = CorruptCheckpointError("run/000001/data-00000.safetensors", "checksum", "w")
+        >>> error.file, error.tensor
+        ('run/000001/data-00000.safetensors', 'w')
+    """
+
+    def __init__(self, file: str, reason: str, tensor: str | None = None) -> None:
+        """Names the file, what is wrong with it, and the tensor that is concerned."""
+        super().__init__(file, reason, tensor)
+        self.file, self.reason, self.tensor = file, reason, tensor
+
+    def __str__(self) -> str:
+        """One sentence."""
+        about = f" (tensor {self.tensor!r})" if self.tensor is not None else ""
+        return f"{self.file}{about}: {self.reason}"
+
+
+class CheckpointMismatchError(CheckpointError):
+    """A checkpoint and the model or optimizer it is loaded into do not fit."""
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint was passed over or left behind; the message says which, and why."""

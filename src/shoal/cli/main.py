@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from shoal.cli.checkpoints import export_command, inspect_command, reshard_command
 from shoal.cli.demo import demo_command
 from shoal.cli.launch import launch_command
 from shoal.cli.verify import verify_command
@@ -52,6 +53,9 @@ app.command(
 )(launch_command)
 app.command("demo")(demo_command)
 app.command("verify", no_args_is_help=True)(verify_command)
+app.command("inspect", no_args_is_help=True)(inspect_command)
+app.command("reshard", no_args_is_help=True)(reshard_command)
+app.command("export", no_args_is_help=True)(export_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

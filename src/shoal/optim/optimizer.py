@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,8 +15,19 @@ from shoal.errors import ShoalError
 from shoal.optim.fresh_state import renew_state
 from shoal.optim.full_state import as_loaded, assemble, fragments
 from shoal.optim.kinds import Kind, find_kind
+from shoal.optim.reception import (
+    Reception,
+    copy_held,
+    divided,
+    fresh_state,
+    full_states,
+    held_whole,
+    receive_whole,
+)
 from shoal.optim.segments import Segment, longest_segment, make_segments
-from shoal.optim.state import cut_state, join_states, shared_state, split_state
+from shoal.optim.state import comparable, cut_state, join_states, shared_state, split_state
+from shoal.sharding.extent import Extent
+from shoal.sharding.holding import FullState, Held, HeldState
 from shoal.strategies.flat_group import FlatGroup
 from shoal.strategies.model import (
     DDPModel,
@@ -175,6 +186,107 @@ class ShardedOptimizer(Optimizer):
             own["params"] = list(originals)
         self._segments = self._make_segments()
 
+    # What this rank holds -----------------------------------------------------------------
+
+    @property
+    def names(self) -> dict[int, str]:
+        """Full names of its parameters, by their id."""
+        return {id(parameter): self._name_of(parameter) for parameter in self.parameters}
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        group, place = self._engine.locate(parameter)
+        name: str = self._engine.groups[group].names[place]
+        return name
+
+    def held_groups(self) -> list[tuple[list[str], dict[str, Any]]]:
+        """For each parameter group the full names of its parameters, and its hyperparameters."""
+        return [
+            (
+                [self._name_of(parameter) for parameter in originals],
+                {key: value for key, value in group.items() if key != "params"},
+            )
+            for group, originals in zip(self.param_groups, self._originals, strict=True)
+        ]
+
+    def held_state(self) -> Iterator[HeldState]:
+        """This rank's part of the state, under full names."""
+        if self.kind is Kind.GLOBAL:
+            yield from held_whole(self.optimizer, self.names)
+            return
+        for segment in (segment for own in self._segments for segment in own):
+            state = self.optimizer.state.get(segment.parameter, {})
+            if not state:
+                continue
+            tensors, shared = divided(state, segment.parameter)
+            for name, extent, own in self._pieces(segment):
+                yield HeldState(name, extent, {k: v[own] for k, v in tensors.items()}, shared)
+
+    def _pieces(self, segment: Segment) -> Iterator[tuple[str, Extent, slice]]:
+        """A segment's parameters by full name: which elements, and where in the segment."""
+        for place, start, stop, offset in segment.pieces():
+            slot = segment.group.layout.slots[place]
+            split = self.model.split_of(slot.name)
+            shape = slot.shape if split is None else split.shape
+            extent = Extent(shape, start, stop, split)
+            yield slot.name, extent, slice(offset, offset + stop - start)
+
+    def receive(
+        self, saved: Mapping[str, FullState], options: Sequence[Mapping[str, Any]]
+    ) -> Reception:
+        """Makes room for a state that is loaded, beside the one there is.
+
+        Args:
+            saved: What there is for each parameter by full name. Parameters that are not in it
+                keep the state they have.
+            options: The hyperparameters of each parameter group.
+        """
+        if self.kind is Kind.GLOBAL:
+            return receive_whole(self.optimizer, self.names, saved, options)
+        old = [held for held in self.held_state() if held.name not in saved]
+        known = {**saved, **full_states(old)}
+        segments = self._segments_for(known)
+        states: dict[Tensor, dict[str, Any]] = {}
+        wanted: list[tuple[str, Held]] = []
+        for settings, own in zip(options, segments, strict=True):
+            for segment in own:
+                pieces = list(self._pieces(segment))
+                full = known.get(pieces[0][0], FullState())
+                memory, state = fresh_state(full, segment.parameter, settings)
+                if state:
+                    states[segment.parameter] = state
+                wanted += [
+                    (key, Held(name, extent, flat[part]))
+                    for key, flat in memory.items()
+                    for name, extent, part in pieces
+                ]
+        kept = {held.name for held in old}
+        copy_held(old, [each for each in wanted if each[1].name in kept])
+        missing = [each for each in wanted if each[1].name not in kept]
+        return Reception(missing, lambda: self._accept(segments, states, options))
+
+    def _segments_for(self, known: Mapping[str, FullState]) -> list[list[Segment]]:
+        def kind_of(which: int, group: FlatGroup, place: int) -> object:
+            full = known.get(group.names[place], FullState())
+            shared = [(key, comparable(value)) for key, value in sorted(full.shared.items())]
+            return which, tuple(sorted(full.dtypes.items(), key=str)), tuple(shared)
+
+        return self._cut(self._originals, kind_of)
+
+    def _accept(
+        self,
+        segments: list[list[Segment]],
+        states: dict[Tensor, dict[str, Any]],
+        options: Sequence[Mapping[str, Any]],
+    ) -> None:
+        self.optimizer.state.clear()
+        self.optimizer.state.update(states)
+        self._segments = segments
+        for group, settings, own in zip(self.param_groups, options, segments, strict=True):
+            group.update(settings)
+            group["params"] = [segment.parameter for segment in own]
+        self._num_states = -1
+        self._account()
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the memory is laid out when the optimizer is wrapped."""
         raise ShoalError("add parameter groups to the optimizer before it is wrapped")
@@ -260,21 +372,7 @@ class ShardedOptimizer(Optimizer):
     # Segments -----------------------------------------------------------------------------
 
     def _make_segments(self) -> list[list[Segment]]:
-        membership = {
-            id(parameter): which
-            for which, group in enumerate(self.param_groups)
-            for parameter in group["params"]
-        }
-        segments: list[list[Segment]] = [[] for _ in self.param_groups]
-        for group in self._engine.groups:
-            kinds = [self._kind_at(group, place, membership) for place in range(len(group.names))]
-            memory, bounds = self._memory(group)
-            longest = longest_segment(memory, may_be_cut=self.kind is Kind.ELEMENT_WISE)
-            for _, segment in make_segments(group, memory, bounds, kinds, longest):
-                if self.kind is Kind.PER_PARAMETER:
-                    segment.restore_shape()
-                first = group.parameters[segment.places[0]]
-                segments[membership[id(first)]].append(segment)
+        segments = self._cut([group["params"] for group in self.param_groups], self._kind_at)
         moved = self._moved_state(segments)
         for param_group, own in zip(self.param_groups, segments, strict=True):
             for parameter in param_group["params"]:
@@ -283,14 +381,44 @@ class ShardedOptimizer(Optimizer):
         self.optimizer.state.update(moved)
         return segments
 
-    def _kind_at(self, group: FlatGroup, place: int, membership: dict[int, int]) -> object:
-        """What must be equal inside a segment: settings, and state that is not per element."""
-        parameter = group.parameters[place]
-        which = membership.get(id(parameter))
-        if which is None:
-            return None
+    def _cut(
+        self,
+        parameters: Sequence[Sequence[nn.Parameter]],
+        kind_of: Callable[[int, FlatGroup, int], object],
+    ) -> list[list[Segment]]:
+        """Segments for each parameter group; inside of one, ``kind_of`` is the same everywhere."""
+        membership = {id(p): which for which, own in enumerate(parameters) for p in own}
+        segments: list[list[Segment]] = [[] for _ in parameters]
+        for group in self._engine.groups:
+            belongs = [membership.get(id(parameter)) for parameter in group.parameters]
+            kinds = [
+                None if which is None else self._kind_in(which, group, place, kind_of)
+                for place, which in enumerate(belongs)
+            ]
+            memory, bounds = self._memory(group)
+            longest = longest_segment(memory, may_be_cut=self.kind is Kind.ELEMENT_WISE)
+            for _, segment in make_segments(group, memory, bounds, kinds, longest):
+                if self.kind is Kind.PER_PARAMETER:
+                    segment.restore_shape()
+                which = belongs[segment.places[0]]
+                assert which is not None
+                segments[which].append(segment)
+        return segments
+
+    def _kind_in(
+        self,
+        which: int,
+        group: FlatGroup,
+        place: int,
+        kind_of: Callable[[int, FlatGroup, int], object],
+    ) -> object:
         if self.kind is Kind.PER_PARAMETER:
             return which, place
+        return kind_of(which, group, place)
+
+    def _kind_at(self, which: int, group: FlatGroup, place: int) -> object:
+        """What must be equal inside a segment: settings, and state that is not per element."""
+        parameter = group.parameters[place]
         return which, shared_state(self.optimizer.state.get(parameter, {}), parameter)
 
     def _moved_state(self, segments: list[list[Segment]]) -> dict[Tensor, dict[str, Any]]:
@@ -318,9 +446,7 @@ class ShardedOptimizer(Optimizer):
 
     def _memory(self, group: FlatGroup) -> tuple[Tensor, tuple[int, int]]:
         """What this rank steps of a group, and where that lies in the group's buffer."""
-        if not group.owns_part:
-            return group.master, (0, group.layout.num_elements)
-        return group.master, (group.low, group.high)
+        return group.master, group.master_bounds
 
     def _split(self, which: int, segment: Segment, used: list[bool]) -> list[Segment]:
         """See [Note: segments]."""

@@ -32,12 +32,13 @@ def shared_state(state: State, parameter: Tensor) -> Hashable:
     Tensors for which this is equal can be stepped as one.
     """
     return tuple(
-        (key, "" if is_per_element(key, value, parameter) else _comparable(value))
+        (key, "" if is_per_element(key, value, parameter) else comparable(value))
         for key, value in sorted(state.items())
     )
 
 
-def _comparable(value: Any) -> Hashable:
+def comparable(value: Any) -> Hashable:
+    """Something that is equal for equal values, tensors among them."""
     return tuple(value.flatten().tolist()) if isinstance(value, Tensor) else repr(value)
 
 

@@ -161,6 +161,11 @@ class FlatGroup:
         is_common = self.residence is Residence.COMMON
         return held + (self.shard.nbytes if is_common else self.whole.nbytes)
 
+    @property
+    def master_bounds(self) -> tuple[int, int]:
+        """Where in the group's buffer the masters lie."""
+        return (self.low, self.high) if self.owns_part else (0, self.layout.num_elements)
+
     def own_slice(self, buffer: Tensor) -> Tensor:
         """This rank's part of a buffer that is laid out like the whole."""
         return buffer[self.low : self.high]

@@ -13,6 +13,9 @@ from shoal.comm import Backend, World
 from shoal.comm.world import current
 from shoal.errors import ShoalError
 from shoal.sharding.analyzer import MIN_GROUP_BYTES
+from shoal.sharding.extent import Extent
+from shoal.sharding.holding import Held
+from shoal.sharding.split import Split
 from shoal.strategies.batch_norm import check_layers, synchronize
 from shoal.strategies.engine import Engine
 from shoal.strategies.materialization import materialize
@@ -258,6 +261,43 @@ class ShardedModel(nn.Module):
         if not outcome.missing_keys:
             self.engine.mend()
         return outcome
+
+    # What this rank holds ---------------------------------------------------------------
+
+    @property
+    def all_ranks(self) -> Backend:
+        """Everybody who holds something of this model."""
+        return self.engine.ranks.all
+
+    def split_of(self, name: str) -> Split | None:
+        """Which part of a full parameter the module has; None for all of it."""
+        return None
+
+    def held(self) -> Iterator[Held]:
+        """What this rank steps of the parameters: masters, under full names.
+
+        Between them the ranks hold every element, some perhaps several times.
+        """
+        for group in self.engine.groups:
+            if group.exposed is not None:
+                raise ShoalError(
+                    "parameters may change inside of full_parameters(): leave it first"
+                )
+            group.take_back()
+            low, high = group.master_bounds
+            for slot in group.layout.slots:
+                start, stop = (min(max(edge, low), high) for edge in slot.bounds)
+                split = self.split_of(slot.name)
+                shape = slot.shape if split is None else split.shape
+                extent = Extent(shape, start - slot.start, stop - slot.start, split)
+                if start < stop or (start == stop == slot.start and not slot.shape.numel()):
+                    yield Held(slot.name, extent, group.master[start - low : stop - low])
+
+    @contextlib.contextmanager
+    def receiving(self) -> Iterator[None]:
+        """Inside, what `held` gives may be written to; afterwards every rank has the new values."""
+        with torch.no_grad(), self.engine.stepping():
+            yield
 
     # The module's own -------------------------------------------------------------------
 

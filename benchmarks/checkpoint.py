@@ -1,0 +1,263 @@
+"""Saving and loading against torch.save, DCP and plain safetensors, of the same bytes.
+
+Two processes train a model with AdamW under ZeRO-3; each has half of its state. Measured is how
+long all ranks together take until the state is safe on disk (everybody syncs), and until it is
+back in the model and the optimizer: from what the system still has in memory, and from the disk.
+Contenders write and read the same tensors: a shard each. And how long training stands still for a
+save in the background, against one copy of the same memory.
+
+    python benchmarks/checkpoint.py [--quick] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from report import environment
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file, save_file
+from timing import readable_time
+from torch import Tensor, nn
+
+import shoal
+from shoal.comm import Backend
+
+RESULTS = Path(__file__).parent / "results" / "checkpoint.json"
+LEAST_SHARE = 0.8
+RANKS = 2
+
+
+def build(megabytes: int) -> Any:
+    """A model of so many megabytes; its state under AdamW is three times that."""
+    width = 1024
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(megabytes // 4)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    model, optimizer = shoal.as_distributed(model, optimizer, strategy="zero3")
+    model(torch.randn(4, width)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def own_tensors(model: Any, optimizer: Any) -> dict[str, Tensor]:
+    """This rank's shard as contenders get it: the same bytes, in tensors of their own."""
+    tensors = {held.name: held.memory.clone() for held in model.held()}
+    for number, held in enumerate(optimizer.held_state()):
+        for key, memory in held.tensors.items():
+            tensors[f"{held.name}.{key}.{number}"] = memory.clone()
+    return tensors
+
+
+def synced(path: Path) -> None:
+    """Whoever says that it has saved must survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def forgotten(folder: Path) -> None:
+    """What is read next comes from the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+class Contest:
+    """One rank's side of it."""
+
+    def __init__(self, folder: Path, megabytes: int) -> None:
+        self.backend: Backend = shoal.world().backend
+        self.folder, self.rank = folder, shoal.world().rank
+        self.model, self.optimizer = build(megabytes)
+        self.tensors = own_tensors(self.model, self.optimizer)
+        self.num_bytes = sum(tensor.nbytes for tensor in self.tensors.values())
+        self.copies: list[Tensor] = []
+
+    def time(self, action: Callable[[], object]) -> float:
+        """Until the slowest rank is done."""
+        self.backend.barrier()
+        begin = time.perf_counter()
+        action()
+        self.backend.barrier()
+        return time.perf_counter() - begin
+
+    # Saving -----------------------------------------------------------------------------
+
+    def save_shoal(self) -> None:
+        """With checksums, crash safe."""
+        shoal.save(self.folder / "shoal", self.model, self.optimizer, keep=1)
+
+    def save_safetensors(self) -> None:
+        """A file of this rank's own, synced."""
+        path = self.fresh("safetensors", f"{self.rank}.safetensors")
+        save_file(self.tensors, path)
+        synced(path)
+
+    def save_safetensors_unsynced(self) -> None:
+        """What a loss of power may take back."""
+        save_file(self.tensors, self.fresh("unsynced", f"{self.rank}.safetensors"))
+
+    def save_torch(self) -> None:
+        """A pickle of this rank's own, synced."""
+        path = self.fresh("torch", f"{self.rank}.pt")
+        torch.save(self.tensors, path)
+        synced(path)
+
+    def save_dcp(self) -> None:
+        """A folder of this rank's own, synced."""
+        import torch.distributed.checkpoint as dcp
+
+        writer = dcp.FileSystemWriter(self.fresh("dcp", f"{self.rank}"), sync_files=True)
+        dcp.save({"state": self.tensors}, storage_writer=writer, no_dist=True)
+
+    def fresh(self, kind: str, name: str) -> Path:
+        """A name that is not taken."""
+        path = self.folder / kind / name
+        path.parent.mkdir(exist_ok=True)
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        return path
+
+    # Loading ----------------------------------------------------------------------------
+
+    def load_shoal(self) -> None:
+        """Every byte compared with its checksum."""
+        shoal.load(self.folder / "shoal", self.model, self.optimizer)
+
+    def load_safetensors(self) -> None:
+        """No checksums."""
+        self._take(load_file(self.folder / "safetensors" / f"{self.rank}.safetensors"))
+
+    def load_torch(self) -> None:
+        """No checksums of tensors."""
+        path = self.folder / "torch" / f"{self.rank}.pt"
+        self._take(torch.load(path, weights_only=True))
+
+    def load_dcp(self) -> None:
+        """No checksums."""
+        import torch.distributed.checkpoint as dcp
+
+        target = {name: torch.empty_like(tensor) for name, tensor in self.tensors.items()}
+        reader = dcp.FileSystemReader(self.folder / "dcp" / f"{self.rank}")
+        dcp.load({"state": target}, storage_reader=reader, no_dist=True)
+        self._take(target, is_own=True)
+
+    def _take(self, found: dict[str, Tensor], *, is_own: bool = False) -> None:
+        """Parameters go to their place; what an optimizer needs becomes its own."""
+        for name, tensor in found.items():
+            if "." in name.removesuffix(".weight"):
+                found[name] = tensor if is_own else tensor.clone()
+            else:
+                self.tensors[name].copy_(tensor)
+
+    # A save in the background -----------------------------------------------------------
+
+    def stall(self) -> float:
+        """Seconds that training stands still; the writing is waited for afterwards."""
+        pending: list[Any] = []
+        seconds = self.time(
+            lambda: pending.append(
+                shoal.save(self.folder / "shoal", self.model, self.optimizer, keep=1, wait=False)
+            )
+        )
+        pending[0].wait()
+        return seconds
+
+    def copy(self) -> None:
+        """Of what this rank holds, into memory that is kept, as a save in the background needs."""
+        self.copies = [tensor.clone() for tensor in self.tensors.values()]
+
+
+def measure(folder: str, megabytes: int, repetitions: int) -> dict[str, Any]:
+    """Called on every rank."""
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    contest = Contest(Path(folder), megabytes)
+    names = ("shoal", "safetensors", "torch", "dcp")
+    times: dict[str, list[float]] = {}
+    for turn in range(repetitions + 1):
+        measured: dict[str, float] = {}
+        for name in (*names, "safetensors_unsynced"):
+            measured[f"save {name}"] = contest.time(getattr(contest, f"save_{name}"))
+        for name in names:
+            measured[f"load {name}"] = contest.time(getattr(contest, f"load_{name}"))
+        for name in names:
+            if contest.rank == 0:
+                forgotten(contest.folder / name)
+            measured[f"cold load {name}"] = contest.time(getattr(contest, f"load_{name}"))
+        measured["stall"] = contest.stall()
+        measured["copy"] = contest.time(contest.copy)
+        contest.copies.clear()
+        if turn:  # the first is for warming up
+            for name, seconds in measured.items():
+                times.setdefault(name, []).append(seconds)
+    return {"bytes": contest.num_bytes * RANKS, "times_s": times}
+
+
+def table(result: dict[str, Any]) -> Table:
+    """A line for each contender."""
+    title = f"{result['bytes'] / 1e9:.2f} GB of state, {RANKS} processes; GB/s"
+    shown = Table(title=title, title_justify="left")
+    for name in ("", "save, synced", "load, from memory", "load, from the disk"):
+        shown.add_column(name, justify="right")
+    for name in ("shoal", "safetensors", "torch", "dcp"):
+        cells = (_rate(result, f"{kind} {name}") for kind in ("save", "load", "cold load"))
+        shown.add_row(name, *(f"{rate:.2f}" for rate in cells))
+    unsynced = _rate(result, "save safetensors_unsynced")
+    shown.add_row("safetensors, not synced", f"{unsynced:.2f}", "", "")
+    return shown
+
+
+def _rate(result: dict[str, Any], name: str) -> float:
+    return float(result["bytes"] / median(result["times_s"][name]) / 1e9)
+
+
+def verdicts(result: dict[str, Any]) -> list[tuple[str, bool]]:
+    """What was aimed at, and whether it was reached."""
+    lines = []
+    for kind in ("save", "cold load", "load"):
+        share = _rate(result, f"{kind} shoal") / _rate(result, f"{kind} safetensors")
+        text = f"{kind}: {share:.2f} of plain safetensors (aim: {LEAST_SHARE})"
+        lines.append((text, share >= LEAST_SHARE))
+    stall, copy = (median(result["times_s"][name]) for name in ("stall", "copy"))
+    text = f"stall of a save in the background: {readable_time(stall)}; "
+    text += f"one copy takes {readable_time(copy)}"
+    lines.append((text, stall <= 1.25 * copy))
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a small model: does it run?")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="where results go")
+    options = parser.parse_args()
+    megabytes, repetitions = (8, 1) if options.quick else (256, 5)
+    about = environment()
+    with tempfile.TemporaryDirectory() as folder:
+        result = shoal.run(measure, RANKS, "shm", args=(folder, megabytes, repetitions))[0]
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(table(result))
+    lines = verdicts(result)
+    for text, is_reached in lines:
+        console.print(f"{'yes' if is_reached else 'no ':3}  {text}", highlight=False)
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps({"environment": about, **result}, indent=1) + "\n")
+    return 0 if all(is_reached for _, is_reached in lines) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

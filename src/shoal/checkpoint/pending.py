@@ -1,0 +1,191 @@
+"""Saves that go on in the background, and how their end is agreed on.
+
+[Note: background saves]
+A thread of each rank writes that rank's file. It must not communicate: what it sent would come in
+between the training's own collectives, in another order on each rank. So ranks leave *receipts* in
+the unfinished checkpoint's folder, and the first rank's thread finishes it when all are there. The
+training learns of it at the next call of `save` or `load`, or in `wait`: there the ranks meet, wait
+for their own threads, and raise together if any has failed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.checkpoint.agreement import together
+from shoal.checkpoint.filesystem import read_all, write_all
+from shoal.checkpoint.manifest import checked, signed
+from shoal.checkpoint.strict_json import parse
+from shoal.comm import Backend
+from shoal.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from shoal.checkpoint.plan import Plan
+
+_MOST_RECEIPT_BYTES = 1 << 30
+_LOOK_AGAIN_S = 0.02
+_PATIENCE_AT_EXIT_S = 20.0
+
+
+class PendingSave:
+    """A save that may still be going on.
+
+    Example:
+        >>> saving = shoal.save("run", model, optimizer, wait=False)
+        >>> train_some_more()
+        >>> saving.wait()  # every rank calls it
+    """
+
+    def __init__(self, path: Path, finish: Callable[[], None] | None = None) -> None:
+        """``finish`` waits for the end, with all ranks, and raises what went wrong."""
+        self.path = path
+        self._finish = finish
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether all ranks know how it ended; that takes a call that all ranks make."""
+        return self._finish is None
+
+    def wait(self) -> Path:
+        """Returns once the checkpoint is safe on disk; every rank calls it.
+
+        Raises:
+            CheckpointError: On every rank, if any has failed.
+        """
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        return self.path
+
+    def __repr__(self) -> str:
+        """Where to, and whether it is known how it ended."""
+        return f"<PendingSave {self.path}{'' if self.is_agreed else ', not agreed on yet'}>"
+
+
+_pending: weakref.WeakKeyDictionary[Backend, PendingSave] = weakref.WeakKeyDictionary()
+_pending_alone: dict[int, PendingSave] = {}
+"""Of processes, or threads of one, that have no world."""
+
+
+def finish_pending(ranks: Backend | None) -> None:
+    """Waits for the save that goes on in the background, if there is one; all ranks call it."""
+    if ranks is None:
+        pending = _pending_alone.pop(threading.get_ident(), None)
+    else:
+        pending = _pending.pop(ranks, None)
+    if pending is not None:
+        pending.wait()
+
+
+def start(plan: Plan) -> PendingSave:
+    """Copies what there is to write, and writes it in the background."""
+    try:
+        together(plan.ranks, plan.copy, plan.doing)
+    except Exception:
+        plan.discard()
+        raise
+    background = _Background(plan)
+    pending = PendingSave(plan.path, background.finish)
+    if plan.ranks is None:
+        _pending_alone[threading.get_ident()] = pending
+    else:
+        _pending[plan.ranks] = pending
+    return pending
+
+
+class _Background:
+    """One rank's thread; see [Note: background saves]."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._receipt: Any = None
+        self._error: Exception | None = None
+        self._has_written, self._is_cancelled = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._work, name="shoal-save", daemon=True)
+        self._thread.start()
+        atexit.register(self._at_exit)
+
+    def _work(self) -> None:
+        try:
+            self._receipt = self._plan.write()
+            if self._plan.size > 1:
+                self._leave_receipt()
+        except Exception as error:
+            self._error = error
+        self._plan.outgoing = ()  # the copies are not needed any more
+        self._has_written.set()
+        if self._plan.rank == 0 and self._error is None:
+            try:
+                self._commit_when_all_have_written()
+            except Exception as error:
+                self._error = error
+
+    def _path(self, rank: int) -> Path:
+        return self._plan.store.draft(self._plan.name) / f"receipt-{rank:05d}.json"
+
+    def _leave_receipt(self) -> None:
+        """Written aside and renamed, so that nobody reads half of it."""
+        disk, path = self._plan.store.disk, self._path(self._plan.rank)
+        try:
+            write_all(disk, path.with_suffix(".new"), signed(json.dumps(self._receipt).encode()))
+            disk.rename(path.with_suffix(".new"), path)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {path}: {error}") from error
+
+    def _commit_when_all_have_written(self) -> None:
+        receipts = [self._wait_for_receipt(rank) for rank in range(self._plan.size)]
+        if all(receipt is not None for receipt in receipts):
+            self._plan.commit(receipts)
+
+    def _wait_for_receipt(self, rank: int) -> Any:
+        """None if it is not wanted any more."""
+        if rank == 0:
+            receipt = self._receipt
+            if self._plan.size > 1:
+                self._plan.store.disk.remove_file(self._path(0))
+            return receipt
+        disk, path = self._plan.store.disk, self._path(rank)
+        while not disk.is_file(path):
+            if self._is_cancelled.wait(_LOOK_AGAIN_S):
+                return None
+        receipt = parse(checked(read_all(disk, path, _MOST_RECEIPT_BYTES)))
+        disk.remove_file(path)  # it is no part of the checkpoint
+        return receipt
+
+    def finish(self) -> None:
+        """With all ranks: waits for the end, and agrees on it."""
+        plan = self._plan
+        try:
+            if plan.ranks is not None:
+                plan.ranks.barrier()  # all have started: whoever waits now waits for something
+            together(plan.ranks, self._own_part, plan.doing)
+            together(plan.ranks, self._end, plan.doing)
+        except BaseException:
+            self._is_cancelled.set()
+            self._thread.join()
+            plan.discard()
+            raise
+        finally:
+            atexit.unregister(self._at_exit)
+
+    def _own_part(self) -> None:
+        self._has_written.wait()
+        if self._error is not None:
+            raise self._error
+
+    def _end(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _at_exit(self) -> None:
+        """A process that ends without waiting still gives its save some time."""
+        self._thread.join(_PATIENCE_AT_EXIT_S)
+        self._is_cancelled.set()
+        self._thread.join(1.0)

@@ -1,0 +1,144 @@
+"""One save as one rank sees it: look, write, commit; each step succeeds on all ranks or on none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.checkpoint import merging
+from shoal.checkpoint.agreement import together
+from shoal.checkpoint.assignment import Claims, assign
+from shoal.checkpoint.merging import Receipt
+from shoal.checkpoint.pending import PendingSave
+from shoal.checkpoint.snapshot import Snapshot
+from shoal.checkpoint.store import Store
+from shoal.checkpoint.writing import Outgoing, write_file
+from shoal.comm import Backend
+from shoal.errors import CheckpointError
+
+
+@dataclass
+class Plan:
+    """One save.
+
+    Attributes:
+        store: Where to.
+        ranks: Who takes part; None for a process of its own.
+        step: The step it is of.
+        keep: How many checkpoints to keep.
+        written_by: See `Manifest`.
+        name: Of the checkpoint.
+        values: What this rank knows that is no tensor.
+        claims: What each rank holds.
+        outgoing: What this rank writes.
+    """
+
+    store: Store
+    ranks: Backend | None
+    step: int | None
+    keep: int | None
+    written_by: Mapping[str, Any]
+    name: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    claims: Sequence[Claims] = ()
+    outgoing: Sequence[Outgoing] = ()
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        return 0 if self.ranks is None else self.ranks.rank
+
+    @property
+    def size(self) -> int:
+        """How many take part."""
+        return 1 if self.ranks is None else self.ranks.size
+
+    @property
+    def doing(self) -> str:
+        """For messages."""
+        return f"saving to {self.store.root}"
+
+    def look(self, take: Callable[[], Snapshot]) -> None:
+        """Finds out what everybody holds and who writes what; the first rank makes the folder."""
+        mine: list[Snapshot] = []
+
+        def action() -> list[Any]:
+            mine.append(take())
+            claims = {key: held.claim() for key, held in mine[0].tensors.items()}
+            name = self.store.begin(self.step) if self.rank == 0 else ""
+            return [name, merging.claims_json(claims)]
+
+        answers = together(self.ranks, action, self.doing)
+        self.name = answers[0][0]
+        self.claims = [merging.parse_claims(content) for _, content in answers]
+        self.outgoing = mine[0].outgoing(assign(self.claims)[self.rank])
+        self.values = mine[0].values
+
+    def complete(self) -> PendingSave:
+        """Writes and commits, with all ranks at once."""
+        try:
+            receipts = together(self.ranks, self.write, self.doing)
+            together(self.ranks, lambda: self.commit(receipts), self.doing)
+        except Exception:
+            self.discard()
+            raise
+        return PendingSave(self.path)
+
+    @property
+    def path(self) -> Path:
+        """Where the checkpoint will be."""
+        return self.store.root / self.name
+
+    def copy(self) -> None:
+        """Copies what this rank writes, so that training can go on changing it."""
+        self.outgoing = [
+            replace(each, parts=_fixed([_copied(part) for part in each.parts()]))
+            for each in self.outgoing
+        ]
+
+    def write(self) -> Receipt:
+        """Writes this rank's file; no communication."""
+        draft, name = self.store.draft(self.name), f"data-{self.rank:05d}.safetensors"
+        try:
+            written = write_file(
+                self.store.disk, draft, name, self.outgoing, metadata={"format": "pt"}
+            )
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"rank 0 has made {draft}, but rank {self.rank} does not find it: the folder of "
+                "checkpoints must be on a file system that all ranks share"
+            ) from error
+        except OSError as error:
+            raise CheckpointError(f"cannot write {draft / name}: {error}") from error
+        return merging.receipt(written, self.values)
+
+    def commit(self, receipts: Sequence[Receipt]) -> None:
+        """On the first rank, once all files are safe: makes the checkpoint one that is found."""
+        if self.rank != 0:
+            return
+        manifest = merging.merge(receipts, self.claims, self.step, self.written_by)
+        try:
+            self.store.commit(self.name, manifest.encode())
+        except OSError as error:
+            raise CheckpointError(f"cannot finish {self.path}: {error}") from error
+        if self.keep is not None:
+            self.store.prune(self.keep)
+
+    def discard(self) -> None:
+        """On the first rank: removes what there is of it, unless it was finished."""
+        if self.rank == 0 and self.name:
+            self.store.discard(self.name)
+
+
+def _copied(part: Tensor) -> Tensor:
+    # A GPU's memory is copied to the host at once; waiting for that is all that training does.
+    return part.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _fixed(parts: list[Tensor]) -> Callable[[], Any]:
+    return lambda: iter(parts)

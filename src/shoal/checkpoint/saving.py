@@ -1,0 +1,113 @@
+"""`save`: every rank writes its part, one makes it valid, and all agree that it is.
+
+See `Plan` for the steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shoal.checkpoint import model_state, optimizer_state, snapshot
+from shoal.checkpoint.companions import Companions
+from shoal.checkpoint.filesystem import DISK, FileSystem
+from shoal.checkpoint.pending import PendingSave, finish_pending, start
+from shoal.checkpoint.plan import Plan
+from shoal.checkpoint.store import Store
+from shoal.comm import Backend
+from shoal.strategies import ShardedModel
+
+
+def save(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    step: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    sampler: Any = None,
+    keep: int | None = None,
+    wait: bool = True,
+    filesystem: FileSystem = DISK,
+) -> PendingSave:
+    """Adds a checkpoint to the folder ``path``; every rank calls it.
+
+    Each rank writes what it holds, each element once; nobody needs the full model. Killed at any
+    moment, the folder has the checkpoints of before, or these and the new one.
+
+    Args:
+        path: A folder of checkpoints, on a file system that all ranks share.
+        model: Wrapped by any strategy, or a plain module.
+        optimizer: Its optimizer, or a list of them.
+        step: A number to find the checkpoint by.
+        extra: Whatever else: numbers, texts, lists, dicts and tensors. Rank 0's counts.
+        scheduler: A learning-rate scheduler, or a list; anything with a ``state_dict()``.
+        scaler: A gradient scaler.
+        sampler: A `shoal.sampler`.
+        keep: How many checkpoints stay in the folder; all by default.
+        wait: If false, what there is to save is copied, and written while training goes on. An
+            error is then raised by the next call of `save` or `load`, or by ``wait()`` of what
+            comes back.
+        filesystem: Where the folder is.
+
+    Returns:
+        The save; ``.path`` is where it is, ``.wait()`` returns once it is safe on disk.
+
+    Raises:
+        CheckpointError: On every rank, if any rank could not write its part.
+
+    Example:
+        >>> shoal.save("run", model, optimizer, step=step, sampler=sampler, keep=3)
+        >>> extra = shoal.load("run", model, optimizer, sampler=sampler)
+    """
+    _check(step, keep)
+    ranks = model_state.ranks_of(model)
+    finish_pending(ranks)
+    store = Store(Path(path), filesystem)
+    companions = Companions(scheduler, scaler, sampler)
+    optimizers = optimizer_state.as_list(optimizer)
+    plan = Plan(store, ranks, step, keep, _written_by(model, ranks))
+    plan.look(lambda: snapshot.take(model, optimizers, companions, extra or {}, plan.rank))
+    return plan.complete() if wait else start(plan)
+
+
+def _check(step: int | None, keep: int | None) -> None:
+    if step is not None and step < 0:
+        raise ValueError(f"step must be a number from 0; got {step!r}")
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep must be at least 1; got {keep}")
+
+
+def _written_by(model: nn.Module, ranks: Backend | None) -> dict[str, Any]:
+    """For information only: no loader looks at it."""
+    is_wrapped = isinstance(model, ShardedModel)
+    options: Any = model.options if is_wrapped else {}
+    return {
+        "shoal": _version(),
+        "torch": torch.__version__,
+        "host": platform.node(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "model": type(model_state.plain_module(model)).__name__,
+        "strategy": model.strategy if is_wrapped else "plain",
+        "ranks": 1 if ranks is None else ranks.size,
+        "options": {key: str(value) for key, value in options.items()},
+    }
+
+
+@functools.cache
+def _version() -> str:
+    try:
+        return importlib.metadata.version("shoal")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
