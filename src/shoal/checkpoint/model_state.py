@@ -75,11 +75,12 @@ def aliases(module: nn.Module) -> dict[str, str]:
     return further
 
 
-def buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that are part of the state, each once, under their first names."""
+def buffers(model: nn.Module) -> dict[str, Tensor]:
+    """This rank's buffers that are part of the state, each once, under their first names."""
     found: dict[int, tuple[str, Tensor]] = {}
-    for name, buffer in _persistent_buffers(module):
-        found.setdefault(id(buffer), (name, buffer))
+    for name, buffer in _persistent_buffers(plain_module(model)):
+        if not isinstance(model, ShardedModel) or model.holds_buffer(name):
+            found.setdefault(id(buffer), (name, buffer))
     return dict(found.values())
 
 

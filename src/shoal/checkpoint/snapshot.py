@@ -126,7 +126,7 @@ def _add_model(snapshot: Snapshot, model: nn.Module, module: nn.Module) -> None:
     is_divisible = model_state.is_same_everywhere(model)
     for held in model_state.held_parameters(model):
         snapshot.add(f"model/{held.name}", held.extent, held.memory, is_divisible=is_divisible)
-    for name, buffer in model_state.buffers(module).items():
+    for name, buffer in model_state.buffers(model).items():
         snapshot.add_whole(f"model/{name}", buffer)
     snapshot.values["model"] = {
         "aliases": model_state.aliases(module),

@@ -66,7 +66,7 @@ class Staging:
         model = self.target.model
         module = model_state.plain_module(model)
         shapes = {held.name: held.extent.shape for held in model_state.held_parameters(model)}
-        shapes |= {name: buffer.shape for name, buffer in model_state.buffers(module).items()}
+        shapes |= {name: buffer.shape for name, buffer in model_state.buffers(model).items()}
         stored = {key: record.shape for key, record in self.source.tensors.items()}
         with self.reading_values():
             self.match = matching.match(shapes, model_state.aliases(module), stored, self.ties)
@@ -109,8 +109,7 @@ class Staging:
                 yield wanted
 
     def _stage_buffers(self) -> Iterator[Wanted]:
-        module = model_state.plain_module(self.target.model)
-        for name, buffer in model_state.buffers(module).items():
+        for name, buffer in model_state.buffers(self.target.model).items():
             key = self.match.keys.get(name)
             if key is not None:
                 wanted = self._room(key, Extent.whole(buffer.shape))

@@ -217,9 +217,13 @@ class ShardedOptimizer(Optimizer):
             state = self.optimizer.state.get(segment.parameter, {})
             if not state:
                 continue
-            tensors, shared = divided(state, segment.parameter)
+            tensors, shared = divided(state, self._state_like(segment))
             for name, extent, own in self._pieces(segment):
                 yield HeldState(name, extent, {k: v[own] for k, v in tensors.items()}, shared)
+
+    def _state_like(self, segment: Segment) -> Tensor:
+        """What per-element state of a segment has the shape of."""
+        return segment.parameter
 
     def _pieces(self, segment: Segment) -> Iterator[tuple[str, Extent, slice]]:
         """A segment's parameters by full name: which elements, and where in the segment."""
@@ -251,7 +255,7 @@ class ShardedOptimizer(Optimizer):
             for segment in own:
                 pieces = list(self._pieces(segment))
                 full = known.get(pieces[0][0], FullState())
-                memory, state = fresh_state(full, segment.parameter, settings)
+                memory, state = fresh_state(full, self._state_like(segment), settings)
                 if state:
                     states[segment.parameter] = state
                 wanted += [

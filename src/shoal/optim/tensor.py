@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 from shoal.errors import ShoalError
 from shoal.optim.kinds import Kind, find_kind
 from shoal.optim.optimizer import ShardedOptimizer
+from shoal.optim.segments import Segment
 from shoal.optim.state import State, is_per_element
+from shoal.sharding.extent import Extent
 from shoal.strategies.tensor import TensorParallelModel, TensorParts
 
 
@@ -111,6 +113,25 @@ class TensorParallelOptimizer(ShardedOptimizer):
         return [(name, found[name]) for name in self._parts.splits if name in found]
 
     # State --------------------------------------------------------------------------------
+
+    def _whole_name(self, segment: Segment) -> str | None:
+        """The name of a split parameter whose state is that of the whole."""
+        if self.kind is not Kind.PER_PARAMETER:
+            return None
+        (place,) = segment.places
+        return self._split_name(segment.group.parameters[place])
+
+    def _state_like(self, segment: Segment) -> Tensor:
+        name, own = self._whole_name(segment), super()._state_like(segment)
+        return own if name is None else own.new_empty(()).expand(self._parts.shape_of(name))
+
+    def _pieces(self, segment: Segment) -> Iterator[tuple[str, Extent, slice]]:
+        name = self._whole_name(segment)
+        if name is None:
+            yield from super()._pieces(segment)
+            return
+        extent = Extent.whole(self._parts.shape_of(name))
+        yield name, extent, slice(0, extent.num_elements)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, as the plain optimizer would have it; every rank calls it."""

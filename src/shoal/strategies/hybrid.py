@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shoal.comm import Backend, Mesh, World
 from shoal.comm.world import current
+from shoal.sharding.split import Split
 from shoal.strategies.clipping import Holders
 from shoal.strategies.model import ShardedModel
 from shoal.strategies.pipeline.model import PipelineParallelModel
@@ -78,6 +79,10 @@ class HybridShardedModel(PipelineParallelModel):
         self.options |= {"data": data, "tensor": tensor, "pipeline": pipeline, "plan": plan}
 
     mesh: Mesh
+
+    def split_of(self, name: str) -> Split | None:
+        """Which part of a full parameter the module has; None for all of it."""
+        return self.parts.splits.get(name)
 
     @property
     def plan(self) -> Plan:

@@ -269,6 +269,10 @@ class ShardedModel(nn.Module):
         """Everybody who holds something of this model."""
         return self.engine.ranks.all
 
+    def holds_buffer(self, name: str) -> bool:
+        """Whether this rank has the values of a buffer."""
+        return True
+
     def split_of(self, name: str) -> Split | None:
         """Which part of a full parameter the module has; None for all of it."""
         return None

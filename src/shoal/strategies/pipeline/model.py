@@ -98,7 +98,7 @@ class PipelineParallelModel(ShardedModel):
         check_models(module, group)
         _begin_alike(module, group)
         stage = _make_stage(module, group, chunks, cut, balance)
-        vars(self).update(sharding=LEVELS[zero], is_part=group.size > 1)
+        vars(self).update(sharding=LEVELS[zero], is_part=group.size > 1, _everybody=backend)
         work = Work(schedule, micro_batches or 4 * group.size, chunks)
         object.__setattr__(self, "pipeline", Pipeline(self, stage, work))
         object.__setattr__(self, "_keys", list(module.state_dict()))
@@ -114,7 +114,17 @@ class PipelineParallelModel(ShardedModel):
 
     pipeline: Pipeline
     _keys: list[str]
+    _everybody: Backend
     _outputs_everywhere = True
+
+    @property
+    def all_ranks(self) -> Backend:
+        """Everybody who holds something of this model."""
+        return self._everybody
+
+    def holds_buffer(self, name: str) -> bool:
+        """Whether this rank has the values of a buffer."""
+        return self.pipeline.rank_of_key(name) == self.stage
 
     @property
     def stage(self) -> int:

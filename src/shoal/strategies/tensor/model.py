@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from shoal.comm import Backend, Mesh, World
 from shoal.comm.world import current
+from shoal.sharding.split import Split
 from shoal.strategies.admission import check_models
 from shoal.strategies.buffers import share_buffers
 from shoal.strategies.materialization import materialize
@@ -36,6 +37,7 @@ class TensorParallelModel(ShardedModel):
     strategy = "tensor"
     sharding = LEVELS[0]
     parts: TensorParts
+    _everybody: Backend
 
     def __init__(
         self,
@@ -78,7 +80,9 @@ class TensorParallelModel(ShardedModel):
             sequence_parallel=sequence_parallel,
             splits_logits=split_logits,
         )
-        vars(self).update(sharding=LEVELS[zero], parts=parts, is_part=parts.group.size > 1)
+        vars(self).update(
+            sharding=LEVELS[zero], parts=parts, is_part=parts.group.size > 1, _everybody=backend
+        )
         super().__init__(module, mesh.group("data"), **options)
         self.engine.holders = parts.holders
         chosen: dict[str, Any] = {
@@ -90,6 +94,15 @@ class TensorParallelModel(ShardedModel):
             "split_logits": split_logits,
         }
         self.options.update(chosen)
+
+    @property
+    def all_ranks(self) -> Backend:
+        """Everybody who holds something of this model."""
+        return self._everybody
+
+    def split_of(self, name: str) -> Split | None:
+        """Which part of a full parameter the module has; None for all of it."""
+        return self.parts.splits.get(name)
 
     @property
     def plan(self) -> Plan:
