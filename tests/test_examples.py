@@ -148,6 +148,17 @@ def test_tensor(options, capsys, first_use):
     assert re.search(r"^head +column +outputs joined", capsys.readouterr().out, re.M)
 
 
+def test_hybrid(capsys, first_use):
+    train = load("hybrid").train
+    (alone,) = shoal.run(lambda: train(8), 1, "memory", timeout=TIMEOUT_S)
+    axes = {"tensor": 2, "pipeline": 2}
+    together = shoal.run(lambda: train(8, **axes), 4, "memory", timeout=TIMEOUT_S)
+    for loss, share in together:
+        assert loss == pytest.approx(alone[0], abs=1e-2)
+        assert share < 0.4
+    assert "Mesh(pipeline=2, tensor=2)" in capsys.readouterr().out
+
+
 def test_tensor_launched():
     text = output_of(SHOAL, "launch", "-n", "2", str(EXAMPLES / "tensor.py"))
     assert "tensor parallel over 2 ranks: 8 layers split" in text

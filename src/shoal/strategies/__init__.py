@@ -1,5 +1,6 @@
 """Strategies: who holds what, and when it travels."""
 
+from shoal.strategies.hybrid import HybridShardedModel
 from shoal.strategies.model import (
     DDPModel,
     FSDPModel,
@@ -8,11 +9,14 @@ from shoal.strategies.model import (
     ZeRO2Model,
     ZeRO3Model,
 )
+from shoal.strategies.pipeline.model import PipelineParallelModel
 from shoal.strategies.tensor.model import TensorParallelModel
 
 __all__ = [
     "DDPModel",
     "FSDPModel",
+    "HybridShardedModel",
+    "PipelineParallelModel",
     "ShardedModel",
     "TensorParallelModel",
     "ZeRO1Model",
