@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 import shoal
 from strategies.pipeline.tasks import TASKS
-from torch.utils._pytree import tree_map
 
 STEPS = 20
 ITEMS = 8
