@@ -1,9 +1,9 @@
 """How much of the time the ranks of a pipeline wait, and what two real stages gain.
 
 The first part has stages that sleep a known time instead of computing, so that two cores show four
-stages; the bubble is measured from a trace and compared with theory. The second trains the blocks of a GPT on two
-stages in 32 micro-batches, and in one process on one core that runs the same micro-batches, by
-turns in one run; before that it makes sure that two independent processes do not slow each other.
+stages; the bubble is measured from a trace and compared with theory. The second trains the
+blocks of a GPT on two stages in 32 micro-batches, and in one process on one core that runs the
+same micro-batches, by turns in one run, with two independent processes for comparison.
 
     python benchmarks/pipeline.py [--quick] [--parts bubble,speed]
 """

@@ -23,7 +23,8 @@ class Network(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
         self.head = nn.Linear(64, 1)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A number for each row."""
         x = begin = self.first(x)
         for block in self.blocks:
             x = x + torch.tanh(block(x))

@@ -267,7 +267,7 @@ def test_frozen_first_stages(schedule) -> None:
 
 
 def test_uneven_batches_and_weights() -> None:
-    """Two pipelines with 5 and 2 items in up to three micro-batches, then one with none to count."""
+    """Two pipelines with 5 and 2 items in up to three micro-batches; then one does not count."""
 
     def train():
         model, _, plain = wrapped(data=2, zero=2, micro_batches=3)

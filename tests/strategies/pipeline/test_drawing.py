@@ -6,6 +6,8 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+import leaks
+
 # What it leaves behind when it is first imported is not a drawing's.
 pytest.importorskip("matplotlib.backends.backend_agg")
 
@@ -43,6 +45,8 @@ def test_saved(tmp_path, suffix) -> None:
 
 
 def test_saved_as_png(tmp_path) -> None:
+    draw("1f1b", 1, 1, path=tmp_path / "first.png")  # matplotlib keeps the fonts it has opened
+    leaks.baseline()
     path = tmp_path / "schedule.png"
     draw("zero-bubble", 2, 4, path=path)
     assert path.read_bytes()[:4] == b"\x89PNG"

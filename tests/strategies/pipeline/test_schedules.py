@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shoal.strategies.pipeline import SCHEDULES, bubble, make_schedule, peak_in_flight, simulate
@@ -55,6 +55,7 @@ def test_micro_batches_keep_their_order(name, p, m, v) -> None:
 @given(names, stages, micro_batches, chunks)
 def test_never_stuck_even_if_sends_block(name, p, m, v) -> None:
     """A send returns once the receiver waits for it or has it next: who waits is ready for it."""
+    assume(name != "interleaved" or m % p == 0)  # with uneven rounds sends must run ahead
     schedule = made(name, p, m, v)
     num_chunks = 1 + max(tick.chunk for ticks in schedule for tick in ticks)
     places, done = [0] * p, set()

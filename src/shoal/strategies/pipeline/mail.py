@@ -38,7 +38,7 @@ class Mail:
         if peer == self._stage.rank:
             self._kept.setdefault(tag, []).append(values)
             return
-        self._sent = [work for work in self._sent if not work.is_done()]
+        self._let_go()
         for value in values:
             tensor = torch.empty(0, 0) if value is None else _framed(value.detach())
             self._sent.append(self._stage.group.post_send(tensor, peer, tag))
@@ -66,6 +66,12 @@ class Mail:
         if peer == self._stage.rank:
             return self._kept[tag].pop(0)
         return self._stage.group.recv_object(peer, tag)
+
+    def _let_go(self) -> None:
+        """Forgets what was received; whatever went wrong with it is raised."""
+        for work in [work for work in self._sent if work.is_done()]:
+            work.wait()
+            self._sent.remove(work)
 
     def finish(self) -> None:
         """Waits until everything was received."""
