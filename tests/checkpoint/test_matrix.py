@@ -25,7 +25,11 @@ KINDS = [(name, size) for name in STRATEGIES for size in SIZES]
 
 # Each strategy and each size is a writer and a reader at least once.
 PAIRS = [
-    (KINDS[number], KINDS[(number * 7 + 11) % len(KINDS)]) for number in range(0, len(KINDS), 3)
+    (
+        (STRATEGIES[n % 5], SIZES[n % 6]),
+        (STRATEGIES[(3 * n + 1) % 5], SIZES[(5 * n + 3) % 6]),
+    )
+    for n in range(10)
 ]
 _written: dict[Any, Any] = {}
 
