@@ -98,7 +98,11 @@ class PipelineParallelModel(ShardedModel):
         check_models(module, group)
         _begin_alike(module, group)
         stage = _make_stage(module, group, chunks, cut, balance)
-        vars(self).update(sharding=LEVELS[zero], is_part=group.size > 1, _everybody=backend)
+        vars(self).update(
+            sharding=LEVELS[zero],
+            is_part=mesh.shape["pipeline"] * mesh.shape["tensor"] > 1,
+            _everybody=backend,
+        )
         work = Work(schedule, micro_batches or 4 * group.size, chunks)
         object.__setattr__(self, "pipeline", Pipeline(self, stage, work))
         object.__setattr__(self, "_keys", list(module.state_dict()))
