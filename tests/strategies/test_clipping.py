@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import shoal
 from shoal.errors import ShoalError
 from strategies.loops import (
     RANKS,
@@ -115,3 +116,24 @@ def test_torch_s_own_clipping_is_right_or_refused(strategy: str) -> None:
         if norm is not None:
             assert torch.allclose(norm, expected, rtol=1e-12)
         assert_same_gradients(gradients, untouched if norm is None else gradients_of(model))
+
+
+def clip_parts_of_different_dtypes(strategy: str) -> float:
+    """Whole parameters are shared out, so some ranks hold single precision only, or nothing."""
+    torch.manual_seed(0)
+    module = nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.Linear(4, 2).double()})
+    optimizer = torch.optim.Adafactor(module.parameters())
+    model, optimizer = shoal.as_distributed(module, optimizer, strategy=strategy)
+    module["b"](module["a"](torch.ones(2, 3)).double()).sum().backward()
+    return model.clip_grad_norm_(0.1).item()
+
+
+@distinct
+def test_ranks_that_hold_other_dtypes(strategy: str) -> None:
+    torch.manual_seed(0)
+    module = nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.Linear(4, 2).double()})
+    module["b"](module["a"](torch.ones(2, 3)).double()).sum().backward()
+    gradients = [p.grad.double().flatten() for p in module.parameters()]
+    expected = torch.cat(gradients).norm().item()
+    for norm in run(clip_parts_of_different_dtypes, strategy, ranks=5):
+        assert norm == pytest.approx(expected, rel=1e-6)

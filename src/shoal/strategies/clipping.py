@@ -39,7 +39,7 @@ def clip_norm(
     max_norm: float,
     norm_type: float,
     groups: Sequence[Backend],
-    device: torch.device,
+    like: Tensor,
 ) -> Tensor:
     """Scales gradients so that their norm over all elements is at most ``max_norm``.
 
@@ -48,33 +48,34 @@ def clip_norm(
         max_norm: The largest norm that is left as it is.
         norm_type: 2 for the Euclidean norm, infinity for the largest element.
         groups: The ranks that hold other parts, group by group.
-        device: Where the norm is wanted if this rank holds nothing.
+        like: Has the dtype and the device that the norm is wanted in.
 
     Returns:
         The norm before scaling, the same on every rank.
     """
     if norm_type == math.inf:
-        total = _largest(held, groups, device)
+        total = _largest(held, groups, like)
     else:
-        total = _norm(held, norm_type, groups, device)
+        total = _norm(held, norm_type, groups, like)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for gradient in held:
         gradient.elements.mul_(factor)
     return total
 
 
-def _largest(
-    held: Sequence[HeldGradient], groups: Sequence[Backend], device: torch.device
-) -> Tensor:
+def _largest(held: Sequence[HeldGradient], groups: Sequence[Backend], like: Tensor) -> Tensor:
     norms = [torch.linalg.vector_norm(gradient.elements, math.inf) for gradient in held]
-    total = torch.stack(norms or [torch.zeros((), device=device)]).amax()
+    total = _stacked(norms, like).amax()
+    if not groups:
+        return total
+    largest = total.double()  # whatever dtypes a rank holds
     for group in groups:
-        group.all_reduce(total, "max")
-    return total
+        group.all_reduce(largest, "max")
+    return largest.to(like.dtype)
 
 
 def _norm(
-    held: Sequence[HeldGradient], norm_type: float, groups: Sequence[Backend], device: torch.device
+    held: Sequence[HeldGradient], norm_type: float, groups: Sequence[Backend], like: Tensor
 ) -> Tensor:
     # Each rank that holds a copy counts its part of it.
     norms = [
@@ -82,12 +83,15 @@ def _norm(
         / gradient.copies ** (1.0 / norm_type)
         for gradient in held
     ]
-    norms = norms or [torch.zeros((), device=device)]
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    total: Tensor = torch.linalg.vector_norm(_stacked(norms, like), norm_type)
     if not groups:
         return total
-    powers = total**norm_type
+    powers = total.double() ** norm_type  # whatever dtypes a rank holds
     for group in groups:
         group.all_reduce(powers)
     root: Tensor = powers ** (1.0 / norm_type)
-    return root
+    return root.to(like.dtype)
+
+
+def _stacked(norms: Sequence[Tensor], like: Tensor) -> Tensor:
+    return torch.stack([norm.to(like.dtype) for norm in norms] or [like.new_zeros(())])

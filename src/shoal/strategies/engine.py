@@ -12,6 +12,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Collection, Iterator, Sequence
+from functools import reduce
 from typing import Any, NoReturn
 
 import torch
@@ -298,7 +299,16 @@ class Engine:
         ]
         groups = [self.shards] if self.sharding.gradients else []
         groups += self.holders.axes
-        return clip_norm(held, max_norm, norm_type, groups, self.backend.device)
+        return clip_norm(held, max_norm, norm_type, groups, self._norm_like())
+
+    def _norm_like(self) -> Tensor:
+        """The widest dtype of all groups, whichever of them this rank holds a part of."""
+        dtypes = [group.master.dtype.to_real() for group in self.groups]
+        floating = [dtype for dtype in dtypes if dtype.is_floating_point] or [torch.float32]
+        return torch.empty(0, dtype=reduce(torch.promote_types, floating), device=self._device())
+
+    def _device(self) -> torch.device:
+        return self.groups[0].master.device if self.groups else self.backend.device
 
     def _named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """What this rank holds of the averaged gradients, as few tensors as their names allow."""
