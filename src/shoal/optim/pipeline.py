@@ -46,6 +46,14 @@ class PipelineParallelOptimizer(ShardedOptimizer):
         self._own_names = _keep_own(optimizer, names, model)
         super().__init__(optimizer, model, kind=kind)
 
+    def _check_pair(self, optimizer: Optimizer, model: ShardedModel) -> None:
+        super()._check_pair(optimizer, model)
+        if model.strategy != self.model_class.strategy:  # layers that are split need more
+            raise TypeError(
+                f"{type(self).__name__} goes with {self.model_class.__name__}; "
+                f"got a {type(model).__name__}"
+            )
+
     # The whole state ----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from shoal.comm.header import Header, mismatch, spec
 from shoal.comm.operation.base import Operation, Payload
 from shoal.comm.operation.flat import flatten, write_back
-from shoal.comm.operation.specification import decode_spec, encode_spec
+from shoal.comm.operation.specification import are_alike, decode_spec, encode_spec, make_like
 from shoal.comm.reduction import ReduceOp, check_dtype
 
 
@@ -103,15 +103,14 @@ class Broadcast(Operation):
     def check(self, headers: Sequence[Header], ranks: Sequence[int]) -> None:
         """Whoever gave a tensor gave one like the root's."""
         expected = headers[self._root].meta
-        if any(header.meta and header.meta != expected for header in headers):
+        if any(header.meta and not are_alike(header.meta, expected) for header in headers):
             shown = [header._replace(signature=_shown(header)) for header in headers]
             raise mismatch(shown, ranks, "broadcast needs tensors of one shape and dtype")
 
     def prepare(self, headers: Sequence[Header], rank: int) -> Payload:
         """The root's tensor, or one like it to receive into."""
         if self._tensor is None:
-            dtype, shape = decode_spec(headers[self._root].meta)
-            self._tensor = torch.empty(shape, dtype=dtype, device=self._device)
+            self._tensor = make_like(headers[self._root].meta, self._device)
         if self.source is None:
             self.source = flatten(self._tensor)
         return _in_place(self.source, root=self._root)

@@ -10,7 +10,7 @@ from torch import Tensor
 from shoal.comm.header import Header, mismatch, spec
 from shoal.comm.operation.base import Operation, Payload
 from shoal.comm.operation.flat import flatten, write_back
-from shoal.comm.operation.specification import decode_spec, encode_spec
+from shoal.comm.operation.specification import are_alike, encode_spec, make_like
 
 
 class Send(Operation):
@@ -50,8 +50,7 @@ class Receive(Operation):
     def prepare(self, headers: Sequence[Header], rank: int) -> Payload:
         """A place for what the sender's header promises. ``headers`` is the sender's alone."""
         if self._tensor is None:
-            dtype, shape = decode_spec(headers[0].meta)
-            self._tensor = torch.empty(shape, dtype=dtype, device=self._device)
+            self._tensor = make_like(headers[0].meta, self._device)
         self._target = flatten(self._tensor)
         return Payload(target=self._target, root=self._peer, total=self._target.numel())
 
@@ -68,5 +67,5 @@ def _tagged(tag: int) -> str:
 
 def check_message(sent: Header, received: Header, ranks: tuple[int, int]) -> None:
     """Raises on both sides unless the receiver's tensor is like the sender's."""
-    if received.meta and received.meta != sent.meta:
+    if received.meta and not are_alike(received.meta, sent.meta):
         raise mismatch([sent, received], ranks, "a receive differs from what was sent")
