@@ -182,6 +182,8 @@ def get(backend: str, size: int) -> Pool:
     """The pool of that kind; started when first asked for, and again after a failure."""
     pool = _pools.get((backend, size))
     if pool is None or not pool.is_alive:
+        if pool is not None:
+            pool.close()  # its ranks are gone, perhaps with the forkserver; its connections are not
         fork_server()
         pool = _pools[backend, size] = Pool(backend, size)
         leaks.baseline()
