@@ -9,9 +9,6 @@ MPICH  := $(VENV)/mpich
 PIP    := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
           PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet
 
-# Much of what tests do is to wait for processes, so two at a time pay even on two cores.
-WORKERS := -n 2 --dist loadfile
-
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-full lint format type bench docs clean
 
@@ -33,10 +30,10 @@ demo: setup  ## a small GPT on four ranks, under every strategy
 	$(BIN)/shoal demo
 
 test: setup  ## the tests, with pairs of the large matrices
-	$(BIN)/python -m pytest -m 'not full' $(WORKERS) $(ARGS)
+	$(BIN)/python tools/run_tests.py -m 'not full' $(ARGS)
 
 test-full: setup  ## the tests, with all of the large matrices
-	$(BIN)/python -m pytest --hypothesis-profile=full $(WORKERS) $(ARGS)
+	$(BIN)/python tools/run_tests.py --hypothesis-profile=full $(ARGS)
 
 lint: setup  ## style, formatting, layers
 	$(BIN)/ruff check .
