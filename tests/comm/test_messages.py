@@ -10,7 +10,7 @@ import torch
 import leaks
 import shoal
 from pools import Team
-from shoal.errors import DeadlockError, MismatchError
+from shoal.errors import DeadlineError, DeadlockError, MismatchError
 from shoal.launch.forkserver import fork_server
 
 
@@ -200,3 +200,36 @@ def test_a_thread_may_send_while_another_is_in_a_collective() -> None:
     fork_server()
     leaks.baseline()
     assert shoal.run(answer_beside_a_barrier, 2, "shm", timeout=20) == [None, 42]
+
+
+def post_and_receive():
+    """Sends that are only shown: several at once, one of another shape than is received."""
+    backend = shoal.world().backend
+    if backend.rank > 1:
+        return None
+    if backend.rank == 0:
+        works = [backend.post_send(torch.full((3,), float(tag)), 1, tag) for tag in range(4)]
+        late = backend.post_send(torch.ones(2), 1, 9)
+        with pytest.raises(DeadlineError, match=r"send\(float32\[2\], dst=1, tag=9\)"):
+            late.wait(timeout=0.05)
+        backend.send(torch.zeros(1), 1, 10)  # only now does the other begin
+        for work in works:
+            work.wait()
+        with pytest.raises(MismatchError, match="a receive differs"):
+            late.wait()
+        with pytest.raises(ValueError, match="a tag must be"):
+            backend.post_send(torch.ones(1), 1, -1)
+        return all(work.is_done() for work in works)
+    backend.recv(src=0, tag=10)
+    received = [backend.recv(src=0, tag=tag).tolist() for tag in (2, 0, 3, 1)]
+    with pytest.raises(MismatchError, match="a receive differs"):
+        backend.recv(torch.zeros(3), src=0, tag=9)
+    return received
+
+
+def test_posted_sends(several: Team) -> None:
+    if several.backend == "memory":
+        pytest.skip("threads that take turns have no time to run out of")
+    first, second, *_ = several.run(post_and_receive)
+    assert first is True
+    assert second == [[2.0] * 3, [0.0] * 3, [3.0] * 3, [1.0] * 3]

@@ -231,7 +231,7 @@ class Backend(ABC):
         """Sends to one rank; done when it was received. Messages of one tag keep their order."""
         self._check_peer("dst", dst)
         self._check_open()
-        return self._message(ops.Send(tensor, dst, tag), dst, _checked_tag(tag), async_op)
+        return self._message(ops.Send(tensor, dst, tag), dst, check_tag(tag), async_op)
 
     def post_send(self, tensor: Tensor, dst: int, tag: int = 0) -> Work[None]:
         """Sends in the background, without a thread where ranks share memory."""
@@ -245,7 +245,7 @@ class Backend(ABC):
         self._check_peer("src", src)
         self._check_open()
         operation = ops.Receive(tensor, src, tag, self.device)
-        return self._message(operation, src, _checked_tag(tag), async_op)
+        return self._message(operation, src, check_tag(tag), async_op)
 
     # Objects --------------------------------------------------------------------------
 
@@ -412,7 +412,8 @@ class Backend(ABC):
             raise ValueError(f"{what} must be another rank; rank {rank} cannot message itself")
 
 
-def _checked_tag(tag: int) -> int:
+def check_tag(tag: int) -> int:
+    """Refuses what is no tag."""
     if not 0 <= tag < 2**31:
         raise ValueError(f"a tag must be from 0 to 2**31 - 1; got {tag}")
     return tag

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.comm.backend import WorldState
+from shoal.comm.backend import WorldState, check_tag
 from shoal.comm.control.page import PageChannel, PageControl
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Message
@@ -31,7 +31,7 @@ from shoal.comm.exposure import Exposure, Window
 from shoal.comm.header import Header, decode, encode
 from shoal.comm.operation import Operation, Payload, Send, writing
 from shoal.comm.partition import offsets, split_sizes
-from shoal.comm.posted_message import PostedSend
+from shoal.comm.posted_message import Courier, PostedSend
 from shoal.comm.posting import Carrier, Postbox, Posted
 from shoal.comm.reduction import ReduceOp, reduce_into
 from shoal.comm.segments import Arena, Location, Peer
@@ -138,6 +138,7 @@ class SharedMemoryBackend(SmallOperations):
     def post_send(self, tensor: Tensor, dst: int, tag: int = 0) -> Work[None]:
         """Shows the receiver where to read; the rest is up to it."""
         self._check_peer("dst", dst)
+        check_tag(tag)
         self._check_open()
         operation, site, begin = Send(tensor, dst, tag), call_site(), time.perf_counter()
         assert operation.source is not None
@@ -157,7 +158,8 @@ class SharedMemoryBackend(SmallOperations):
         if message is None:  # too many are open: a thread waits for a place
             task = partial(self._deliver, operation, dst, key, site, False)
             return self._start_errand(PendingWork(task, operation.signature))
-        return PostedSend(message, self.ranks[dst], lambda: self._patience(where, True), finish)
+        courier = Courier(lambda: self._patience(where, True), self._or_fail, finish)
+        return PostedSend(message, self.ranks[dst], operation.signature, courier)
 
     def _patience_for(self, operation: Operation, number: int) -> Patience:
         return self._patience(self._where(operation, number, call_site()), True)
