@@ -41,12 +41,10 @@ def together(backend: Backend | None, action: Callable[[], T], doing: str) -> li
 
 def _told(error: Exception) -> list[Any]:
     """An error as plain data."""
-    about = [error.file, error.reason, error.tensor] if _is_corrupt(error) else None  # type: ignore[attr-defined]
+    about = None
+    if isinstance(error, CorruptCheckpointError):
+        about = [error.file, error.reason, error.tensor]
     return [type(error).__name__, str(error), about]
-
-
-def _is_corrupt(error: Exception) -> bool:
-    return isinstance(error, CorruptCheckpointError)
 
 
 def _retold(rank: int, told: list[Any], doing: str) -> CheckpointError:

@@ -282,14 +282,14 @@ def _parse_slice(about: Any, shape: torch.Size, dtype: torch.dtype, num_files: i
     if not isinstance(about, dict):
         raise ValueError("a slice must be an object")
     file, key = about.get("file"), about.get("key")
-    if not is_count(file) or file >= num_files or not isinstance(key, str):  # type: ignore[operator]
+    if not is_count(file) or file >= num_files or not isinstance(key, str):
         raise ValueError("a slice has no proper file and key")
     split = None if "split" not in about else parse_split(about["split"], shape)
     extent = parse_extent(about.get("elements"), shape, split)
     crcs = parse_crcs(about.get("crc32"))
     if len(crcs) != num_chunks(extent.num_elements * dtype.itemsize):
         raise ValueError(f"a slice of {extent.num_elements} elements has {len(crcs)} checksums")
-    return SliceRecord(extent, file, key, crcs)  # type: ignore[arg-type]
+    return SliceRecord(extent, file, key, crcs)
 
 
 def parse_extent(elements: Any, shape: torch.Size, split: Split | None) -> Extent:
@@ -304,15 +304,15 @@ def parse_extent(elements: Any, shape: torch.Size, split: Split | None) -> Exten
 def parse_split(about: Any, shape: torch.Size) -> Split:
     """A tensor-parallel part: its indices are in the tensor, and none is there twice."""
     dim = about.get("dim") if isinstance(about, dict) else None
-    if not is_count(dim) or dim >= len(shape):  # type: ignore[operator]
+    if not is_count(dim) or dim >= len(shape):
         raise ValueError("a split has no proper dim")
     runs = about.get("runs")
-    if not isinstance(runs, list) or not all(_is_run(run, shape[dim]) for run in runs):  # type: ignore[index]
+    if not isinstance(runs, list) or not all(_is_run(run, shape[dim]) for run in runs):
         raise ValueError("a split has no proper runs")
     ordered = sorted(tuple(run) for run in runs)
     if any(left[1] > right[0] for left, right in pairwise(ordered)):
         raise ValueError("the runs of a split overlap")
-    return Split(shape, dim, tuple((start, stop) for start, stop in runs))  # type: ignore[arg-type]
+    return Split(shape, dim, tuple((start, stop) for start, stop in runs))
 
 
 def _is_run(run: Any, size: int) -> bool:

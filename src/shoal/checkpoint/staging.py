@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,11 +102,8 @@ class Staging:
             key = self.match.keys.get(held.name)
             if key is not None:
                 wanted = self._room(key, held.extent)
-                self._parameter_commits.append(
-                    lambda held=held, values=wanted.memory: model_state.put_parameter(  # type: ignore[misc]
-                        self.target.model, held, values
-                    )
-                )
+                put = partial(model_state.put_parameter, self.target.model, held, wanted.memory)
+                self._parameter_commits.append(put)
                 yield wanted
 
     def _stage_buffers(self) -> Iterator[Wanted]:
@@ -113,9 +111,7 @@ class Staging:
             key = self.match.keys.get(name)
             if key is not None:
                 wanted = self._room(key, Extent.whole(buffer.shape))
-                self._commits.append(
-                    lambda buffer=buffer, values=wanted.memory: _overwrite(buffer, values)  # type: ignore[misc]
-                )
+                self._commits.append(partial(_overwrite, buffer, wanted.memory))
                 yield wanted
 
     def _room(self, key: str, extent: Extent) -> Wanted:
@@ -147,9 +143,7 @@ class Staging:
                     yield Wanted(tensor, held.extent, held.memory)
                 else:
                     wanted = self._room(tensor, held.extent)
-                    self._commits.append(
-                        lambda held=held, values=wanted.memory: _overwrite(held.memory, values)  # type: ignore[misc]
-                    )
+                    self._commits.append(partial(_overwrite, held.memory, wanted.memory))
                     yield wanted
 
     def _own_ties(self) -> dict[str, str]:
@@ -182,9 +176,7 @@ class Staging:
         )
         for name, state in values.decode(extra_state, tensors).items():
             if name in known:
-                self._commits.append(
-                    lambda inner=known[name], state=state: inner.set_extra_state(state)  # type: ignore[misc]
-                )
+                self._commits.append(partial(known[name].set_extra_state, state))
         if own:
             restored = values.decode(own[0], tensors)
             random_states.check(restored)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any, NoReturn
+from collections import Counter
+from typing import Any, NoReturn, TypeGuard
 
 # Lists and objects take ten times the memory of their shortest text. What shoal and safetensors
 # write has longer ones.
@@ -32,7 +33,7 @@ def parse(data: bytes) -> Any:
         raise ValueError("lists and objects are nested too deep") from None
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: Any) -> TypeGuard[int]:
     """Whether it can be a size or a position."""
     return type(value) is int and 0 <= value < 2**63
 
@@ -40,8 +41,7 @@ def is_count(value: Any) -> bool:
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"the key {twice[:200]!r} is there twice")
     return result
 
