@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.comm.backend import WorldState, check_tag
+from shoal.comm.blocks import reduce_and_hand_out, reduce_in_blocks
 from shoal.comm.control.page import PageChannel, PageControl
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Message
@@ -33,19 +34,14 @@ from shoal.comm.operation import Operation, Payload, Send, writing
 from shoal.comm.partition import offsets, split_sizes
 from shoal.comm.posted_message import Courier, PostedSend
 from shoal.comm.posting import Carrier, Postbox, Posted
-from shoal.comm.reduction import ReduceOp, reduce_into
+from shoal.comm.reduction import reduce_into
 from shoal.comm.segments import Arena, Location, Peer
 from shoal.comm.site import call_site
-from shoal.comm.small_operations import SMALL_BYTES, STAGED, SmallOperations
+from shoal.comm.small_operations import SMALL_BYTES, STAGED, SmallOperations, is_all_staged
 from shoal.comm.staging import HALF_BYTES, Staging
 from shoal.comm.work import PendingWork, Work
 
-# Small enough for the cache: what was just reduced is still there when it is handed out.
-_BLOCK_BYTES = 256 << 10
-_LONG_BYTES = 8 << 20
-_FEW = 2
 _SHARED, _WINDOWED = b"m", b"w"
-_MOST_WHOLES = 1024
 
 
 class SharedMemoryBackend(SmallOperations):
@@ -78,7 +74,7 @@ class SharedMemoryBackend(SmallOperations):
         self._arena, self._peers = arena, peers
         self._staging = Staging(arena)
         self._postbox = Postbox(Carrier(channel, self._patience_for, self._or_fail, self._do_part))
-        self._wholes: dict[tuple[object, ...], list[Tensor]] = {}
+        self._wholes = {}
         self._recipes = {}
 
     def empty(
@@ -184,13 +180,13 @@ class SharedMemoryBackend(SmallOperations):
         parts = split_sizes(payload.total, self.size)
         start, stop = offsets(parts)[self.rank : self.rank + 2]
         inputs = [whole[start:stop] for whole in self._shared_wholes(payload).values()]
-        _reduce_and_hand_out(payload, inputs, range(self.size))
+        reduce_and_hand_out(payload.op, inputs, range(self.size))
 
     def _reduce_own_slice(self, payload: Payload) -> None:
         assert payload.target is not None
         start, stop = offsets(payload.counts)[self.rank : self.rank + 2]
         inputs = [whole[start:stop] for whole in self._shared_wholes(payload).values()]
-        _reduce_blocks(payload.op, inputs, payload.target)
+        reduce_in_blocks(payload.op, inputs, payload.target)
 
     def _shared_wholes(
         self, payload: Payload, among: Sequence[bool] | None = None
@@ -320,7 +316,7 @@ class SharedMemoryBackend(SmallOperations):
         is_staged = self.rank in receivers and not exposures[self.rank].is_shared
         for window in self._windows(exposures, source, patience):
             inputs = [exposure.piece(self.rank, window) for exposure in exposures]
-            _reduce_and_hand_out(payload, inputs, receivers)
+            reduce_and_hand_out(payload.op, inputs, receivers)
             if not all(exposure.is_shared for exposure in exposures):
                 self._page_channel.sync(patience)
             if is_staged:
@@ -333,7 +329,7 @@ class SharedMemoryBackend(SmallOperations):
     def _reduce_scatter(self, payload: Payload, patience: Patience) -> None:
         target = payload.target
         assert target is not None
-        if _is_all_staged(payload):
+        if is_all_staged(payload):
             start, stop = offsets(payload.counts)[self.rank : self.rank + 2]
             wholes = self._staged_wholes(payload, [payload.total] * self.size, target.dtype)
             reduce_into(payload.op, [whole[start:stop] for whole in wholes], target)
@@ -342,7 +338,7 @@ class SharedMemoryBackend(SmallOperations):
         for window in self._windows(exposures, payload.source, patience):
             inputs = [exposure.piece(self.rank, window) for exposure in exposures]
             out = target[window.start : window.stop]
-            _reduce_blocks(payload.op, inputs, out)
+            reduce_in_blocks(payload.op, inputs, out)
 
     def _broadcast(self, payload: Payload, patience: Patience) -> None:
         assert payload.source is not None
@@ -400,7 +396,7 @@ class SharedMemoryBackend(SmallOperations):
     ) -> None:
         """Copies one part of each sender's source into the target, one after the other."""
         starts = offsets(counts)
-        if _is_all_staged(payload):
+        if is_all_staged(payload):
             self._collect_staged(payload, parts, senders, part, starts)
             return
         exposures = self._exposures(payload, parts)
@@ -412,41 +408,6 @@ class SharedMemoryBackend(SmallOperations):
                 out = payload.target[start : start + piece.numel()]
                 if not self._is_own(sender, payload, out):
                     copy(out, piece)
-
-    def _collect_staged(
-        self,
-        payload: Payload,
-        parts: Sequence[Sequence[int]],
-        senders: Sequence[int],
-        part: int,
-        starts: Sequence[int],
-    ) -> None:
-        target = payload.target
-        if target is None:
-            return
-        wholes = self._staged_wholes(payload, [sum(counts) for counts in parts], target.dtype)
-        for place, sender in enumerate(senders):
-            first = sum(parts[sender][:part])
-            piece = wholes[sender][first : first + parts[sender][part]]
-            target[starts[place] : starts[place + 1]].copy_(piece)
-
-    def _staged_wholes(
-        self, payload: Payload, counts: Sequence[int], dtype: torch.dtype
-    ) -> list[Tensor]:
-        """Everybody's staged source, the short way: small operations are all overhead."""
-        key = (*payload.wires, *counts, dtype)
-        wholes = self._wholes.get(key)
-        if wholes is None:
-            wholes = [
-                self._view(rank, wire[1:], counts[rank] * dtype.itemsize, dtype)
-                if wire
-                else _nothing(dtype)
-                for rank, wire in enumerate(payload.wires)
-            ]
-            if len(self._wholes) >= _MOST_WHOLES:
-                self._wholes.clear()
-            self._wholes[key] = wholes
-        return wholes
 
     def _is_own(self, sender: int, payload: Payload, out: Tensor) -> bool:
         """Whether the rank would copy its own source onto itself."""
@@ -478,44 +439,3 @@ class SharedMemoryBackend(SmallOperations):
         target = payload.target
         assert target is not None
         copy(target, self._view(payload.root, payload.wires[0], target.nbytes, target.dtype))
-
-
-def _is_all_staged(payload: Payload) -> bool:
-    return all(wire[:1] in (STAGED, b"") for wire in payload.wires)
-
-
-@lru_cache
-def _nothing(dtype: torch.dtype) -> Tensor:
-    return torch.empty(0, dtype=dtype)
-
-
-def _reduce_and_hand_out(
-    payload: Payload, inputs: Sequence[Tensor], receivers: Sequence[int]
-) -> None:
-    first, *others = receivers
-    for parts in _blocks(inputs):
-        reduce_into(payload.op, parts, parts[first])
-        for receiver in others:
-            copy(parts[receiver], parts[first])
-
-
-def _reduce_blocks(op: ReduceOp, inputs: Sequence[Tensor], out: Tensor) -> None:
-    if len(inputs) == 2:
-        reduce_into(op, inputs, out)
-        return
-    for *parts, result in _blocks([*inputs, out]):
-        reduce_into(op, parts, result)
-
-
-def _blocks(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-    """The same range of every tensor, again and again.
-
-    Blocks fit into the cache, so that what was reduced is still there when it is handed out. Two
-    long tensors do better whole: then copies go past the cache.
-    """
-    first = tensors[0]
-    if len(tensors) <= _FEW and first.nbytes >= _LONG_BYTES:
-        yield tensors
-        return
-    step = max(1, _BLOCK_BYTES // first.itemsize)
-    yield from zip(*(tensor.split(step) for tensor in tensors), strict=True)

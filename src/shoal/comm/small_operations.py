@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ SMALL_BYTES = 128 << 10
 STAGED = b"s"
 _MOST_RECIPES = 1024
 _MOST_VARIANTS = 4
+_MOST_WHOLES = 1024
 
 
 class SmallOperations(ProcessBackend):
@@ -32,12 +34,11 @@ class SmallOperations(ProcessBackend):
     _page_channel: PageChannel
     _staging: Staging
     _recipes: dict[Call, Recipe]
+    _wholes: dict[tuple[object, ...], list[Tensor]]
 
     @abstractmethod
-    def _staged_wholes(
-        self, payload: Payload, counts: Sequence[int], dtype: torch.dtype
-    ) -> list[Tensor]:
-        """Everybody's staged source."""
+    def _view(self, rank: int, wire: bytes, num_bytes: int, dtype: torch.dtype) -> Tensor:
+        """A rank's memory at a location."""
 
     def all_reduce(
         self, tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, *, async_op: bool = False
@@ -180,3 +181,50 @@ class SmallOperations(ProcessBackend):
         wholes = self._staged_wholes(payload, counts, call.dtype)
         variant.finish = finisher(call, payload, wholes, self.rank)
         variant.shown, variant.num_bytes = shown, payload.num_bytes
+
+    # What is staged -----------------------------------------------------------------------
+
+    def _collect_staged(
+        self,
+        payload: Payload,
+        parts: Sequence[Sequence[int]],
+        senders: Sequence[int],
+        part: int,
+        starts: Sequence[int],
+    ) -> None:
+        target = payload.target
+        if target is None:
+            return
+        wholes = self._staged_wholes(payload, [sum(counts) for counts in parts], target.dtype)
+        for place, sender in enumerate(senders):
+            first = sum(parts[sender][:part])
+            piece = wholes[sender][first : first + parts[sender][part]]
+            target[starts[place] : starts[place + 1]].copy_(piece)
+
+    def _staged_wholes(
+        self, payload: Payload, counts: Sequence[int], dtype: torch.dtype
+    ) -> list[Tensor]:
+        """Everybody's staged source, the short way: small operations are all overhead."""
+        key = (*payload.wires, *counts, dtype)
+        wholes = self._wholes.get(key)
+        if wholes is None:
+            wholes = [
+                self._view(rank, wire[1:], counts[rank] * dtype.itemsize, dtype)
+                if wire
+                else _nothing(dtype)
+                for rank, wire in enumerate(payload.wires)
+            ]
+            if len(self._wholes) >= _MOST_WHOLES:
+                self._wholes.clear()
+            self._wholes[key] = wholes
+        return wholes
+
+
+def is_all_staged(payload: Payload) -> bool:
+    """Whether everybody has copied all it gives to where the others see it."""
+    return all(wire[:1] in (STAGED, b"") for wire in payload.wires)
+
+
+@lru_cache
+def _nothing(dtype: torch.dtype) -> Tensor:
+    return torch.empty(0, dtype=dtype)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from shoal.comm import Backend
+from shoal.strategies.flat_group import FlatGroup
+from shoal.strategies.gradients import GroupGradients
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,35 @@ class HeldGradient:
 
     elements: Tensor
     copies: int = 1
+
+
+def held_gradients(
+    groups: Sequence[FlatGroup], gradients: Sequence[GroupGradients], holders: Holders
+) -> list[HeldGradient]:
+    """What this rank holds, in as few tensors as there are numbers of copies."""
+    held = []
+    for group, own in zip(groups, gradients, strict=True):
+        buffer = own.held()
+        if buffer is None or not buffer.numel():
+            continue
+        if not holders.copies:
+            held.append(HeldGradient(buffer))
+            continue
+        is_whole = buffer.numel() == group.layout.num_elements
+        low = 0 if is_whole else group.low
+        for slot in group.layout.slots:
+            start, stop = max(slot.start - low, 0), min(slot.stop - low, buffer.numel())
+            if start < stop:
+                held.append(HeldGradient(buffer[start:stop], holders.copies.get(slot.name, 1)))
+    return held
+
+
+def norm_like(groups: Sequence[FlatGroup], device: torch.device) -> Tensor:
+    """The widest dtype of all groups, whichever of them a rank holds a part of."""
+    real = [group.master_dtype.to_real() for group in groups]
+    dtypes = [dtype for dtype in real if dtype.is_floating_point]
+    widest = reduce(torch.promote_types, dtypes or [torch.float32])
+    return torch.empty(0, dtype=widest, device=groups[0].master.device if groups else device)
 
 
 def clip_norm(

@@ -12,7 +12,6 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from functools import reduce
 from typing import Any, NoReturn
 
 import torch
@@ -22,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.errors import ShoalError
 from shoal.strategies.admission import check_models
 from shoal.strategies.buffers import share_buffers
-from shoal.strategies.clipping import HeldGradient, Holders, clip_norm
+from shoal.strategies.clipping import Holders, clip_norm, held_gradients, norm_like
 from shoal.strategies.flat_group import FlatGroup, Residence
 from shoal.strategies.gathering import Gathering, Plan
 from shoal.strategies.gradients import BufferPool, GroupGradients
@@ -293,38 +292,12 @@ class Engine:
 
     def clip_norm(self, max_norm: float, norm_type: float) -> Tensor:
         """Scales the gradients so that their norm over all elements is at most ``max_norm``."""
-        held = [
-            HeldGradient(elements, self.holders.copies.get(name, 1))
-            for name, elements in self._named_gradients()
-        ]
+        self.adopt_gradients()
+        held = held_gradients(self.groups, self.gradients, self.holders)
         groups = [self.shards] if self.sharding.gradients else []
         groups += self.holders.axes
-        return clip_norm(held, max_norm, norm_type, groups, self._norm_like())
-
-    def _norm_like(self) -> Tensor:
-        """The widest dtype of all groups, whichever of them this rank holds a part of."""
-        dtypes = [group.master.dtype.to_real() for group in self.groups]
-        floating = [dtype for dtype in dtypes if dtype.is_floating_point] or [torch.float32]
-        return torch.empty(0, dtype=reduce(torch.promote_types, floating), device=self._device())
-
-    def _device(self) -> torch.device:
-        return self.groups[0].master.device if self.groups else self.backend.device
-
-    def _named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """What this rank holds of the averaged gradients, as few tensors as their names allow."""
-        if not self.holders.copies:
-            yield from (("", buffer) for buffer in self.gradient_buffers())
-            return
-        self.adopt_gradients()
-        for group, gradients in zip(self.groups, self.gradients, strict=True):
-            buffer = gradients.held()
-            if buffer is None:
-                continue
-            low = group.layout.bounds[self.shards.rank] if self.sharding.gradients else 0
-            for slot in group.layout.slots:
-                start, stop = max(slot.start - low, 0), min(slot.stop - low, buffer.numel())
-                if start < stop:
-                    yield slot.name, buffer[start:stop]
+        like = norm_like(self.groups, self.backend.device)
+        return clip_norm(held, max_norm, norm_type, groups, like)
 
     def clear_gradients(self) -> None:
         """Forgets all gradients."""
