@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 from collections.abc import Callable
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -25,6 +28,8 @@ from faults.worlds import (
     timed,
     world,
 )
+from shoal.comm import ReduceOp, segments
+from shoal.comm.operation import AllReduce
 from shoal.comm.world import World
 from shoal.errors import PeerError
 
@@ -183,6 +188,42 @@ def raise_with_work_under_way() -> None:
 def test_with_asynchronous_work_under_way(backend: str, ranks: int) -> None:
     results = outcomes(raise_with_work_under_way, backend=backend, ranks=ranks)
     assert_all_blame(results, 1, "RuntimeError: boom with work under way")
+
+
+def in_small_all_reduce(world: World) -> None:
+    world.all_reduce(torch.ones(10))
+
+
+def in_posted_all_reduce(world: World) -> None:
+    work = world.backend.post(AllReduce(world.backend.empty(1 << 16), ReduceOp.SUM))
+    if world.rank == 0:
+        work.wait()
+
+
+def raise_before_memory_is_mapped(call: Wait) -> None:
+    world = shoal.world()
+    if world.rank == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(segments.Peer, "_map", partialmethod(_map_too_late, segments.Peer._map))
+            call(world)
+    call(world)
+    raise RuntimeError("boom and gone")
+
+
+def _map_too_late(peer: segments.Peer, map_now: Wait, location: segments.Location) -> Any:
+    if peer._pid != os.getpid():
+        with contextlib.suppress(ProcessLookupError):
+            end = os.pidfd_open(peer._pid)
+            assert select.select([end], [], [], TIMEOUT_S)[0]
+            os.close(end)
+    return map_now(peer, location)
+
+
+@pytest.mark.parametrize("call", [in_small_all_reduce, in_posted_all_reduce])
+def test_before_its_memory_was_mapped(call: Wait) -> None:
+    """It has shown where its data is, and is gone before anybody has looked."""
+    results = outcomes(raise_before_memory_is_mapped, call, backend="shm", ranks=2)
+    assert_all_blame(results, 1, "RuntimeError: boom and gone")
 
 
 def raise_in_async_operation() -> None:

@@ -167,10 +167,10 @@ class SharedMemoryBackend(SmallOperations):
         payload = posted.operation.prepare(headers, self.rank)
         payload.wires = [header.wire for header in headers]
         with writing(payload.target):
-            if posted.operation.kind == "all_reduce":
-                self._reduce_slice_of_all(payload)
-            else:
-                self._reduce_own_slice(payload)
+            is_for_all = posted.operation.kind == "all_reduce"
+            self._transport(
+                self._reduce_slice_of_all if is_for_all else self._reduce_own_slice, payload
+            )
         self._settle()
         posted.result = posted.operation.result()
         self._count(posted.operation.kind, payload, posted.begin, waited)

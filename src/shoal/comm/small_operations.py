@@ -151,7 +151,7 @@ class SmallOperations(ProcessBackend):
                 # Another rank has so much that it takes the long way.
                 result: Tensor = self._carry_out(operation, payload, patience, (begin, waited))
                 return result
-            self._complete(call, variant, payload, shown)
+            self._transport(self._complete, call, variant, payload, shown)
         variant.finish(target)
         self._settle()
         seconds = time.perf_counter() - begin
