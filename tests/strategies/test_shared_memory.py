@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import resource
 import signal
+import statistics
 from typing import Any
 
 import pytest
@@ -198,3 +201,33 @@ def test_loading_mends_a_mixture(strategy: str) -> None:
     for loss, *differences in team(fail_and_load, strategy):
         assert loss > 0
         assert set(differences) == {0.0}
+
+
+# The heap ---------------------------------------------------------------------------------
+
+
+def new_pages(strategy: str, steps: int) -> list[int]:
+    """How many pages each step got from the system."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+    model, optimizer = shoal.as_distributed(
+        model, torch.optim.AdamW(model.parameters()), strategy=strategy
+    )
+    inputs, counts = torch.randn(4, 512), [_num_faults()]
+    for _ in range(steps):
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(_num_faults())
+    return [after - before for before, after in itertools.pairwise(counts)]
+
+
+def _num_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_steps_use_the_same_memory_again(strategy: str) -> None:
+    """The gradients alone are 2,000 pages."""
+    for counts in team(new_pages, strategy, 10):
+        assert statistics.median(counts[-5:]) < 200, counts

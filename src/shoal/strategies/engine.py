@@ -26,11 +26,15 @@ from shoal.strategies.flat_group import FlatGroup, Residence
 from shoal.strategies.gathering import Gathering, Plan
 from shoal.strategies.gradients import BufferPool, GroupGradients
 from shoal.strategies.grouping import Grouping
+from shoal.strategies.heap import keep_freed_memory
 from shoal.strategies.precision import Precision
 from shoal.strategies.ranks import Ranks
 from shoal.strategies.reductions import Reductions
 from shoal.strategies.settings import Settings, Sharding
 from shoal.strategies.steps import Steps
+
+# A gradient that is moved while the cache still has it makes room there for the next one.
+_LONG_BYTES = 128 << 10
 
 
 class Engine:
@@ -59,6 +63,8 @@ class Engine:
         self.holders = Holders()
         """Who holds the rest of the model, where these ranks have a part of it only."""
         check_models(module, self.backend)
+        if any(parameter.is_cpu for parameter in module.parameters()):
+            keep_freed_memory()
         self._gather_group, reduce_group = self.shards.lane(self), self.shards.lane(self)
         self._buffer_group = self.backend.lane(self)
         self._precision = Precision(module, settings.compute_dtype)
@@ -140,6 +146,7 @@ class Engine:
         # Python's collector cannot see the way from a parameter to its hooks.
         engine = weakref.ref(self)
         index = gradients.group.index
+        is_long = parameter.is_cpu and parameter.nbytes >= _LONG_BYTES
 
         def arrived(_: Tensor) -> None:
             if (living := engine()) is not None:
@@ -148,6 +155,8 @@ class Engine:
                 of_group.waiting -= 1
                 if of_group.waiting <= 0:
                     living._group_arrived(of_group)
+                elif is_long:
+                    of_group.collect()
 
         arrived.engine = engine  # type: ignore[attr-defined]
         handle = parameter.register_post_accumulate_grad_hook(arrived)

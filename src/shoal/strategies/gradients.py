@@ -7,7 +7,8 @@ reduction, as bits, so that knowing it costs nothing.
 
 [Note: arriving]
 Autograd leaves each gradient with its parameter. When the last of a group has arrived they are
-moved into the group's buffer, all with one call, and the parameters let go of them.
+moved into the group's buffer, all with one call, and the parameters let go of them. Long ones on
+a CPU are moved at once.
 """
 
 from __future__ import annotations
