@@ -83,6 +83,8 @@ class Engine:
         ]
         may_wait = not self.gathering.is_needed and not settings.has_meetings
         self._reductions = Reductions(self.gradients, reduce_group, may_wait=may_wait)
+        self.num_rounds = 0
+        """How often gradients were averaged as part of a backward."""
         self._in_backward = False
         self._saving: list[Any] = []
         self._steps = Steps(self.groups, self._gather_group)
@@ -241,9 +243,13 @@ class Engine:
             gradients.waiting = 0
             gradients.collect()
         if self.auto_sync:
-            self._reductions.complete_round()
-            self._finish_reductions()
+            self._complete_round()
         self._show_gradients()
+
+    def _complete_round(self) -> None:
+        self.num_rounds += 1
+        self._reductions.complete_round()
+        self._finish_reductions()
 
     def _finish_reductions(self) -> None:
         self._reductions.finish()
@@ -260,6 +266,15 @@ class Engine:
         """Averages the gradients now, where that was not done in backward."""
         self._reductions.reduce_all()
         self._finish_reductions()
+        self._show_gradients()
+
+    def average_late(self) -> None:
+        """Does what a backward does at its end, for one that reached nothing on this rank.
+
+        Other ranks may be in such an end: unlike `synchronize`, this meets them there.
+        """
+        self._reductions.begin()
+        self._complete_round()
         self._show_gradients()
 
     def gradient_buffers(self) -> list[Tensor]:

@@ -233,7 +233,8 @@ class LearningWalk(Walk):
             # Models may write into it: what others are shown is another copy.
             real = self._values[root].clone()
             value = hidden(real, source, self._learner, needs_grad=needs_grad)
-            self._versions["in", *root] = (real, real._version)
+            assert value.behind is not None
+            self._versions["in", *root] = (value.behind, value.behind._version)
             return value
 
         return tree_map(leaf, call.skeleton)
@@ -271,7 +272,10 @@ class LearningWalk(Walk):
 
     def rewritten(self) -> set[Any]:
         """Values that were written into: own ones, and ``("in", ...)`` those of others."""
-        return {root for root, (value, was) in self._versions.items() if value._version != was}
+        written = {("in", source.call, source.leaf) for source in self._learner.written}
+        return written | {
+            root for root, (value, was) in self._versions.items() if value._version != was
+        }
 
 
 def describe(leaf: Any) -> Any:
