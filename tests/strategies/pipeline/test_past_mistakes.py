@@ -159,3 +159,31 @@ def test_calling_the_module_inside() -> None:
 
     with pytest.raises(ShoalError, match="call the wrapped model itself"):
         shoal.run(predict, 2, "memory")
+
+
+def test_losses_left_in_attributes() -> None:
+    """As layers of experts do: the model adds them up after its blocks, on the last rank."""
+
+    class Balanced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.loss, self.longest = nn.Linear(4, 4), 0.0, torch.ones(0)
+
+        def forward(self, x):
+            if len(self.longest) < len(x):  # read by nobody: its shape is nobody's business
+                self.longest = torch.ones(len(x))
+            y = self.layer(x)
+            self.loss = y.abs().mean(-1, keepdim=True)
+            return x + y
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Balanced() for _ in range(4))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x + sum(block.loss for block in self.blocks)
+
+    check_gradients(lambda: Net().double(), 4)

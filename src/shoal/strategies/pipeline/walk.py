@@ -30,6 +30,7 @@ from shoal.strategies.pipeline.absent_value import (
     absent_like,
     hidden,
 )
+from shoal.strategies.pipeline.attributes import left_since, read, tensors_in, write
 from shoal.strategies.pipeline.itinerary import Call, Itinerary, Root, Shape, Shapes
 from shoal.strategies.pipeline.units import Unit
 
@@ -134,9 +135,10 @@ class Walk:
 
     def _ran(self, number: int, unit: Unit, forward: Any, args: Any, kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        leaves, spec = tree_flatten(output)
         call = self._expected(number, unit)
-        described = [describe(leaf) for leaf in leaves]
+        left = read(unit.module, call.skeleton[1])
+        leaves, spec = tree_flatten((output, left))
+        described = self._described(number, call, leaves)
         _check_same(unit, call, described, tree_unflatten(list(range(len(leaves))), spec))
         self.shapes.append(described)
         for place, leaf in enumerate(leaves):
@@ -146,6 +148,16 @@ class Walk:
                     raise absent_error([leaf])
                 self.produced[root] = leaf.clone() if place in call.rewritten else leaf
         return output
+
+    def _described(self, number: int, call: Call, leaves: Sequence[Any]) -> list[Any]:
+        """What others are told; of attributes that nobody else reads what they know already."""
+        num_returned = len(leaves) - len(call.skeleton[1])
+        return [
+            describe(leaf)
+            if place < num_returned or (number, place) in self._exported
+            else call.leaves[place]
+            for place, leaf in enumerate(leaves)
+        ]
 
     def _expected(self, number: int, unit: Unit) -> Call:
         calls = self._itinerary.calls
@@ -175,7 +187,7 @@ class Walk:
             device = self._path_device()
             return absent_like(shape.size, shape.dtype, device, Source(number, place, unit.name))
 
-        return tree_map(leaf, call.skeleton)
+        return _left_out(unit, tree_map(leaf, call.skeleton))
 
     def _path_device(self) -> torch.device:
         return next((value.device for value in self._values.values()), torch.device("cpu"))
@@ -237,13 +249,14 @@ class LearningWalk(Walk):
             self._versions["in", *root] = (value.behind, value.behind._version)
             return value
 
-        return tree_map(leaf, call.skeleton)
+        return _left_out(unit, tree_map(leaf, call.skeleton))
 
     def _ran(self, number: int, unit: Unit, forward: Any, args: Any, kwargs: Any) -> Any:
         self._borrow(unit)
         before = [(leaf, _version(leaf)) for leaf in tree_leaves((args, kwargs))]
+        attributes = tensors_in(unit.module)
         output = self._real(forward(*args, **kwargs))
-        leaves, spec = tree_flatten(output)
+        leaves, spec = tree_flatten((output, left_since(unit.module, attributes)))
         _check_arguments(unit, before, tree_leaves((args, kwargs)), leaves)
         self.units.append(unit)
         call = Call(
@@ -276,6 +289,13 @@ class LearningWalk(Walk):
         return written | {
             root for root, (value, was) in self._versions.items() if value._version != was
         }
+
+
+def _left_out(unit: Unit, result: Any) -> Any:
+    """What a unit that is not run returns; what it leaves in attributes is there as well."""
+    output, left = result
+    write(unit.module, left)
+    return output
 
 
 def describe(leaf: Any) -> Any:
