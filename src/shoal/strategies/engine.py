@@ -260,6 +260,19 @@ class Engine:
         for gradients in self.gradients:
             gradients.show()
 
+    @contextlib.contextmanager
+    def adding_in_place(self) -> Iterator[None]:
+        """Around many backwards in a row: between them nobody looks at the gradients."""
+        self.adopt_gradients()
+        for gradients in self.gradients:
+            gradients.add_in_place(True)
+        try:
+            yield
+        finally:
+            for gradients in self.gradients:
+                gradients.add_in_place(False)
+            self._show_gradients()
+
     # What users ask for -----------------------------------------------------------------
 
     def synchronize(self) -> None:

@@ -82,7 +82,8 @@ class Pipeline:
         is_split = any(tick.work is Pass.WEIGHTS for tick in own)
         waits = is_split or self.loans.lends_trainable(itinerary)
         num_rounds = engine.num_rounds
-        runner.run(own, averages=engine.auto_sync and not waits)
+        with engine.adding_in_place():
+            runner.run(own, averages=engine.auto_sync and not waits)
         returned = self.loans.hand_back(itinerary)
         if returned:
             parameters, gradients = zip(*returned, strict=True)
