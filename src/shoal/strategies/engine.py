@@ -85,7 +85,7 @@ class Engine:
         self._reductions = Reductions(self.gradients, reduce_group, may_wait=may_wait)
         self.num_rounds = 0
         """How often gradients were averaged as part of a backward."""
-        self._in_backward = False
+        self._in_backward = self._is_in_parts = False
         self._saving: list[Any] = []
         self._steps = Steps(self.groups, self._gather_group)
         self._common_bytes = sum(
@@ -171,7 +171,7 @@ class Engine:
         if self._is_recomputing():
             return None
         self._steps.check()
-        if module.training:
+        if module.training and not self._is_in_parts:
             share_buffers(module, self._buffer_group)
         self._begin_pass(self._forward_plan)
         saving: Any = contextlib.nullcontext()
@@ -261,14 +261,21 @@ class Engine:
             gradients.show()
 
     @contextlib.contextmanager
-    def adding_in_place(self) -> Iterator[None]:
-        """Around many backwards in a row: between them nobody looks at the gradients."""
+    def batch_in_parts(self) -> Iterator[None]:
+        """Around passes in a row that are one: between them nobody looks at the gradients.
+
+        Buffers are shared once, because graphs of earlier parts may need them unchanged.
+        """
+        if self.module.training:
+            share_buffers(self.module, self._buffer_group)
         self.adopt_gradients()
         for gradients in self.gradients:
             gradients.add_in_place(True)
+        self._is_in_parts = True
         try:
             yield
         finally:
+            self._is_in_parts = False
             for gradients in self.gradients:
                 gradients.add_in_place(False)
             self._show_gradients()

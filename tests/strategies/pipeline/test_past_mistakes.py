@@ -187,3 +187,57 @@ def test_losses_left_in_attributes() -> None:
             return x + sum(block.loss for block in self.blocks)
 
     check_gradients(lambda: Net().double(), 4)
+
+
+@pytest.mark.parametrize("is_synchronized", [True, False])
+def test_batch_norm_beside_data_parallelism(is_synchronized) -> None:
+    """Layers keep the class that was given to them, and buffers stay as graphs know them."""
+
+    def train():
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), *layers(2)).double()
+        plain = copy.deepcopy(module)
+        model = shoal.as_distributed(
+            module, strategy="pipeline", data=2, micro_batches=2, sync_batchnorm=is_synchronized
+        )
+        x, y = batch(items=8)
+        group = model.data_group
+        model.train_step(x.chunk(2)[group.rank], y.chunk(2)[group.rank], F.mse_loss)
+        parts = [[0, 1], [2, 3], [4, 5], [6, 7]]
+        if is_synchronized:  # micro-batches of both pipelines are one
+            parts = [parts[0] + parts[2], parts[1] + parts[3]]
+        for rows in parts:
+            (F.mse_loss(plain(x[rows]), y[rows]) / len(parts)).backward()
+        found = dict(model.full_gradients())
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad)
+        if is_synchronized:
+            torch.testing.assert_close(model.state_dict(), dict(plain.state_dict()))
+
+    shoal.run(train, 4, "memory")
+
+
+def test_uneven_batches_whose_parameters_are_shared_out() -> None:
+    """Pipelines meet in every pass, so they have as many; one without rows goes along."""
+
+    def train():
+        torch.manual_seed(0)
+        module = layers()
+        plain = copy.deepcopy(module)
+        model = shoal.as_distributed(
+            module, strategy="pipeline", data=2, zero=3, micro_batches=4, min_group_bytes=100
+        )
+        x, y = batch(items=6)
+        for at in (5, 6):
+            own = slice(0, at) if model.data_group.rank == 0 else slice(at, 6)
+            model.zero_grad()
+            plain.zero_grad()
+            loss = model.train_step(x[own], y[own], F.mse_loss)
+            expected = F.mse_loss(plain(x), y)
+            expected.backward()
+            torch.testing.assert_close(loss, expected.detach())
+            found = dict(model.full_gradients())
+            for name, parameter in plain.named_parameters():
+                torch.testing.assert_close(found[name], parameter.grad)
+
+    shoal.run(train, 4, "memory")

@@ -16,7 +16,7 @@ from shoal.strategies.pipeline.kinds import agree, kind_of, mode_of
 from shoal.strategies.pipeline.learning import learn
 from shoal.strategies.pipeline.loans import Loans
 from shoal.strategies.pipeline.losses import Losses
-from shoal.strategies.pipeline.micro_batches import MicroBatch, split
+from shoal.strategies.pipeline.micro_batches import MicroBatch, count_parts, split
 from shoal.strategies.pipeline.no_backward import without_backward
 from shoal.strategies.pipeline.outputs import spread
 from shoal.strategies.pipeline.random_stream import own_stream
@@ -62,7 +62,8 @@ class Pipeline:
 
     def train(self, inputs: Any, targets: Any, loss_fn: LossFunction, weight: float) -> Tensor:
         """Forward and backward of one batch; returns the mean loss over the global batch."""
-        batches = split(inputs, targets, self.work.micro_batches)
+        count = count_parts(inputs, self.work.micro_batches, self._model.data_group)
+        batches = split(inputs, targets, count)
         with torch.enable_grad(), own_stream(self.stage.group.rank):
             call = partial(self._call, batches)
             parts = [batch.inputs for batch in batches]
@@ -82,7 +83,7 @@ class Pipeline:
         is_split = any(tick.work is Pass.WEIGHTS for tick in own)
         waits = is_split or self.loans.lends_trainable(itinerary)
         num_rounds = engine.num_rounds
-        with engine.adding_in_place():
+        with engine.batch_in_parts():
             runner.run(own, averages=engine.auto_sync and not waits)
         returned = self.loans.hand_back(itinerary)
         if returned:

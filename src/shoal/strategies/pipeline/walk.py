@@ -47,7 +47,7 @@ class Path:
         self.walk: Walk | None = None
         self._chunks = chunks
         for unit in units:
-            unit.module.forward = self._diverted(unit, unit.module.forward)
+            unit.module.forward = self._diverted(unit, _own_forward(unit.module))
         model.forward = self._left_early(model.forward)
 
     def _diverted(self, unit: Unit, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,6 +76,19 @@ class Path:
     def chunk_of(self, unit: Unit, frontier: int) -> int:
         """Where a call runs, if forward has got to the chunk ``frontier``."""
         return max(self._chunks[unit.name], frontier) if unit.is_link else frontier
+
+
+def _own_forward(module: nn.Module) -> Callable[..., Any]:
+    """A module's forward, whatever class it is of when that is called: it may be given another."""
+    if "forward" in vars(module):
+        given: Callable[..., Any] = module.forward
+        return given
+
+    @functools.wraps(module.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return type(module).forward(module, *args, **kwargs)
+
+    return forward
 
 
 class Walk:
