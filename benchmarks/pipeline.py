@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -112,21 +113,26 @@ def _wait(schedule: str, counts: tuple[int, ...]) -> list[dict[str, Any]]:
 
 
 def _speed(console: Console, is_quick: bool) -> dict[str, Any]:
-    shape = Shape(4, 128, batch=32) if is_quick else Shape(8, 256, batch=32)
+    # Memory that is handed back and fetched anew would cost whoever runs first after somebody else.
+    os.environ |= {"MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
+    shape = Shape(4, 128, batch=32) if is_quick else Shape(4, 256, batch=32, length=256)
     rounds = 2 if is_quick else 5
     results = shoal.run(_race, 2, "shm", args=(shape, rounds))
     times = results[0]["times"]
     typical = {name: statistics.median(found) for name, found in times.items()}
     slowdown = typical["both"] / typical["alone"]
+    # One process beside another that waits is no faster than beside one that works: where it was
+    # slower, that was noise, and it must not count for the pipeline.
+    one_process = min(typical["alone"], typical["both"])
     console.print(f"blocks of a GPT of {shape}, 2 stages, 32 micro-batches of one sequence")
     table = Table("", "seconds a step", "spread", "times one process")
     for name, found in times.items():
         spread = f"{min(found):.3f} to {max(found):.3f}"
-        gain = typical["alone"] / typical[name]
+        gain = one_process / typical[name]
         table.add_row(name, f"{typical[name]:.3f}", spread, f"{gain:.2f}")
     console.print(table)
     best = max(SCHEDULES, key=lambda name: -typical[name])
-    speedup = typical["alone"] / typical[best]
+    speedup = one_process / typical[best]
     verdict = "met" if speedup >= TARGET else "missed"
     if slowdown > MOST_SLOWDOWN:
         verdict += f", but two independent processes slow each other by {slowdown - 1:.1%}"
