@@ -121,8 +121,8 @@ def _speed(console: Console, is_quick: bool) -> dict[str, Any]:
     times = results[0]["times"]
     typical = {name: statistics.median(found) for name, found in times.items()}
     slowdown = typical["both"] / typical["alone"]
-    # One process beside another that waits is no faster than beside one that works: where it was
-    # slower, that was noise, and it must not count for the pipeline.
+    # Beside one that waits a process is no slower than beside one that works: where it was, that
+    # was noise, and it must not count for the pipeline.
     one_process = min(typical["alone"], typical["both"])
     console.print(f"blocks of a GPT of {shape}, 2 stages, 32 micro-batches of one sequence")
     table = Table("", "seconds a step", "spread", "times one process")
