@@ -89,7 +89,9 @@ class Engine:
         ]
         may_wait = not self.gathering.is_needed and not settings.has_meetings
         self._reductions = Reductions(self.gradients, reduce_group, may_wait=may_wait)
-        self._in_backward = False
+        self.num_rounds = 0
+        """How often gradients were averaged as part of a backward."""
+        self._in_backward = self._is_in_parts = False
         self._saving: list[Any] = []
         self._steps = Steps(self.groups, self._gather_group)
         self._common_bytes = sum(
@@ -178,7 +180,7 @@ class Engine:
         if self._is_recomputing():
             return None
         self._steps.check()
-        if module.training:
+        if module.training and not self._is_in_parts:
             share_buffers(module, self._buffer_group)
         self._begin_pass(self._forward_plan)
         saving: Any = contextlib.nullcontext()
@@ -250,9 +252,13 @@ class Engine:
             gradients.waiting = 0
             gradients.collect()
         if self.auto_sync:
-            self._reductions.complete_round()
-            self._finish_reductions()
+            self._complete_round()
         self._show_gradients()
+
+    def _complete_round(self) -> None:
+        self.num_rounds += 1
+        self._reductions.complete_round()
+        self._finish_reductions()
 
     def _finish_reductions(self) -> None:
         self._reductions.finish()
@@ -263,12 +269,41 @@ class Engine:
         for gradients in self.gradients:
             gradients.show()
 
+    @contextlib.contextmanager
+    def batch_in_parts(self) -> Iterator[None]:
+        """Around passes in a row that are one: between them nobody looks at the gradients.
+
+        Buffers are shared once, because graphs of earlier parts may need them unchanged.
+        """
+        if self.module.training:
+            share_buffers(self.module, self._buffer_group)
+        self.adopt_gradients()
+        for gradients in self.gradients:
+            gradients.add_in_place(True)
+        self._is_in_parts = True
+        try:
+            yield
+        finally:
+            self._is_in_parts = False
+            for gradients in self.gradients:
+                gradients.add_in_place(False)
+            self._show_gradients()
+
     # What users ask for -----------------------------------------------------------------
 
     def synchronize(self) -> None:
         """Averages the gradients now, where that was not done in backward."""
         self._reductions.reduce_all()
         self._finish_reductions()
+        self._show_gradients()
+
+    def average_late(self) -> None:
+        """Does what a backward does at its end, for one that reached nothing on this rank.
+
+        Other ranks may be in such an end: unlike `synchronize`, this meets them there.
+        """
+        self._reductions.begin()
+        self._complete_round()
         self._show_gradients()
 
     def gradient_buffers(self) -> list[Tensor]:

@@ -90,6 +90,7 @@ class GroupGradients:
         self.waiting = 0
         """How many are still missing in this backward; none outside of one."""
         self._work: tuple[Work[Tensor], _Flags] | None = None
+        self._adds_in_place = False
         self.used: set[int] = set()
         """Parameters, by place in the group, that have a gradient on some rank."""
 
@@ -97,6 +98,17 @@ class GroupGradients:
         """A backward pass begins: every trainable parameter may get a gradient."""
         missing = sum(parameter.requires_grad for parameter in self.group.parameters)
         self.waiting = missing - len(self.arrived)
+
+    def add_in_place(self, is_wanted: bool) -> None:
+        """Whether autograd itself adds to the buffer: for many backwards with nothing in between.
+
+        The parameters then show their places in it, where nobody but autograd looks.
+        """
+        self._adds_in_place = is_wanted and not self.group.is_mixed
+        if self._adds_in_place and self._whole is not None:
+            views = self._all_views()
+            for place in self._collected:
+                self.group.parameters[place].grad = views[place]
 
     # Collecting ---------------------------------------------------------------------------
 
@@ -111,6 +123,8 @@ class GroupGradients:
         more: tuple[list[Tensor], list[Tensor]] = ([], [])
         for place in dict.fromkeys(places):
             gradient = self._take_gradient(place)
+            if self._adds_in_place:
+                self.group.parameters[place].grad = views[place]
             if gradient is not None and gradient.data_ptr() != views[place].data_ptr():
                 targets, sources = more if place in self._collected else fresh
                 targets.append(views[place])
@@ -156,6 +170,9 @@ class GroupGradients:
         """Averages over the ranks in the background."""
         self.collect()
         self.finish_reduction()
+        if self._adds_in_place:
+            for parameter in self.group.parameters:
+                parameter.grad = None
         whole = self.whole()
         if len(self._collected) < len(self.group.parameters):
             for place, slot in enumerate(self.group.layout.slots):
@@ -227,6 +244,8 @@ class GroupGradients:
 
     def show(self) -> None:
         """Lets the parameters show what they have: nothing if nobody used them."""
+        if self._adds_in_place:
+            return
         views = [] if self._shows_stand_in or self._whole is None else self._all_views()
         for place, parameter in enumerate(self.group.parameters):
             if place not in self.used and place not in self._collected:
@@ -248,6 +267,8 @@ class GroupGradients:
 
         One that was set by hand is the whole gradient, the same on every rank.
         """
+        if self._adds_in_place:
+            return
         self.forget_cleared()
         arrived = set(self.arrived)
         for place, parameter in enumerate(self.group.parameters):

@@ -97,6 +97,8 @@ class Learner:
     def __init__(self, fetch: Callable[[str], Tensor]) -> None:
         """``fetch(name)`` returns a parameter of another rank."""
         self.used: set[Source] = set()
+        self.written: set[Source] = set()
+        """Whose values, or views of them, the model writes into between its units."""
         self._fetch = fetch
 
     def value_of(self, value: AbsentValue) -> Tensor:
@@ -110,7 +112,29 @@ class Learner:
         """The hidden value for somebody who wants it; it is a leaf of a graph of its own."""
         self.used |= value.sources
         real = self.value_of(value).detach()
-        return real.requires_grad_(value.requires_grad)
+        return writable(real.requires_grad_(value.requires_grad))
+
+
+class _Writable(torch.autograd.Function):
+    """The identity in the same memory."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        """Writing into what `detach` returns is seen in the version of the original."""
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """The same."""
+        return gradients[0]
+
+
+def writable(leaf: Tensor) -> Tensor:
+    """Something that models may write into, as into any result: leaves that want gradients are not.
+
+    Who uses a value of another rank expects the result of an operation.
+    """
+    return _Writable.apply(leaf) if leaf.requires_grad else leaf  # type: ignore[no-untyped-call]
 
 
 def absent_like(
@@ -125,18 +149,30 @@ def hidden(real: Tensor, source: Source, learner: Learner, *, needs_grad: bool) 
     """An absent value with its real one behind it."""
     shadow = torch.empty_like(real, device="meta")
     value = AbsentValue(shadow, real.device, frozenset([source]), learner, real)
-    return value.requires_grad_(needs_grad)  # type: ignore[return-value]
+    return writable(value.requires_grad_(needs_grad))  # type: ignore[return-value]
 
 
 def absent_error(values: Sequence[AbsentValue]) -> ShoalError:
     """For whoever wants a value that did not travel."""
-    names = sorted({source.name for value in values for source in value.sources})
+    sources = {source for value in values for source in value.sources}
+    computed = sorted({source.name for source in sources if source.call >= 0})
+    if not computed:
+        owned = _listed(sorted(source.name for source in sources))
+        return ShoalError(
+            f"other ranks of the pipeline have {owned}: call the wrapped model itself, on every "
+            "rank, or use its parts inside of model.full_parameters()"
+        )
     return ShoalError(
-        f"this stage of the pipeline needs a value that {', '.join(names)} computed on another "
+        f"this stage of the pipeline needs a value that {_listed(computed)} computed on another "
         "rank, which it did not need when the way through the model was learned: which parts of a "
         "model use which values must not depend on the numbers in a batch. Return such values from "
         "one unit to the next, or cut the model elsewhere (cut=)"
     )
+
+
+def _listed(names: Sequence[str], most: int = 4) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def _learn(
@@ -153,6 +189,7 @@ def _learn(
 
     result = func(*tree_map(real, args), **tree_map(real, kwargs))
     if is_write:
+        learner.written |= sources
         for value in absent:
             value.sources |= sources
         return _returned(func, args, kwargs)

@@ -30,7 +30,7 @@ class Call:
     Attributes:
         unit: Its name.
         chunk: Where it runs.
-        skeleton: What it returns, with numbers for leaves.
+        skeleton: What it returns and what it leaves in attributes, with numbers for leaves.
         leaves: For each leaf its shape, or what it is if it is not a tensor.
         needs_grad: The leaves that gradients are wanted of.
         rewritten: The leaves that the model writes into afterwards.

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from shoal.comm import Backend
 from shoal.errors import MismatchError
 
+# Enough to tell batches apart, few enough to cost nothing.
+_MOST_SAMPLED = 4096
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
@@ -37,31 +39,41 @@ def kind_of(inputs: Any) -> InputKind:
     return InputKind(" ".join(structure), " ".join(sizes))
 
 
-def mode_of(module: nn.Module) -> str:
-    """Which parts train, and whether there will be a backward."""
+def mode_of(module: nn.Module, device: str) -> str:
+    """Which parts train, in which precision, and whether there will be a backward."""
     training = "".join("t" if part.training else "e" for part in module.modules())
-    return _digest([training, str(torch.is_grad_enabled())]).hex()
+    narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return f"{_number(training.encode())} {torch.is_grad_enabled()} {narrow}"
 
 
-def agree(group: Backend, kinds: Sequence[InputKind], module: nn.Module) -> str:
-    """What all ranks' parameters want of gradients, as a text; and all have the same inputs."""
+def agree(group: Backend, kinds: Sequence[InputKind], module: nn.Module, batch: Any) -> str:
+    """What all ranks' parameters want of gradients, as a text; and all have the same batch."""
     wanted = "".join("1" if p.requires_grad else "0" for p in module.parameters())
-    own = [_number("|".join(f"{kind.structure} {kind.sizes}" for kind in kinds)), _number(wanted)]
+    form = "|".join(f"{kind.structure} {kind.sizes}" for kind in kinds)
+    own = [_number(form.encode()), _number(_sample(batch)), _number(wanted.encode())]
     numbers = group.all_gather(torch.tensor([own], device=group.device)).tolist()
-    odd = [rank for rank, (batch, _) in enumerate(numbers) if batch != numbers[0][0]]
+    odd = [rank for rank, number in enumerate(numbers) if number[:2] != numbers[0][:2]]
     if odd:
         shown = "; ".join(kind.sizes for kind in kinds)
         raise MismatchError(
-            "the ranks of one pipeline must be given the same batch; those of "
-            f"{', '.join(map(str, odd))} have other shapes or other inputs than rank 0 of it "
+            "the ranks of one pipeline must be given the same batch, inputs and targets; those of "
+            f"{', '.join(map(str, odd))} have other shapes or other values than rank 0 of it "
             f"(here, rank {group.rank}: {shown}). Take a sampler with world=model.data_group"
         )
-    return "-".join(str(flags) for _, flags in numbers)
+    return "-".join(str(flags) for *_, flags in numbers)
 
 
-def _digest(texts: Sequence[str]) -> bytes:
-    return hashlib.blake2b("|".join(texts).encode(), digest_size=8).digest()
+def _sample(batch: Any) -> bytes:
+    """Some bytes of every tensor: all of a small one, values here and there of a large one."""
+    leaves = [leaf.detach().reshape(-1) for leaf in tree_leaves(batch) if _is_plain(leaf)]
+    # An odd stride does not stay in one column.
+    parts = [leaf[:: (leaf.numel() // _MOST_SAMPLED) | 1] for leaf in leaves]
+    return b"".join(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
 
 
-def _number(text: str) -> int:
-    return int.from_bytes(_digest([text]), "little") >> 1
+def _is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_meta
+
+
+def _number(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1

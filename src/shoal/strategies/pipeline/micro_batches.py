@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from shoal.comm import Backend, ReduceOp
 from shoal.comm.partition import offsets, split_sizes
 from shoal.strategies.training import count_items
 
@@ -25,20 +27,32 @@ class MicroBatch(NamedTuple):
     share: float
 
 
+def count_parts(inputs: Any, most: int, data: Backend) -> int:
+    """How many parts the batches of all pipelines are cut into: no more than any of them has rows.
+
+    Pipelines side by side meet in every pass, for parameters that they share out. One whose batch
+    is empty goes along with the others.
+    """
+    own = min(most, count_items(inputs)) or most
+    if data.size == 1:
+        return own
+    return int(data.all_reduce(torch.tensor(own, device=data.device), ReduceOp.MIN))
+
+
 def split(inputs: Any, targets: Any, count: int) -> list[MicroBatch]:
-    """Cuts every tensor that has the batch's rows; fewer rows than parts give fewer parts.
+    """Cuts every tensor that has the batch's rows.
 
     Example:
         >>> [part.inputs.tolist() for part in split(torch.arange(5), None, 2)]
         [[0, 1, 2], [3, 4]]
     """
     num_rows = count_items(inputs)
-    sizes = split_sizes(num_rows, max(min(count, num_rows), 1))
+    sizes = split_sizes(num_rows, count)
     return [
         MicroBatch(
             _rows(inputs, num_rows, start, size),
             _rows(targets, num_rows, start, size),
-            size / num_rows if num_rows else 1.0,
+            size / num_rows if num_rows else 1 / count,
         )
         for start, size in zip(offsets(sizes), sizes, strict=False)
     ]

@@ -16,7 +16,7 @@ from shoal.strategies.pipeline.kinds import agree, kind_of, mode_of
 from shoal.strategies.pipeline.learning import learn
 from shoal.strategies.pipeline.loans import Loans
 from shoal.strategies.pipeline.losses import Losses
-from shoal.strategies.pipeline.micro_batches import MicroBatch, split
+from shoal.strategies.pipeline.micro_batches import MicroBatch, count_parts, split
 from shoal.strategies.pipeline.no_backward import without_backward
 from shoal.strategies.pipeline.outputs import spread
 from shoal.strategies.pipeline.random_stream import own_stream
@@ -62,10 +62,12 @@ class Pipeline:
 
     def train(self, inputs: Any, targets: Any, loss_fn: LossFunction, weight: float) -> Tensor:
         """Forward and backward of one batch; returns the mean loss over the global batch."""
-        batches = split(inputs, targets, self.work.micro_batches)
+        count = count_parts(inputs, self.work.micro_batches, self._model.data_group)
+        batches = split(inputs, targets, count)
         with torch.enable_grad(), own_stream(self.stage.group.rank):
             call = partial(self._call, batches)
-            routes = self._find_routes([batch.inputs for batch in batches], call)
+            parts = [batch.inputs for batch in batches]
+            routes = self._find_routes(parts, call, (inputs, targets))
             losses = Losses(batches, loss_fn, weight, self._model.data_group)
             jobs = Jobs(call, losses.scaled, self._watch, self._model.no_sync)
             runner = Runner(self.stage, routes, jobs)
@@ -79,19 +81,18 @@ class Pipeline:
         ticks = make_schedule(self.work.schedule, self.stage.group.size, count, self.work.chunks)
         own = ticks[self.stage.rank]
         is_split = any(tick.work is Pass.WEIGHTS for tick in own)
-        waits = is_split or self.loans.lends_trainable(itinerary) or not self._has_gradients()
-        runner.run(own, averages=engine.auto_sync and not waits)
+        waits = is_split or self.loans.lends_trainable(itinerary)
+        num_rounds = engine.num_rounds
+        with engine.batch_in_parts():
+            runner.run(own, averages=engine.auto_sync and not waits)
         returned = self.loans.hand_back(itinerary)
         if returned:
             parameters, gradients = zip(*returned, strict=True)
             with self._model.no_sync():
                 torch.autograd.backward(parameters, gradients)
-        if waits and engine.auto_sync:
-            engine.synchronize()
-
-    def _has_gradients(self) -> bool:
-        """Whether this rank's last backward will reach parameters at all."""
-        return any(parameter.requires_grad for parameter in self.stage.module.parameters())
+        # The last backward may also end in front of a frozen chunk, or have nothing to begin with.
+        if engine.auto_sync and engine.num_rounds == num_rounds:
+            engine.average_late()
 
     def _call(self, batches: Sequence[MicroBatch], number: int) -> Any:
         return call_module(self.stage.module, self.stage.module, batches[number].inputs)
@@ -102,12 +103,15 @@ class Pipeline:
     # Ways ---------------------------------------------------------------------------------------
 
     def _find_routes(
-        self, inputs: Sequence[Any], call: Callable[[int], Any]
+        self, inputs: Sequence[Any], call: Callable[[int], Any], batch: Any
     ) -> list[tuple[Route, str]]:
-        """Each micro-batch's way, and its size; new ones are learned by calling the model."""
+        """Each micro-batch's way, and its size; new ones are learned by calling the model.
+
+        ``batch`` is what all ranks of the pipeline must have alike.
+        """
         kinds = [kind_of(each) for each in inputs]
-        wanted = agree(self.stage.group, kinds, self.stage.module)
-        mode = mode_of(self.stage.module)
+        wanted = agree(self.stage.group, kinds, self.stage.module, batch)
+        mode = mode_of(self.stage.module, self.stage.group.device.type)
         routes = []
         for number, kind in enumerate(kinds):
             key = (kind.structure, mode, wanted)
@@ -124,7 +128,12 @@ class Pipeline:
     def predict(self, args: Any, kwargs: Any, *, everywhere: bool) -> Any:
         """The model's output for a whole batch, on every rank or the last stage."""
         has_grad = torch.is_grad_enabled()
-        with torch.no_grad(), own_stream(self.stage.group.rank):
+        # Inference mode does not tell who writes into what.
+        with (
+            torch.inference_mode(mode=False),
+            torch.no_grad(),
+            own_stream(self.stage.group.rank),
+        ):
             output = self._pass_through(args, kwargs)
         if everywhere:
             output = spread(output, self.stage.group, is_here=self.stage.is_last)
@@ -139,7 +148,7 @@ class Pipeline:
             return torch.zeros(())
 
         found: list[Any] = [None]
-        routes = self._find_routes([(args, kwargs)], call)
+        routes = self._find_routes([(args, kwargs)], call, (args, kwargs))
         if not (self._keeps_loans and self._has_loans):
             self.loans.hand_out(routes[0][0].itinerary)
             self._has_loans = True

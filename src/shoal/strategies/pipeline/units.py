@@ -45,10 +45,12 @@ def find_units(model: nn.Module, at_least: int) -> list[Unit]:
     links = [number for number, unit in enumerate(units) if unit.is_link]
     if not links:  # no list anywhere: the model's own children are all there is
         units = _unique(_children(model, ""))
-        links = list(range(len(units)))
+        links = [number for number, unit in enumerate(units) if unit.is_link]
     if links:  # what is registered between links has its place between them
         first, last = links[0], links[-1]
-        units[first:last] = [replace(unit, is_link=True) for unit in units[first:last]]
+        units[first:last] = [
+            replace(unit, is_link=is_callable(unit.module)) for unit in units[first:last]
+        ]
     return _refined(units, at_least)
 
 
@@ -56,7 +58,7 @@ def _open(module: nn.Module, name: str) -> Iterator[Unit]:
     """The units below a module."""
     if _is_chain(module):
         yield from _children(module, name)
-    elif any(_is_chain(part) for part in module.modules()):
+    elif _is_container(module) or any(_is_chain(part) for part in module.modules()):
         for child_name, child in module.named_children():
             yield from _open(child, _join(name, child_name))
     elif has_state(module):
@@ -65,11 +67,24 @@ def _open(module: nn.Module, name: str) -> Iterator[Unit]:
 
 def _children(module: nn.Module, name: str) -> Iterator[Unit]:
     for child_name, child in module.named_children():
-        yield Unit(_join(name, child_name), child, is_link=True)
+        if _is_container(child):
+            yield from _children(child, _join(name, child_name))
+        else:
+            yield Unit(_join(name, child_name), child, is_link=is_callable(child))
 
 
 def _is_chain(module: nn.Module) -> bool:
     return isinstance(module, _LISTS) and sum(map(has_state, module.children())) > 1
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Whether it is its members that run, as in a `ModuleList`."""
+    return not is_callable(module) and any(True for _ in module.children())
+
+
+def is_callable(module: nn.Module) -> bool:
+    """Whether it has a forward at all: lists of modules and of parameters have none."""
+    return type(module).forward is not nn.Module.forward
 
 
 def has_state(module: nn.Module) -> bool:
@@ -98,15 +113,21 @@ def _unique(units: Iterator[Unit]) -> list[Unit]:
 def _refined(units: list[Unit], at_least: int) -> list[Unit]:
     """Opens the largest units until there are enough links."""
     while sum(unit.is_link for unit in units) < at_least:
-        openable = [unit for unit in units if sum(map(has_state, unit.module.children())) > 1]
+        openable = [unit for unit in units if len(_parts(unit)) > 1]
         if not openable:
             break
         largest = max(openable, key=lambda unit: num_elements(unit.module))
-        parts = [unit for unit in _children(largest.module, largest.name) if has_state(unit.module)]
+        parts = _parts(largest)
         known = {id(unit.module) for unit in units}
         place = units.index(largest)
         units[place : place + 1] = [unit for unit in parts if id(unit.module) not in known]
     return units
+
+
+def _parts(unit: Unit) -> list[Unit]:
+    """The first units below this one that are more than one."""
+    parts = [part for part in _children(unit.module, unit.name) if has_state(part.module)]
+    return _parts(parts[0]) if len(parts) == 1 else parts
 
 
 def _join(name: str, child: str) -> str:

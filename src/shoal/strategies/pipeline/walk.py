@@ -30,6 +30,7 @@ from shoal.strategies.pipeline.absent_value import (
     absent_like,
     hidden,
 )
+from shoal.strategies.pipeline.attributes import left_since, read, tensors_in, write
 from shoal.strategies.pipeline.itinerary import Call, Itinerary, Root, Shape, Shapes
 from shoal.strategies.pipeline.units import Unit
 
@@ -46,7 +47,7 @@ class Path:
         self.walk: Walk | None = None
         self._chunks = chunks
         for unit in units:
-            unit.module.forward = self._diverted(unit, unit.module.forward)
+            unit.module.forward = self._diverted(unit, _own_forward(unit.module))
         model.forward = self._left_early(model.forward)
 
     def _diverted(self, unit: Unit, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,6 +76,19 @@ class Path:
     def chunk_of(self, unit: Unit, frontier: int) -> int:
         """Where a call runs, if forward has got to the chunk ``frontier``."""
         return max(self._chunks[unit.name], frontier) if unit.is_link else frontier
+
+
+def _own_forward(module: nn.Module) -> Callable[..., Any]:
+    """A module's forward, whatever class it is of when that is called: it may be given another."""
+    if "forward" in vars(module):
+        given: Callable[..., Any] = module.forward
+        return given
+
+    @functools.wraps(module.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return type(module).forward(module, *args, **kwargs)
+
+    return forward
 
 
 class Walk:
@@ -134,9 +148,10 @@ class Walk:
 
     def _ran(self, number: int, unit: Unit, forward: Any, args: Any, kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        leaves, spec = tree_flatten(output)
         call = self._expected(number, unit)
-        described = [describe(leaf) for leaf in leaves]
+        left = read(unit.module, call.skeleton[1])
+        leaves, spec = tree_flatten((output, left))
+        described = self._described(number, call, leaves)
         _check_same(unit, call, described, tree_unflatten(list(range(len(leaves))), spec))
         self.shapes.append(described)
         for place, leaf in enumerate(leaves):
@@ -146,6 +161,16 @@ class Walk:
                     raise absent_error([leaf])
                 self.produced[root] = leaf.clone() if place in call.rewritten else leaf
         return output
+
+    def _described(self, number: int, call: Call, leaves: Sequence[Any]) -> list[Any]:
+        """What others are told; of attributes that nobody else reads what they know already."""
+        num_returned = len(leaves) - len(call.skeleton[1])
+        return [
+            describe(leaf)
+            if place < num_returned or (number, place) in self._exported
+            else call.leaves[place]
+            for place, leaf in enumerate(leaves)
+        ]
 
     def _expected(self, number: int, unit: Unit) -> Call:
         calls = self._itinerary.calls
@@ -175,7 +200,7 @@ class Walk:
             device = self._path_device()
             return absent_like(shape.size, shape.dtype, device, Source(number, place, unit.name))
 
-        return tree_map(leaf, call.skeleton)
+        return _left_out(unit, tree_map(leaf, call.skeleton))
 
     def _path_device(self) -> torch.device:
         return next((value.device for value in self._values.values()), torch.device("cpu"))
@@ -233,16 +258,18 @@ class LearningWalk(Walk):
             # Models may write into it: what others are shown is another copy.
             real = self._values[root].clone()
             value = hidden(real, source, self._learner, needs_grad=needs_grad)
-            self._versions["in", *root] = (real, real._version)
+            assert value.behind is not None
+            self._versions["in", *root] = (value.behind, value.behind._version)
             return value
 
-        return tree_map(leaf, call.skeleton)
+        return _left_out(unit, tree_map(leaf, call.skeleton))
 
     def _ran(self, number: int, unit: Unit, forward: Any, args: Any, kwargs: Any) -> Any:
         self._borrow(unit)
         before = [(leaf, _version(leaf)) for leaf in tree_leaves((args, kwargs))]
+        attributes = tensors_in(unit.module)
         output = self._real(forward(*args, **kwargs))
-        leaves, spec = tree_flatten(output)
+        leaves, spec = tree_flatten((output, left_since(unit.module, attributes)))
         _check_arguments(unit, before, tree_leaves((args, kwargs)), leaves)
         self.units.append(unit)
         call = Call(
@@ -271,7 +298,17 @@ class LearningWalk(Walk):
 
     def rewritten(self) -> set[Any]:
         """Values that were written into: own ones, and ``("in", ...)`` those of others."""
-        return {root for root, (value, was) in self._versions.items() if value._version != was}
+        written = {("in", source.call, source.leaf) for source in self._learner.written}
+        return written | {
+            root for root, (value, was) in self._versions.items() if value._version != was
+        }
+
+
+def _left_out(unit: Unit, result: Any) -> Any:
+    """What a unit that is not run returns; what it leaves in attributes is there as well."""
+    output, left = result
+    write(unit.module, left)
+    return output
 
 
 def describe(leaf: Any) -> Any:
