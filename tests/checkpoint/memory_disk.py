@@ -116,6 +116,15 @@ class MemoryDisk(FileSystem):
 
     # Looking ----------------------------------------------------------------------------
 
+    def absolute(self, path: Path) -> Path:
+        return path
+
+    def followed(self, path: Path) -> Path:
+        return path
+
+    def lock(self, path: Path) -> Callable[[], None]:
+        return lambda: None  # every disk is used by one save at a time
+
     def names(self, path: Path) -> list[str]:
         return sorted(self._find(path).names) if self.is_folder(path) else []
 

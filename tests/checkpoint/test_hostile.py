@@ -286,6 +286,25 @@ def test_one_slice_for_many_tensors() -> None:
     assert not attempt(mutants.disk, mutants.path)
 
 
+@pytest.mark.parametrize("value", [{"$tensor": {"dtype": "int8", "shape": [2], "data": "0101"}}])
+@pytest.mark.parametrize("option", ["capturable", "fused"])
+def test_options_that_are_no_options(option: str, value: Any) -> None:
+    mutants = Attack()
+    tree = copy.deepcopy(mutants.tree)
+    tree["values"]["optimizers"][0]["groups"][0]["options"][option] = value
+    mutants.manifest.data = bytearray(signed(json.dumps(tree).encode()))
+    assert not attempt(mutants.disk, mutants.path)
+
+
+def test_state_of_another_shape_than_its_parameter() -> None:
+    mutants = Attack()
+    tree = copy.deepcopy(mutants.tree)
+    key = next(key for key in tree["tensors"] if key.endswith("weight/exp_avg"))
+    tree["tensors"][key]["shape"] = [1200]
+    mutants.manifest.data = bytearray(signed(json.dumps(tree).encode()))
+    assert not attempt(mutants.disk, mutants.path)
+
+
 def test_the_good_one_is_good() -> None:
     mutants = Attack()
     source = open_any(mutants.path, mutants.disk)

@@ -19,6 +19,8 @@ Progress = Callable[[int], None]
 
 def open_any(path: Path, disk: FileSystem = DISK) -> Source:
     """A checkpoint, the latest of a folder of them, or safetensors files of others."""
+    if disk.is_folder(disk.followed(path)):  # whoever names a link wants it followed
+        path = disk.followed(path)
     if disk.is_file(path / MANIFEST):
         return open_checkpoint(disk, path)
     names = Store(path, disk).candidates()

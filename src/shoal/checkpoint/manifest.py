@@ -6,7 +6,6 @@ The first line is the sha256 of all that follows; together they are one JSON obj
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from shoal.checkpoint import strict_json
 from shoal.checkpoint.dtypes import dtype_called, dtype_name
 from shoal.checkpoint.strict_json import is_count, parse
 from shoal.sharding.extent import Extent
@@ -107,7 +107,7 @@ class Manifest:
             "tensors": {key: _tensor_json(record) for key, record in self.tensors.items()},
             "values": self.values,
         }
-        return signed(json.dumps(content, allow_nan=False).encode())
+        return signed(strict_json.encode(content))
 
     @classmethod
     def parse(cls, data: bytes) -> Manifest:

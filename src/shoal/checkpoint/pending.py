@@ -6,18 +6,24 @@ between the training's own collectives, in another order on each rank. So ranks 
 the unfinished checkpoint's folder, and the first rank's thread finishes it when all are there. The
 training learns of it at the next call of `save` or `load`, or in `wait`: there the ranks meet, wait
 for their own threads, and raise together if any has failed.
+
+A process that ends without that waits for its thread, and says so if the save was lost. Pools of
+threads refuse work by then, so nothing that a save does may use one.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
+import contextlib
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.checkpoint import strict_json
 from shoal.checkpoint.agreement import together
 from shoal.checkpoint.filesystem import read_all, write_all
 from shoal.checkpoint.manifest import checked, signed
@@ -30,7 +36,7 @@ if TYPE_CHECKING:
 
 _MOST_RECEIPT_BYTES = 1 << 30
 _LOOK_AGAIN_S = 0.02
-_PATIENCE_AT_EXIT_S = 20.0
+_PATIENCE_AT_EXIT_S = 30.0
 
 
 class PendingSave:
@@ -85,11 +91,8 @@ def finish_pending(ranks: Backend | None) -> None:
 
 def start(plan: Plan) -> PendingSave:
     """Copies what there is to write, and writes it in the background."""
-    try:
+    with plan.discarding():
         together(plan.ranks, plan.copy, plan.doing)
-    except Exception:
-        plan.discard()
-        raise
     background = _Background(plan)
     pending = PendingSave(plan.path, background.finish)
     if plan.ranks is None:
@@ -107,9 +110,9 @@ class _Background:
         self._receipt: Any = None
         self._error: Exception | None = None
         self._has_written, self._is_cancelled = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._work, name="shoal-save", daemon=True)
-        self._thread.start()
         atexit.register(self._at_exit)
+        self._thread = threading.Thread(target=self._work, name="shoal-save", daemon=False)
+        self._thread.start()
 
     def _work(self) -> None:
         try:
@@ -118,6 +121,7 @@ class _Background:
                 self._leave_receipt()
         except Exception as error:
             self._error = error
+            self._leave_word(error)
         self._plan.outgoing = ()  # the copies are not needed any more
         self._has_written.set()
         if self._plan.rank == 0 and self._error is None:
@@ -133,15 +137,23 @@ class _Background:
         """Written aside and renamed, so that nobody reads half of it."""
         disk, path = self._plan.store.disk, self._path(self._plan.rank)
         try:
-            write_all(disk, path.with_suffix(".new"), signed(json.dumps(self._receipt).encode()))
+            write_all(disk, path.with_suffix(".new"), signed(strict_json.encode(self._receipt)))
             disk.rename(path.with_suffix(".new"), path)
         except OSError as error:
             raise CheckpointError(f"cannot write {path}: {error}") from error
+
+    def _leave_word(self, error: Exception) -> None:
+        """So that the first rank does not wait for what will not come."""
+        if self._plan.rank != 0:
+            self._receipt = {"failed": f"{type(error).__name__}: {error}"}
+            with contextlib.suppress(CheckpointError):
+                self._leave_receipt()
 
     def _commit_when_all_have_written(self) -> None:
         receipts = [self._wait_for_receipt(rank) for rank in range(self._plan.size)]
         if all(receipt is not None for receipt in receipts):
             self._plan.commit(receipts)
+            self._plan.unlock()
 
     def _wait_for_receipt(self, rank: int) -> Any:
         """None if it is not wanted any more."""
@@ -151,28 +163,32 @@ class _Background:
                 self._plan.store.disk.remove_file(self._path(0))
             return receipt
         disk, path = self._plan.store.disk, self._path(rank)
+        patience = _Patience(lambda: self._plan.num_bytes_of(rank))
         while not disk.is_file(path):
             if self._is_cancelled.wait(_LOOK_AGAIN_S):
                 return None
+            if not threading.main_thread().is_alive() and patience.is_over():
+                raise CheckpointError(f"rank {rank} has not written its part of {self._plan.path}")
         receipt = parse(checked(read_all(disk, path, _MOST_RECEIPT_BYTES)))
         disk.remove_file(path)  # it is no part of the checkpoint
+        if "failed" in receipt:
+            raise CheckpointError(f"{self._plan.doing} failed on rank {rank}: {receipt['failed']}")
         return receipt
 
     def finish(self) -> None:
         """With all ranks: waits for the end, and agrees on it."""
         plan = self._plan
-        try:
-            if plan.ranks is not None:
-                plan.ranks.barrier()  # all have started: whoever waits now waits for something
-            together(plan.ranks, self._own_part, plan.doing)
-            together(plan.ranks, self._end, plan.doing)
-        except BaseException:
-            self._is_cancelled.set()
-            self._thread.join()
-            plan.discard()
-            raise
-        finally:
-            atexit.unregister(self._at_exit)
+        atexit.unregister(self._at_exit)
+        with plan.discarding():
+            try:
+                if plan.ranks is not None:
+                    plan.ranks.barrier()  # all have started: whoever waits now waits for something
+                together(plan.ranks, self._own_part, plan.doing)
+                together(plan.ranks, self._end, plan.doing)
+            except BaseException:
+                self._is_cancelled.set()
+                self._thread.join()
+                raise
 
     def _own_part(self) -> None:
         self._has_written.wait()
@@ -185,7 +201,21 @@ class _Background:
             raise self._error
 
     def _at_exit(self) -> None:
-        """A process that ends without waiting still gives its save some time."""
-        self._thread.join(_PATIENCE_AT_EXIT_S)
-        self._is_cancelled.set()
-        self._thread.join(1.0)
+        """The thread has ended, and nobody has asked how."""
+        if self._error is not None:
+            print(f"shoal: {self._plan.path} was not saved: {self._error}", file=sys.stderr)
+
+
+class _Patience:
+    """Over when something has stayed the same for too long."""
+
+    def __init__(self, look: Callable[[], object]) -> None:
+        self._look = look
+        self._seen: object = None
+        self._since = 0.0
+
+    def is_over(self) -> bool:
+        seen, now = self._look(), time.monotonic()
+        if seen != self._seen or not self._since:
+            self._seen, self._since = seen, now
+        return now - self._since > _PATIENCE_AT_EXIT_S

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from shoal.checkpoint import merging
 from shoal.checkpoint.agreement import together
 from shoal.checkpoint.assignment import Claims, assign
+from shoal.checkpoint.filesystem import opened
 from shoal.checkpoint.merging import Receipt
 from shoal.checkpoint.pending import PendingSave
 from shoal.checkpoint.snapshot import Snapshot
@@ -47,6 +49,7 @@ class Plan:
     values: Mapping[str, Any] = field(default_factory=dict)
     claims: Sequence[Claims] = ()
     outgoing: Sequence[Outgoing] = ()
+    _unlock: Callable[[], None] | None = None
 
     @property
     def rank(self) -> int:
@@ -70,24 +73,42 @@ class Plan:
         def action() -> list[Any]:
             mine.append(take())
             claims = {key: held.claim() for key, held in mine[0].tensors.items()}
-            name = self.store.begin(self.step) if self.rank == 0 else ""
-            return [name, merging.claims_json(claims)]
+            if self.rank == 0:
+                self._unlock = self.store.lock()
+                self.name = self.store.begin(self.step)
+            return [self.name, merging.claims_json(claims)]
 
-        answers = together(self.ranks, action, self.doing)
-        self.name = answers[0][0]
-        self.claims = [merging.parse_claims(content) for _, content in answers]
-        self.outgoing = mine[0].outgoing(assign(self.claims)[self.rank])
-        self.values = mine[0].values
+        with self.discarding():
+            answers = together(self.ranks, action, self.doing)
+            self.name = answers[0][0]
+            self.claims = [merging.parse_claims(content) for _, content in answers]
+            self.outgoing = mine[0].outgoing(assign(self.claims)[self.rank])
+            self.values = mine[0].values
 
     def complete(self) -> PendingSave:
         """Writes and commits, with all ranks at once."""
-        try:
+        with self.discarding():
             receipts = together(self.ranks, self.write, self.doing)
             together(self.ranks, lambda: self.commit(receipts), self.doing)
-        except Exception:
-            self.discard()
-            raise
+        self.unlock()
         return PendingSave(self.path)
+
+    @contextmanager
+    def discarding(self) -> Iterator[None]:
+        """If anything goes wrong inside, what there is of the checkpoint is removed."""
+        try:
+            yield
+        except BaseException:
+            if self.rank == 0 and self.name:
+                self.store.discard(self.name)
+            self.unlock()
+            raise
+
+    def unlock(self) -> None:
+        """Lets others save to the folder; twice is fine."""
+        unlock, self._unlock = self._unlock, None
+        if unlock is not None:
+            unlock()
 
     @property
     def path(self) -> Path:
@@ -103,7 +124,7 @@ class Plan:
 
     def write(self) -> Receipt:
         """Writes this rank's file; no communication."""
-        draft, name = self.store.draft(self.name), f"data-{self.rank:05d}.safetensors"
+        draft, name = self.store.draft(self.name), _file_name(self.rank)
         try:
             written = write_file(
                 self.store.disk, draft, name, self.outgoing, metadata={"format": "pt"}
@@ -117,6 +138,14 @@ class Plan:
             raise CheckpointError(f"cannot write {draft / name}: {error}") from error
         return merging.receipt(written, self.values)
 
+    def num_bytes_of(self, rank: int) -> int | None:
+        """How much a rank has written by now."""
+        try:
+            with opened(self.store.disk, self.store.draft(self.name) / _file_name(rank)) as file:
+                return file.num_bytes
+        except OSError:
+            return None
+
     def commit(self, receipts: Sequence[Receipt]) -> None:
         """On the first rank, once all files are safe: makes the checkpoint one that is found."""
         if self.rank != 0:
@@ -129,10 +158,9 @@ class Plan:
         if self.keep is not None:
             self.store.prune(self.keep)
 
-    def discard(self) -> None:
-        """On the first rank: removes what there is of it, unless it was finished."""
-        if self.rank == 0 and self.name:
-            self.store.discard(self.name)
+
+def _file_name(rank: int) -> str:
+    return f"data-{rank:05d}.safetensors"
 
 
 def _copied(part: Tensor) -> Tensor:
