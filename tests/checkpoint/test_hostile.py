@@ -271,7 +271,7 @@ def test_a_tensor_that_no_file_has_all_of() -> None:
     tree = copy.deepcopy(mutants.tree)
     slices = tree["tensors"]["model/weight"]["slices"]
     slices[0]["elements"] = [0, 600]
-    slices[0]["crc32"] = "00000000"
+    slices[0]["checksums"] = "0" * 16
     mutants.manifest.data = bytearray(signed(json.dumps(tree).encode()))
     assert not attempt(mutants.disk, mutants.path)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shoal.checkpoint import merging
 from shoal.checkpoint.agreement import together
+from shoal.checkpoint.arena import Arena
 from shoal.checkpoint.assignment import Claims, assign
 from shoal.checkpoint.filesystem import opened
 from shoal.checkpoint.merging import Receipt
@@ -117,9 +118,9 @@ class Plan:
 
     def copy(self) -> None:
         """Copies what this rank writes, so that training can go on changing it."""
+        arena = Arena((each.dtype, each.extent.num_elements) for each in self.outgoing)
         self.outgoing = [
-            replace(each, parts=_fixed([_copied(part) for part in each.parts()]))
-            for each in self.outgoing
+            replace(each, parts=_fixed([_copied(each, arena)])) for each in self.outgoing
         ]
 
     def write(self) -> Receipt:
@@ -163,9 +164,15 @@ def _file_name(rank: int) -> str:
     return f"data-{rank:05d}.safetensors"
 
 
-def _copied(part: Tensor) -> Tensor:
+@torch.no_grad()
+def _copied(outgoing: Outgoing, arena: Arena) -> Tensor:
     # A GPU's memory is copied to the host at once; waiting for that is all that training does.
-    return part.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    copied = arena.take(outgoing.dtype, outgoing.extent.num_elements)
+    place = 0
+    for part in outgoing.parts():
+        copied[place : place + len(part)].copy_(part)
+        place += len(part)
+    return copied
 
 
 def _fixed(parts: list[Tensor]) -> Callable[[], Any]:

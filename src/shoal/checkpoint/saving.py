@@ -53,7 +53,8 @@ def save(
         optimizer: Its optimizer, or a list of them.
         step: A number to find the checkpoint by.
         extra: Whatever else: numbers, texts, lists, dicts and tensors. Rank 0's counts.
-        scheduler: A learning-rate scheduler, or a list; anything with a ``state_dict()``.
+        scheduler: A learning-rate scheduler, or a list; anything with a ``state_dict()``, or such a
+            state.
         scaler: A gradient scaler.
         sampler: A `shoal.sampler`.
         keep: How many checkpoints stay in the folder; all by default.

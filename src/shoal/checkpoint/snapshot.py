@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from shoal.checkpoint import model_state, optimizer_state, random_states, values
 from shoal.checkpoint.assignment import Claim
-from shoal.checkpoint.companions import Companions
+from shoal.checkpoint.companions import Companions, state_of
 from shoal.checkpoint.writing import Outgoing
 from shoal.sharding.extent import Extent
 
@@ -124,7 +124,7 @@ def take(
     # The first rank's count; others' are refused for the same reasons, and may differ.
     of_run = snapshot if rank == 0 else Snapshot()
     for name, objects in companions.items():
-        states = [each.state_dict() for each in objects]
+        states = [state_of(each) for each in objects]
         of_run.values[name] = of_run.encode(states, name)
     of_run.values["extra"] = of_run.encode(dict(extra), "extra")
     snapshot.values["random"] = snapshot.encode(random_states.capture(), f"random/{rank}")

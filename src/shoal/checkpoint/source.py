@@ -36,7 +36,7 @@ class Place:
     path: Path
     begin: int
     end: int
-    crc32: tuple[int, ...] | None
+    checksums: tuple[int, ...] | None
 
 
 @dataclass
@@ -87,7 +87,8 @@ class Source:
                 f"{dtype} are expected",
                 tensor,
             )
-        return Place(path, entry.begin, entry.end, part.crc32 if self.is_checked else None)
+        checksums = part.checksums if self.is_checked else None
+        return Place(path, entry.begin, entry.end, checksums)
 
     def _read_header(self, number: int) -> dict[str, Entry]:
         record, path = self.files[number], self.path(number)
