@@ -139,3 +139,20 @@ def test_nothing_is_left_in_memory(tmp_path: Path) -> None:
     saving.wait()
     assert not [t for t in threading.enumerate() if t.name.startswith("shoal-")]
     assert torch.is_tensor(next(model.parameters()))
+
+
+def fail_again_and_again(disk: MemoryDisk) -> str:
+    """Not even the word that it has failed can be written; nobody waits for it."""
+    model, optimizer = wrap("zero3", *build())
+    shoal.world().barrier()
+    if shoal.world().rank == 0:
+        disk.fail = lambda operation, path: "00001" in path.name and path.name != ".new-000001"
+    shoal.world().barrier()
+    with pytest.raises(CheckpointError) as error:
+        shoal.save(ROOT, model, optimizer, filesystem=disk, wait=False).wait()
+    return str(error.value)
+
+
+def test_an_error_that_cannot_be_told() -> None:
+    for text in on_ranks(fail_again_and_again, 3, MemoryDisk()):
+        assert "data-00001.safetensors" in text

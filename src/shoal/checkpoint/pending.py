@@ -146,7 +146,7 @@ class _Background:
         """So that the first rank does not wait for what will not come."""
         if self._plan.rank != 0:
             self._receipt = {"failed": f"{type(error).__name__}: {error}"}
-            with contextlib.suppress(CheckpointError):
+            with contextlib.suppress(Exception):  # whatever has failed may fail again
                 self._leave_receipt()
 
     def _commit_when_all_have_written(self) -> None:
