@@ -1,14 +1,13 @@
-"""One large piece of memory for many tensors: quicker to get than many pieces.
+"""One large piece of memory for many tensors, which can be used again.
 
-The system clears memory when it is first touched, page by page, which takes as long as filling it.
-Of large pieces it can do that with large pages, if it is asked to, as numpy does.
+The system clears memory page by page when it is first touched, which takes longer than filling it
+does. Memory that was used before is there at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +15,7 @@ _ALIGNMENT = 64
 
 
 class Arena:
-    """Memory that is handed out once, from its beginning to its end.
+    """Memory that is handed out from its beginning to its end.
 
     Example:
         >>> arena = Arena([(torch.float32, 10), (torch.int8, 3)])
@@ -24,11 +23,24 @@ class Arena:
         torch.Size([10])
     """
 
-    def __init__(self, pieces: Iterable[tuple[torch.dtype, int]]) -> None:
-        """With room for flat tensors of these dtypes and lengths."""
+    def __init__(self, pieces: Iterable[tuple[torch.dtype, int]], old: Arena | None = None) -> None:
+        """With room for flat tensors of these dtypes and lengths.
+
+        Args:
+            pieces: Dtypes and lengths.
+            old: One that nobody uses any more; its memory is taken if it is large enough.
+        """
         total = sum(_padded(length * dtype.itemsize) for dtype, length in pieces)
-        self._memory = torch.from_numpy(np.empty(total, np.uint8))
+        is_enough = old is not None and total <= old.num_bytes <= 2 * total
+        self._memory = (
+            old._memory if old is not None and is_enough else torch.empty(total, dtype=torch.uint8)
+        )
         self._used = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """All there is."""
+        return self._memory.numel()
 
     def take(self, dtype: torch.dtype, length: int) -> Tensor:
         """A flat tensor without values."""

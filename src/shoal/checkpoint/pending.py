@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.checkpoint import strict_json
 from shoal.checkpoint.agreement import together
+from shoal.checkpoint.arena import Arena
 from shoal.checkpoint.filesystem import read_all, write_all
 from shoal.checkpoint.manifest import checked, signed
 from shoal.checkpoint.strict_json import parse
@@ -74,31 +75,34 @@ class PendingSave:
         return f"<PendingSave {self.path}{'' if self.is_agreed else ', not agreed on yet'}>"
 
 
-_pending: weakref.WeakKeyDictionary[Backend, PendingSave] = weakref.WeakKeyDictionary()
-_pending_alone: dict[int, PendingSave] = {}
-"""Of processes, or threads of one, that have no world."""
+_pending: weakref.WeakKeyDictionary[object, PendingSave] = weakref.WeakKeyDictionary()
+_copies: weakref.WeakKeyDictionary[object, Arena] = weakref.WeakKeyDictionary()
+"""What the last save has copied into, for the next: memory that is new takes longer to fill."""
+
+
+def _caller(ranks: Backend | None) -> object:
+    """Who saves one at a time: a rank, or a thread that has no world."""
+    return threading.current_thread() if ranks is None else ranks
 
 
 def finish_pending(ranks: Backend | None) -> None:
     """Waits for the save that goes on in the background, if there is one; all ranks call it."""
-    if ranks is None:
-        pending = _pending_alone.pop(threading.get_ident(), None)
-    else:
-        pending = _pending.pop(ranks, None)
+    pending = _pending.pop(_caller(ranks), None)
     if pending is not None:
         pending.wait()
 
 
 def start(plan: Plan) -> PendingSave:
     """Copies what there is to write, and writes it in the background."""
+    caller = _caller(plan.ranks)
+
+    def copy() -> None:
+        _copies[caller] = plan.copy(_copies.pop(caller, None))
+
     with plan.discarding():
-        together(plan.ranks, plan.copy, plan.doing)
+        together(plan.ranks, copy, plan.doing)
     background = _Background(plan)
-    pending = PendingSave(plan.path, background.finish)
-    if plan.ranks is None:
-        _pending_alone[threading.get_ident()] = pending
-    else:
-        _pending[plan.ranks] = pending
+    pending = _pending[caller] = PendingSave(plan.path, background.finish)
     return pending
 
 
@@ -122,7 +126,7 @@ class _Background:
         except Exception as error:
             self._error = error
             self._leave_word(error)
-        self._plan.outgoing = ()  # the copies are not needed any more
+        self._plan.outgoing = ()
         self._has_written.set()
         if self._plan.rank == 0 and self._error is None:
             try:

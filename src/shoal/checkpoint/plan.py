@@ -116,12 +116,18 @@ class Plan:
         """Where the checkpoint will be."""
         return self.store.root / self.name
 
-    def copy(self) -> None:
-        """Copies what this rank writes, so that training can go on changing it."""
-        arena = Arena((each.dtype, each.extent.num_elements) for each in self.outgoing)
+    def copy(self, old: Arena | None = None) -> Arena:
+        """Copies what this rank writes, so that training can go on changing it.
+
+        Args:
+            old: What an earlier save has copied into.
+        """
+        pieces = ((each.dtype, each.extent.num_elements) for each in self.outgoing)
+        arena = Arena(pieces, old)
         self.outgoing = [
             replace(each, parts=_fixed([_copied(each, arena)])) for each in self.outgoing
         ]
+        return arena
 
     def write(self) -> Receipt:
         """Writes this rank's file; no communication."""

@@ -24,8 +24,8 @@ from shoal.checkpoint.filesystem import FileSystem, Writing
 from shoal.checkpoint.manifest import FileRecord, SliceRecord
 from shoal.sharding.extent import Extent
 
-BLOCK_BYTES = 16 * CHUNK_BYTES
-_BLOCKS_AHEAD = 4
+BLOCK_BYTES = 4 * CHUNK_BYTES
+_BLOCKS_AHEAD = 16
 
 Parts = Callable[[], Iterator[Tensor]]
 """The elements of a slice, in order, as tensors on any device."""
@@ -128,8 +128,9 @@ def _write_slice(file: Writing, outgoing: Outgoing, hashing: Hashing) -> tuple[i
     checksums: list[int] = []
     for block in _blocks(outgoing.parts()):
         hashing.take(block)
-        checksums += map(checksum, chunks(block))
-        file.write(block)
+        for chunk in chunks(block):  # still in the cache when it is written
+            checksums.append(checksum(chunk))
+            file.write(chunk)
         num_bytes += len(block)
     if num_bytes != outgoing.num_bytes:
         raise AssertionError(f"{outgoing.key}: {num_bytes} bytes of {outgoing.num_bytes}")
@@ -137,19 +138,20 @@ def _write_slice(file: Writing, outgoing: Outgoing, hashing: Hashing) -> tuple[i
 
 
 def _blocks(parts: Iterator[Tensor]) -> Iterator[memoryview]:
-    """The parts' bytes; large ones without a copy, many small ones together in one block."""
+    """The parts' bytes in whole chunks, but for the last; what is between chunks is copied."""
     pending = bytearray()
     for part in parts:
         data = as_memory(part)
         while data:
-            if not pending and len(data) >= BLOCK_BYTES:
-                yield data[:BLOCK_BYTES]
-                data = data[BLOCK_BYTES:]
+            if not pending and len(data) >= CHUNK_BYTES:
+                size = min(len(data) // CHUNK_BYTES * CHUNK_BYTES, BLOCK_BYTES)
+                yield data[:size]
+                data = data[size:]
                 continue
-            room = BLOCK_BYTES - len(pending)
+            room = CHUNK_BYTES - len(pending)
             pending += data[:room]
             data = data[room:]
-            if len(pending) == BLOCK_BYTES:
+            if len(pending) == CHUNK_BYTES:
                 yield memoryview(pending)
                 pending = bytearray()
     if pending:
