@@ -11,11 +11,12 @@ import fcntl
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 Buffer = memoryview | bytes
+_MOST_REMOVERS = 4
 
 
 class Writing(Protocol):
@@ -83,6 +84,28 @@ class FileSystem:
     def remove_file(self, path: Path) -> None:
         """Removes a file, or a link."""
         path.unlink()
+
+    def remove_files(self, paths: Sequence[Path]) -> None:
+        """Removes several, a few at a time: of a large one the system has many pages to let go."""
+        errors: list[OSError] = []
+
+        def remove(own: Sequence[Path]) -> None:
+            try:
+                for path in own:
+                    self.remove_file(path)
+            except OSError as error:
+                errors.append(error)
+
+        threads = [
+            threading.Thread(target=remove, args=(paths[first::_MOST_REMOVERS],), daemon=True)
+            for first in range(min(_MOST_REMOVERS, len(paths)))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
 
     def remove_folder(self, path: Path) -> None:
         """Removes an empty folder."""
@@ -281,10 +304,9 @@ def write_all(disk: FileSystem, path: Path, data: bytes) -> None:
 
 def remove_tree(disk: FileSystem, path: Path) -> None:
     """Removes a folder with all that is in it; links are removed, not followed."""
-    for name in disk.names(path):
-        inner = path / name
-        if disk.is_folder(inner):
-            remove_tree(disk, inner)
-        else:
-            disk.remove_file(inner)
+    inside = [path / name for name in disk.names(path)]
+    folders = [inner for inner in inside if disk.is_folder(inner)]
+    for folder in folders:
+        remove_tree(disk, folder)
+    disk.remove_files([inner for inner in inside if inner not in folders])
     disk.remove_folder(path)
