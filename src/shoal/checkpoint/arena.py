@@ -32,9 +32,11 @@ class Arena:
         """
         total = sum(_padded(length * dtype.itemsize) for dtype, length in pieces)
         is_enough = old is not None and total <= old.num_bytes <= 2 * total
-        self._memory = (
-            old._memory if old is not None and is_enough else torch.empty(total, dtype=torch.uint8)
-        )
+        self._memory: Tensor
+        if old is not None and is_enough:
+            self._memory = old._memory
+        else:
+            self._memory = torch.empty(total, dtype=torch.uint8)
         self._used = 0
 
     @property

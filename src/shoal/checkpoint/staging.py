@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.checkpoint import matching, model_state, random_states, values
-from shoal.checkpoint.arena import Arena
 from shoal.checkpoint.companions import Companions, prepared
 from shoal.checkpoint.in_memory import MemorySource
 from shoal.checkpoint.matching import Match, Misfits
@@ -62,7 +61,6 @@ class Staging:
     extra: dict[str, Any] = field(default_factory=dict)
     _commits: list[Callable[[], None]] = field(default_factory=list)
     _parameter_commits: list[Callable[[], None]] = field(default_factory=list)
-    _arena: Arena | None = None
     apply_companions: Callable[[], None] = lambda: None
 
     def resolve(self) -> list[Any]:
@@ -119,18 +117,7 @@ class Staging:
 
     def _room(self, key: str, extent: Extent) -> Wanted:
         record = self.source.tensors[key]
-        if self._arena is None:
-            self._arena = Arena(self._pieces())
-        return Wanted(key, extent, self._arena.take(record.dtype, extent.num_elements))
-
-    def _pieces(self) -> Iterator[tuple[torch.dtype, int]]:
-        """What there must be room for until the end."""
-        model = self.target.model
-        extents = [(held.name, held.extent) for held in model_state.held_parameters(model)]
-        extents += [(n, Extent.whole(b.shape)) for n, b in model_state.buffers(model).items()]
-        for name, extent in extents:
-            if name in self.match.keys:
-                yield self.source.tensors[self.match.keys[name]].dtype, extent.num_elements
+        return Wanted(key, extent, torch.empty(extent.num_elements, dtype=record.dtype))
 
     # Optimizers -------------------------------------------------------------------------
 
@@ -163,9 +150,9 @@ class Staging:
                 if held.memory.is_cpu and held.memory.dtype is dtype:
                     yield Wanted(tensor, held.extent, held.memory)
                 else:
-                    memory = torch.empty(held.extent.num_elements, dtype=dtype)
-                    self._commits.append(partial(_overwrite, held.memory, memory))
-                    yield Wanted(tensor, held.extent, memory)
+                    wanted = self._room(tensor, held.extent)
+                    self._commits.append(partial(_overwrite, held.memory, wanted.memory))
+                    yield wanted
 
     def _own_ties(self) -> dict[str, str]:
         """Names of the model that the checkpoint has under another one."""
