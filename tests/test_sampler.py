@@ -152,6 +152,26 @@ def test_a_loader_with_workers_is_ahead() -> None:
     assert list(other) == batches[3:]
 
 
+def test_saved_while_workers_are_ahead() -> None:
+    """What they have fetched and nobody was given comes again."""
+    (one,) = samplers(40, 5, 1)
+    loader = iter(DataLoader(range(40), batch_sampler=one, num_workers=1, prefetch_factor=4))
+    trained = [next(loader).tolist() for _ in range(2)]
+    assert one._position > 10
+    saved = one.state_dict()
+    (other,) = samplers(40, 5, 1)
+    other.load_state_dict(saved)
+    rest = list(other)
+    assert sorted(index for batch in trained + rest for index in batch) == list(range(40))
+    assert [batch.tolist() for batch in loader] == rest
+    assert one.state_dict()["position"] == 40
+    one._reader = lambda: None  # the loader is gone
+    assert one.state_dict()["position"] == 40
+    one._is_over = False
+    with pytest.raises(ValueError, match="num_batches=n"):
+        one.state_dict()
+
+
 def test_a_loader_on_ranks() -> None:
     def load():
         data = torch.arange(22) * 10

@@ -13,12 +13,16 @@ is joined to the one before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sized
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sized
 from itertools import pairwise
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils.data import Sampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from shoal.comm.backend import Backend
 from shoal.comm.partition import offsets, split_sizes
@@ -53,6 +57,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self._begin = 0  # where in the epoch this iteration began
         self._position = 0  # samples of the epoch that all ranks together were given
         self._is_resumed = self._is_over = False
+        self._reader: Callable[[], Any] | None = None  # a loader that fetches ahead
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Whoever reads from it does not read from its copies."""
+        return {**self.__dict__, "_reader": None}
 
     def __iter__(self) -> Iterator[list[int]]:
         """This rank's part of each global batch of an epoch."""
@@ -63,6 +72,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
             self._begin = 0
         self._is_resumed, self._position = False, self._begin
         order, cuts = self._order(), self._cuts(self._begin, size)
+        self._reader = _prefetching_reader(sys._getframe(1))
         for begin, end in pairwise(cuts):
             low, high = offsets(split_sizes(end - begin, size))[rank : rank + 2]
             self._position = end
@@ -88,10 +98,12 @@ class GlobalBatchSampler(Sampler[list[int]]):
         """Where in which epoch training is; the same on every rank.
 
         Args:
-            num_batches: How many batches of this iteration were trained on. Needed where a
-                `DataLoader` has workers: they fetch ahead, and what was yielded was not trained.
+            num_batches: How many batches of this iteration were trained on. A `DataLoader` with
+                workers fetches ahead; while it is iterated over, what it has handed out counts.
         """
         position = self._position
+        if num_batches is None and self._reader is not None and position > self._begin:
+            num_batches = self._num_handed_out(self._reader())
         if num_batches is not None:
             position = self._cuts(self._begin, self._place()[1])[num_batches]
         return {
@@ -101,6 +113,18 @@ class GlobalBatchSampler(Sampler[list[int]]):
             "seed": self.seed,
             "shuffle": self.shuffle,
         }
+
+    def _num_handed_out(self, reader: Any) -> int | None:
+        """None for all there are."""
+        if reader is None and self._is_over:  # a loop that has come to its end
+            return None
+        if reader is None:
+            raise ValueError(
+                "a loader with workers has fetched ahead and is gone, so only the caller knows how "
+                "many batches were trained on: pass sampler.state_dict(num_batches=n)"
+            )
+        count: int = reader._num_yielded
+        return count
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state_dict` was taken, at any number of ranks and any batch size.
@@ -149,6 +173,13 @@ class GlobalBatchSampler(Sampler[list[int]]):
                 f"{self.length} samples for {size} ranks (batch_size counts all ranks' samples)"
             )
         return rank, size
+
+
+def _prefetching_reader(frame: FrameType) -> Callable[[], Any] | None:
+    """The iterator of a `DataLoader` that asks for the first batch, if it has workers."""
+    reader = frame.f_locals.get("self")
+    is_ahead = isinstance(reader, _BaseDataLoaderIter) and reader._num_workers > 0
+    return weakref.ref(reader) if is_ahead else None
 
 
 def sampler(

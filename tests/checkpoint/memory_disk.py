@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,19 @@ class MemoryDisk(FileSystem):
         del self._find(path.parent).names[path.name]
 
     # Looking ----------------------------------------------------------------------------
+
+    def remove_files(self, paths: Sequence[Path]) -> None:
+        for path in paths:  # in an order that is the same every time
+            self.remove_file(path)
+
+    def absolute(self, path: Path) -> Path:
+        return path
+
+    def followed(self, path: Path) -> Path:
+        return path
+
+    def lock(self, path: Path) -> Callable[[], None]:
+        return lambda: None  # every disk is used by one save at a time
 
     def names(self, path: Path) -> list[str]:
         return sorted(self._find(path).names) if self.is_folder(path) else []

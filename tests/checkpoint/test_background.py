@@ -13,6 +13,7 @@ import pools
 import shoal
 from checkpoint.memory_disk import MemoryDisk
 from checkpoint.training import assert_same, build, on_ranks, state, train, wrap
+from shoal.checkpoint import pending
 from shoal.checkpoint.inspection import open_any, verify
 from shoal.errors import CheckpointError
 
@@ -132,10 +133,39 @@ def test_between_processes(tmp_path: Path, backend: str) -> None:
     assert_same(again[1][1], saved[0])
 
 
-def test_nothing_is_left_in_memory(tmp_path: Path) -> None:
-    """The copies are let go of when they are written, not when somebody asks."""
+def test_no_thread_is_left(tmp_path: Path) -> None:
     model, optimizer = build()
     saving = shoal.save(tmp_path, model, optimizer, wait=False)
     saving.wait()
     assert not [t for t in threading.enumerate() if t.name.startswith("shoal-")]
     assert torch.is_tensor(next(model.parameters()))
+
+
+def fail_again_and_again(disk: MemoryDisk) -> str:
+    """Not even the word that it has failed can be written; nobody waits for it."""
+    model, optimizer = wrap("zero3", *build())
+    shoal.world().barrier()
+    if shoal.world().rank == 0:
+        disk.fail = lambda operation, path: "00001" in path.name and path.name != ".new-000001"
+    shoal.world().barrier()
+    with pytest.raises(CheckpointError) as error:
+        shoal.save(ROOT, model, optimizer, filesystem=disk, wait=False).wait()
+    return str(error.value)
+
+
+def test_an_error_that_cannot_be_told() -> None:
+    for text in on_ranks(fail_again_and_again, 3, MemoryDisk()):
+        assert "data-00001.safetensors" in text
+
+
+def test_copies_go_where_the_last_ones_were(tmp_path: Path) -> None:
+    """And what is saved is what was there, also if it is less than before."""
+    for width in (300, 300, 290, 40):
+        model = torch.nn.Linear(width, 50)
+        shoal.save(tmp_path, model, wait=False).wait()
+        arena = pending._copies[threading.current_thread()]
+        assert arena.num_bytes >= sum(p.nbytes for p in model.parameters())
+        other = torch.nn.Linear(width, 50)
+        shoal.load(tmp_path, other)
+        assert_same(state(other), state(model))
+    assert arena.num_bytes < 40_000  # not that of the largest

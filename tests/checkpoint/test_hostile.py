@@ -271,7 +271,7 @@ def test_a_tensor_that_no_file_has_all_of() -> None:
     tree = copy.deepcopy(mutants.tree)
     slices = tree["tensors"]["model/weight"]["slices"]
     slices[0]["elements"] = [0, 600]
-    slices[0]["crc32"] = "00000000"
+    slices[0]["checksums"] = "0" * 16
     mutants.manifest.data = bytearray(signed(json.dumps(tree).encode()))
     assert not attempt(mutants.disk, mutants.path)
 
@@ -282,6 +282,25 @@ def test_one_slice_for_many_tensors() -> None:
     tree = copy.deepcopy(mutants.tree)
     for number in range(1000):
         tree["tensors"][f"model/{number}"] = tree["tensors"]["model/weight"]
+    mutants.manifest.data = bytearray(signed(json.dumps(tree).encode()))
+    assert not attempt(mutants.disk, mutants.path)
+
+
+@pytest.mark.parametrize("value", [{"$tensor": {"dtype": "int8", "shape": [2], "data": "0101"}}])
+@pytest.mark.parametrize("option", ["capturable", "fused"])
+def test_options_that_are_no_options(option: str, value: Any) -> None:
+    mutants = Attack()
+    tree = copy.deepcopy(mutants.tree)
+    tree["values"]["optimizers"][0]["groups"][0]["options"][option] = value
+    mutants.manifest.data = bytearray(signed(json.dumps(tree).encode()))
+    assert not attempt(mutants.disk, mutants.path)
+
+
+def test_state_of_another_shape_than_its_parameter() -> None:
+    mutants = Attack()
+    tree = copy.deepcopy(mutants.tree)
+    key = next(key for key in tree["tensors"] if key.endswith("weight/exp_avg"))
+    tree["tensors"][key]["shape"] = [1200]
     mutants.manifest.data = bytearray(signed(json.dumps(tree).encode()))
     assert not attempt(mutants.disk, mutants.path)
 

@@ -26,6 +26,11 @@ class Companions:
                 yield name, list(value) if isinstance(value, list | tuple) else [value]
 
 
+def state_of(companion: Any) -> Any:
+    """What is saved of it; a state that the caller has taken is saved as it is."""
+    return companion if isinstance(companion, Mapping) else companion.state_dict()
+
+
 def prepared(
     companions: Companions, saved: Mapping[str, Any], what: str, *, strict: bool
 ) -> Callable[[], None]:

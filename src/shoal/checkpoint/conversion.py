@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.assignment import Claim, assign
+from shoal.checkpoint.dtypes import CODES, dtype_name
 from shoal.checkpoint.filesystem import DISK, FileSystem, write_all
 from shoal.checkpoint.inspection import Progress
 from shoal.checkpoint.manifest import Manifest, SliceRecord, TensorRecord
@@ -34,6 +35,14 @@ def reshard(source: Source, target: Store, num_files: int, progress: Progress = 
     """
     if num_files < 1:
         raise ValueError(f"the number of files must be at least 1; got {num_files}")
+    unlock = target.lock()
+    try:
+        return _reshard(source, target, num_files, progress)
+    finally:
+        unlock()
+
+
+def _reshard(source: Source, target: Store, num_files: int, progress: Progress) -> Path:
     step = source.values.get("step")
     name = target.begin(step if isinstance(step, int) else None)
     claims = {
@@ -85,8 +94,9 @@ def export(
     Returns:
         The files.
     """
-    disk.make_folder(folder)
     keys = [key for key in source.tensors if key.startswith(PREFIX)]
+    _check_dtypes(source, keys)
+    disk.make_folder(folder)
     taken = [name for name in (SINGLE, INDEX) if name in disk.names(folder)]
     if taken:
         raise CheckpointError(f"there is a {taken[0]} in {folder} already: name another folder")
@@ -103,6 +113,17 @@ def export(
         write_all(disk, folder / INDEX, _index(names, files))
     disk.sync_folder(folder)
     return [folder / name for name in names]
+
+
+def _check_dtypes(source: Source, keys: Sequence[str]) -> None:
+    """Other readers would see bytes where there are numbers."""
+    for key in keys:
+        dtype = source.tensors[key].dtype
+        if dtype_name(dtype) not in CODES:
+            raise CheckpointError(
+                f"{key.removeprefix(PREFIX)} is of {dtype}, which safetensors does not know, so "
+                "the model cannot be exported: convert it in the model, and save that"
+            )
 
 
 def _file_name(number: int, count: int) -> str:

@@ -9,20 +9,21 @@ CODES: dict[str, str] = {
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+    "complex64": "C64", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
 }  # fmt: skip
-"""Those that every reader of safetensors knows; the rest are written as bytes."""
+"""Those that safetensors knows; the rest are written as bytes."""
 
-_ONLY_OURS = ("complex64", "complex128", "complex32", "float8_e4m3fnuz", "float8_e5m2fnuz")
+_ONLY_OURS = ("complex128", "complex32", "float8_e8m0fnu")
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in (*CODES, *_ONLY_OURS)}
 _BY_CODE = {code: _DTYPES[name] for name, code in CODES.items()}
 BYTES_CODE = "U8"
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype, what: str = "a tensor") -> str:
     """The name, if files can hold such numbers."""
     name = str(dtype).removeprefix("torch.")
     if name not in _DTYPES:
-        raise TypeError(f"tensors of {dtype} cannot be saved: convert them to another dtype")
+        raise TypeError(f"{what} is of {dtype}, which cannot be saved: convert it to another dtype")
     return name
 
 

@@ -7,14 +7,16 @@ that fills up, fails, or loses power at any moment.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import stat
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 Buffer = memoryview | bytes
+_MOST_REMOVERS = 4
 
 
 class Writing(Protocol):
@@ -83,9 +85,47 @@ class FileSystem:
         """Removes a file, or a link."""
         path.unlink()
 
+    def remove_files(self, paths: Sequence[Path]) -> None:
+        """Removes several, a few at a time: of a large one the system has many pages to let go."""
+        errors: list[OSError] = []
+
+        def remove(own: Sequence[Path]) -> None:
+            try:
+                for path in own:
+                    self.remove_file(path)
+            except OSError as error:
+                errors.append(error)
+
+        threads = [
+            threading.Thread(target=remove, args=(paths[first::_MOST_REMOVERS],), daemon=True)
+            for first in range(min(_MOST_REMOVERS, len(paths)))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
     def remove_folder(self, path: Path) -> None:
         """Removes an empty folder."""
         path.rmdir()
+
+    def lock(self, path: Path) -> Callable[[], None]:
+        """Locks a folder until the process ends; returns what gives the lock back.
+
+        Raises:
+            BlockingIOError: If somebody else has it.
+        """
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise
+        except OSError:
+            pass  # some network file systems have no locks
+        return lambda: _unlock(descriptor)
 
     # Looking ----------------------------------------------------------------------------
 
@@ -110,6 +150,14 @@ class FileSystem:
         except (FileNotFoundError, NotADirectoryError):
             return False
 
+    def absolute(self, path: Path) -> Path:
+        """A path that a change of the working folder does not change."""
+        return path.absolute()
+
+    def followed(self, path: Path) -> Path:
+        """Where a path leads, if it is a link or goes through some."""
+        return Path(os.path.realpath(path))
+
     def open(self, path: Path) -> Reading:
         """An existing file.
 
@@ -121,6 +169,13 @@ class FileSystem:
 
 DISK = FileSystem()
 """The disk of this machine."""
+
+
+def _unlock(descriptor: int) -> None:
+    """Said aloud: children of this process may have the file open as well."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 class _WrittenFile:
@@ -155,35 +210,35 @@ class _Flusher:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._unsynced = 0
-        self._work: Future[None] | None = None
-        self._pool: ThreadPoolExecutor | None = None
+        self._thread: threading.Thread | None = None
+        self._error: OSError | None = None
 
     def wrote(self, count: int) -> None:
         """Has the disk begin if there is enough, and it is not at work already."""
         self._unsynced += count
-        if self._unsynced < self._EARLY_BYTES or (self._work and not self._work.done()):
+        is_busy = self._thread is not None and self._thread.is_alive()
+        if self._unsynced < self._EARLY_BYTES or is_busy:
             return
-        self._finish()
-        self._pool = self._pool or ThreadPoolExecutor(1, "shoal-flush")
-        self._work, self._unsynced = self._pool.submit(os.fdatasync, self._descriptor), 0
+        self.stop()
+        self._thread = threading.Thread(target=self._flush, name="shoal-flush", daemon=True)
+        self._thread.start()
+        self._unsynced = 0
+
+    def _flush(self) -> None:
+        try:
+            os.fdatasync(self._descriptor)
+        except OSError as error:
+            self._error = error
 
     def stop(self, *, is_wanted: bool = True) -> None:
         """Waits for what it does; an error is raised if the file is wanted."""
-        try:
-            self._finish()
-        except OSError:
-            # The system tells of it once: whoever has heard it must pass it on.
-            if is_wanted:
-                raise
-        finally:
-            if self._pool is not None:
-                self._pool.shutdown()
-                self._pool = None
-
-    def _finish(self) -> None:
-        work, self._work = self._work, None
-        if work is not None:
-            work.result()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        error, self._error = self._error, None
+        # The system tells of it once: whoever has heard it must pass it on.
+        if error is not None and is_wanted:
+            raise error
 
 
 class _ReadFile:
@@ -249,10 +304,9 @@ def write_all(disk: FileSystem, path: Path, data: bytes) -> None:
 
 def remove_tree(disk: FileSystem, path: Path) -> None:
     """Removes a folder with all that is in it; links are removed, not followed."""
-    for name in disk.names(path):
-        inner = path / name
-        if disk.is_folder(inner):
-            remove_tree(disk, inner)
-        else:
-            disk.remove_file(inner)
+    inside = [path / name for name in disk.names(path)]
+    folders = [inner for inner in inside if disk.is_folder(inner)]
+    for folder in folders:
+        remove_tree(disk, folder)
+    disk.remove_files([inner for inner in inside if inner not in folders])
     disk.remove_folder(path)

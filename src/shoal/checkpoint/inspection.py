@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from shoal.checkpoint.checksums import CHUNK_BYTES, checksum
 from shoal.checkpoint.filesystem import DISK, FileSystem, Reading, opened
-from shoal.checkpoint.manifest import CHUNK_BYTES
 from shoal.checkpoint.source import Place, Source, naming, open_checkpoint, open_foreign
 from shoal.checkpoint.store import MANIFEST, Store
 from shoal.errors import CheckpointError, CorruptCheckpointError
@@ -19,6 +18,8 @@ Progress = Callable[[int], None]
 
 def open_any(path: Path, disk: FileSystem = DISK) -> Source:
     """A checkpoint, the latest of a folder of them, or safetensors files of others."""
+    if disk.is_folder(disk.followed(path)):  # whoever names a link wants it followed
+        path = disk.followed(path)
     if disk.is_file(path / MANIFEST):
         return open_checkpoint(disk, path)
     names = Store(path, disk).candidates()
@@ -59,7 +60,7 @@ def _verify_file(
             for chunk, data in enumerate(_pieces(file, place.begin, place.end, CHUNK_BYTES)):
                 digest.update(data)
                 progress(len(data))
-                if place.crc32 is not None and zlib.crc32(data) != place.crc32[chunk]:
+                if place.checksums is not None and checksum(data) != place.checksums[chunk]:
                     raise CorruptCheckpointError(str(path), "a checksum is wrong", key)
     if source.is_checked and digest.hexdigest() != record.sha256:
         raise CorruptCheckpointError(str(path), "its sha256 is wrong")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from shoal.checkpoint.agreement import together
 from shoal.checkpoint.companions import Companions
 from shoal.checkpoint.filesystem import DISK, FileSystem
 from shoal.checkpoint.in_memory import MemorySource
+from shoal.checkpoint.matching import Misfits
 from shoal.checkpoint.pending import finish_pending
 from shoal.checkpoint.source import Source, open_checkpoint, open_foreign
 from shoal.checkpoint.staging import Staging, Target
@@ -30,6 +30,9 @@ class Loaded(dict[str, Any]):
     Attributes:
         step: What was given to `save`.
         path: The checkpoint that was loaded.
+        missing: Names of the model that are not in the checkpoint; only with ``strict=False``.
+        unexpected: Names in the checkpoint that the model does not have; likewise.
+        misshapen: Names that have another shape in the checkpoint; likewise.
 
     Example:
         >>> extra = shoal.load("run", model, optimizer)
@@ -37,10 +40,19 @@ class Loaded(dict[str, Any]):
         (0.93, 2000)
     """
 
-    def __init__(self, extra: Mapping[str, Any], step: int | None, path: Path | None) -> None:
+    def __init__(
+        self,
+        extra: Mapping[str, Any],
+        step: int | None,
+        path: Path | None,
+        misfits: Misfits | None = None,
+    ) -> None:
         """See `load`."""
         super().__init__(extra)
         self.step, self.path = step, path
+        misfits = misfits or Misfits()
+        self.missing, self.unexpected = misfits.missing, misfits.unexpected
+        self.misshapen = list(misfits.misshapen)
 
 
 def load(
@@ -67,7 +79,8 @@ def load(
             files with an index; or a plain state_dict.
         model: Wrapped by any strategy, or a plain module.
         optimizer: Its optimizer, or a list of them.
-        strict: Whether everything must fit; if false, what fits is loaded.
+        strict: Whether everything must fit; if false, what fits is loaded, and what comes back
+            tells what did not.
         scheduler: What was saved as such; so are the next two.
         scaler: A gradient scaler.
         sampler: A `shoal.sampler`.
@@ -101,7 +114,9 @@ def load(
     )
     if isinstance(path, Mapping):
         return _load_from(lambda: MemorySource.of(path), target, ranks)
-    place = Path(os.path.realpath(path)) if filesystem is DISK else Path(path)
+    place = filesystem.followed(Path(path))
+    if not filesystem.is_folder(place):  # the name of a file tells what it is
+        place = filesystem.absolute(Path(path))
     found = together(ranks, lambda: _candidates(filesystem, place, target.rank), "looking")[0]
     return _load_first_good(filesystem, place, found, target, ranks, fallback=fallback)
 
@@ -172,7 +187,8 @@ def _load_from(open_source: Any, target: Target, ranks: Backend | None) -> Loade
     together(ranks, mine.apply_companions, "loading what goes with a model")
     mine.commit()
     step = mine.source.values.get("step")
-    return Loaded(mine.extra, step if isinstance(step, int) else None, mine.source.folder)
+    step = step if isinstance(step, int) else None
+    return Loaded(mine.extra, step, mine.source.folder, mine.misfits)
 
 
 def _warn(message: str) -> None:

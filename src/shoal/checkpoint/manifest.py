@@ -6,7 +6,6 @@ The first line is the sha256 of all that follows; together they are one JSON obj
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,8 @@ from typing import Any
 
 import torch
 
+from shoal.checkpoint import strict_json
+from shoal.checkpoint.checksums import CHUNK_BYTES, DIGITS, num_chunks
 from shoal.checkpoint.dtypes import dtype_called, dtype_name
 from shoal.checkpoint.strict_json import is_count, parse
 from shoal.sharding.extent import Extent
@@ -23,11 +24,8 @@ from shoal.sharding.split import Split
 
 FORMAT = "shoal checkpoint"
 VERSION = 1
-CHUNK_BYTES = 1 << 18
-"""How many bytes of a slice one checksum covers."""
-
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")
-_HEX_CRC = re.compile(r"(?:[0-9a-f]{8})*")
+_HEX = re.compile(r"[0-9a-f]*")
 _HEX_SHA = re.compile(r"[0-9a-f]{64}")
 _FIRST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
 
@@ -57,13 +55,13 @@ class SliceRecord:
         extent: Which elements.
         file: The number of the file.
         key: What they are called there.
-        crc32: A checksum for each `CHUNK_BYTES` of them.
+        checksums: One for each `CHUNK_BYTES` of them.
     """
 
     extent: Extent
     file: int
     key: str
-    crc32: tuple[int, ...]
+    checksums: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ class Manifest:
             "tensors": {key: _tensor_json(record) for key, record in self.tensors.items()},
             "values": self.values,
         }
-        return signed(json.dumps(content, allow_nan=False).encode())
+        return signed(strict_json.encode(content))
 
     @classmethod
     def parse(cls, data: bytes) -> Manifest:
@@ -155,11 +153,6 @@ def checked(data: bytes) -> bytes:
     return b"{" + rest
 
 
-def num_chunks(num_bytes: int) -> int:
-    """How many checksums a slice has."""
-    return -(-num_bytes // CHUNK_BYTES)
-
-
 # To JSON ------------------------------------------------------------------------------------
 
 
@@ -186,7 +179,7 @@ def slice_json(record: SliceRecord) -> dict[str, Any]:
         "file": record.file,
         "key": record.key,
         "elements": [record.extent.start, record.extent.stop],
-        "crc32": "".join(f"{crc:08x}" for crc in record.crc32),
+        "checksums": "".join(f"{each:0{DIGITS}x}" for each in record.checksums),
     }
     if record.extent.split is not None:
         about["split"] = split_json(record.extent.split)
@@ -220,21 +213,17 @@ def _parse_file(about: Any) -> FileRecord:
     sha256 = about.get("sha256")
     if not isinstance(sha256, str) or not _HEX_SHA.fullmatch(sha256):
         raise ValueError(f"file {name} has no proper sha256")
-    return FileRecord(name, num_bytes, sha256, _single_crc(name, about.get("header_crc32")))
-
-
-def _single_crc(name: str, text: Any) -> int:
-    crcs = parse_crcs(text)
-    if len(crcs) != 1:
+    crc = about.get("header_crc32")
+    if not isinstance(crc, str) or len(crc) != 8 or not _HEX.fullmatch(crc):
         raise ValueError(f"file {name} has no proper header_crc32")
-    return crcs[0]
+    return FileRecord(name, num_bytes, sha256, int(crc, 16))
 
 
-def parse_crcs(text: Any) -> tuple[int, ...]:
-    """Checksums, eight hexadecimal digits each."""
-    if not isinstance(text, str) or not _HEX_CRC.fullmatch(text):
+def parse_checksums(text: Any) -> tuple[int, ...]:
+    """A number of hexadecimal digits for each."""
+    if not isinstance(text, str) or not _HEX.fullmatch(text) or len(text) % DIGITS:
         raise ValueError("checksums must be hexadecimal")
-    return tuple(int(text[place : place + 8], 16) for place in range(0, len(text), 8))
+    return tuple(int(text[place : place + DIGITS], 16) for place in range(0, len(text), DIGITS))
 
 
 def _parse_tensor(key: str, about: Any, num_files: int) -> TensorRecord:
@@ -286,10 +275,10 @@ def _parse_slice(about: Any, shape: torch.Size, dtype: torch.dtype, num_files: i
         raise ValueError("a slice has no proper file and key")
     split = None if "split" not in about else parse_split(about["split"], shape)
     extent = parse_extent(about.get("elements"), shape, split)
-    crcs = parse_crcs(about.get("crc32"))
-    if len(crcs) != num_chunks(extent.num_elements * dtype.itemsize):
-        raise ValueError(f"a slice of {extent.num_elements} elements has {len(crcs)} checksums")
-    return SliceRecord(extent, file, key, crcs)
+    found = parse_checksums(about.get("checksums"))
+    if len(found) != num_chunks(extent.num_elements * dtype.itemsize):
+        raise ValueError(f"a slice of {extent.num_elements} elements has {len(found)} checksums")
+    return SliceRecord(extent, file, key, found)
 
 
 def parse_extent(elements: Any, shape: torch.Size, split: Split | None) -> Extent:

@@ -61,23 +61,59 @@ def match(
     return result
 
 
-def check(
-    matches: Sequence[Match],
-    stored: Iterable[str],
-    stored_ties: Mapping[str, str],
-    what: str,
-) -> None:
-    """Raises if anything does not fit, on any rank.
+@dataclass(frozen=True)
+class Misfits:
+    """What a checkpoint and a model do not have in common.
+
+    Attributes:
+        missing: Names that only the model has.
+        unexpected: Names that only the checkpoint has.
+        misshapen: Names with the shape in the checkpoint and the one in the model.
+        has_anything: Whether anything fits at all.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    misshapen: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
+    has_anything: bool = True
+
+    def check(self, what: str, *, strict: bool) -> None:
+        """Raises if there are any; without ``strict`` only if nothing fits."""
+        lines = self._lines()
+        if lines and strict:
+            lines[-1] += ". Pass strict=False to load what fits."
+        elif self.has_anything:
+            return
+        raise CheckpointMismatchError(f"{what} does not fit the model. " + "; ".join(lines))
+
+    def _lines(self) -> list[str]:
+        lines = []
+        if self.missing:
+            lines.append(f"missing in the checkpoint: {_listed(self.missing)}")
+        if self.unexpected:
+            lines.append(f"not in the model: {_listed(self.unexpected)}")
+        if self.misshapen:
+            texts = [
+                f"{name} ({tuple(old)} in the checkpoint, {tuple(new)} in the model)"
+                for name, (old, new) in self.misshapen.items()
+            ]
+            lines.append(f"of another shape: {_listed(texts)}")
+        return lines
+
+
+def compare(
+    matches: Sequence[Match], stored: Iterable[str], stored_ties: Mapping[str, str]
+) -> Misfits:
+    """What does not fit on any rank.
 
     Args:
         matches: Of all ranks: a rank of a pipeline knows a part of the names only.
         stored: The checkpoint's keys.
         stored_ties: The checkpoint's further names, each with the first.
-        what: Where it was read from.
     """
     known = {name for each in matches for name in each.known}
-    used = {key for each in matches for key in each.keys.values()}
-    used |= {PREFIX + name for each in matches for name, _, _ in each.misshapen}
+    found = {key for each in matches for key in each.keys.values()}
+    used = found | {PREFIX + name for each in matches for name, _, _ in each.misshapen}
     # A tensor that the model has under another name is no surprise.
     known |= {first for alias, first in stored_ties.items() if alias in known}
     unexpected = [
@@ -87,23 +123,7 @@ def check(
     ]
     missing = dict.fromkeys(name for each in matches for name in each.missing)
     misshapen = {name: (old, new) for each in matches for name, old, new in each.misshapen}
-    lines = []
-    if missing:
-        lines.append(f"missing in the checkpoint: {_listed(list(missing))}")
-    if unexpected:
-        lines.append(f"not in the model: {_listed(unexpected)}")
-    if misshapen:
-        texts = [
-            f"{name} ({tuple(old)} in the checkpoint, {tuple(new)} in the model)"
-            for name, (old, new) in misshapen.items()
-        ]
-        lines.append(f"of another shape: {_listed(texts)}")
-    if lines:
-        raise CheckpointMismatchError(
-            f"{what} does not fit the model. "
-            + "; ".join(lines)
-            + ". Pass strict=False to load what fits."
-        )
+    return Misfits(list(missing), unexpected, misshapen, bool(found) or not known)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from shoal.checkpoint.manifest import (
     Manifest,
     SliceRecord,
     TensorRecord,
-    parse_crcs,
+    parse_checksums,
     parse_extent,
     parse_shape,
     parse_split,
@@ -102,7 +102,7 @@ def merge(
 def _slice(content: Mapping[str, Any], number: int, shape: torch.Size) -> SliceRecord:
     split = None if "split" not in content else parse_split(content["split"], shape)
     extent = parse_extent(content["elements"], shape, split)
-    return SliceRecord(extent, number, content["key"], parse_crcs(content["crc32"]))
+    return SliceRecord(extent, number, content["key"], parse_checksums(content["checksums"]))
 
 
 def merge_values(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

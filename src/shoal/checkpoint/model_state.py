@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shoal.comm import Backend
 from shoal.comm.world import find_current
+from shoal.errors import CheckpointMismatchError
 from shoal.sharding.extent import Extent
 from shoal.sharding.holding import Held
 from shoal.strategies import ShardedModel
@@ -45,6 +46,18 @@ def held_parameters(model: nn.Module) -> Iterator[Held]:
         if not memory.is_contiguous():  # read only; what is loaded is copied in another way
             memory = memory.contiguous()
         yield Held(name, Extent.whole(parameter.shape), memory.reshape(-1))
+
+
+def check_has_memory(model: nn.Module) -> None:
+    """Raises for a plain module on the meta device, where nothing can be put."""
+    if isinstance(model, ShardedModel):
+        return
+    for name, tensor in [*model.named_parameters(), *buffers(model).items()]:
+        if tensor.is_meta:
+            raise CheckpointMismatchError(
+                f"{name} is on the meta device and has no memory to load into: call "
+                'model.to_empty(device="cpu") first, or wrap the model with as_distributed'
+            )
 
 
 @contextlib.contextmanager

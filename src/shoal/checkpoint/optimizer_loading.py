@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,16 +27,19 @@ class OptimizerLoading:
         saved: What its manifest says of this optimizer.
         number: Which of the checkpoint's optimizers it is.
         strict: Whether it must be of the same class.
+        ties: From a name here to the one in the checkpoint, where they differ.
+        new: Names of parameters that are not those of the checkpoint: they keep their state.
     """
 
     source: Source
     saved: Mapping[str, Any]
     number: int
     strict: bool
+    ties: Mapping[str, str] = field(default_factory=dict)
+    new: Collection[str] = ()
 
-    def receive(self, optimizer: Optimizer, model: nn.Module, ties: Mapping[str, str]) -> Reception:
-        """Makes room for the state; ``ties`` lead from a name here to the one in the checkpoint."""
-        self._ties = ties
+    def receive(self, optimizer: Optimizer, model: nn.Module) -> Reception:
+        """Makes room for the state."""
         self._check_class(optimizer)
         groups = optimizer_state.held_groups(optimizer, model)
         known = {name for group in self.saved["groups"] for name in group["parameters"]}
@@ -45,13 +48,13 @@ class OptimizerLoading:
             name: self._full_state(name, tensors, _dtype_of(model, name))
             for names, _ in groups
             for name in names
-            if self._saved_name(name) in known
+            if self._saved_name(name) in known and name not in self.new
         }
         options = [self._options(place, names, own) for place, (names, own) in enumerate(groups)]
         return optimizer_state.receive(optimizer, model, states, options)
 
     def _saved_name(self, name: str) -> str:
-        return self._ties.get(name, name)
+        return self.ties.get(name, name)
 
     def key(self, name: str, state_key: str) -> str:
         """Where the files have what each element of a parameter has."""

@@ -6,19 +6,26 @@ between the training's own collectives, in another order on each rank. So ranks 
 the unfinished checkpoint's folder, and the first rank's thread finishes it when all are there. The
 training learns of it at the next call of `save` or `load`, or in `wait`: there the ranks meet, wait
 for their own threads, and raise together if any has failed.
+
+A process that ends without that waits for its thread, and says so if the save was lost. Pools of
+threads refuse work by then, so nothing that a save does may use one.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
+import contextlib
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.checkpoint import strict_json
 from shoal.checkpoint.agreement import together
+from shoal.checkpoint.arena import Arena
 from shoal.checkpoint.filesystem import read_all, write_all
 from shoal.checkpoint.manifest import checked, signed
 from shoal.checkpoint.strict_json import parse
@@ -30,7 +37,7 @@ if TYPE_CHECKING:
 
 _MOST_RECEIPT_BYTES = 1 << 30
 _LOOK_AGAIN_S = 0.02
-_PATIENCE_AT_EXIT_S = 20.0
+_PATIENCE_AT_EXIT_S = 30.0
 
 
 class PendingSave:
@@ -68,34 +75,34 @@ class PendingSave:
         return f"<PendingSave {self.path}{'' if self.is_agreed else ', not agreed on yet'}>"
 
 
-_pending: weakref.WeakKeyDictionary[Backend, PendingSave] = weakref.WeakKeyDictionary()
-_pending_alone: dict[int, PendingSave] = {}
-"""Of processes, or threads of one, that have no world."""
+_pending: weakref.WeakKeyDictionary[object, PendingSave] = weakref.WeakKeyDictionary()
+_copies: weakref.WeakKeyDictionary[object, Arena] = weakref.WeakKeyDictionary()
+"""What the last save has copied into, for the next: memory that is new takes longer to fill."""
+
+
+def _caller(ranks: Backend | None) -> object:
+    """Who saves one at a time: a rank, or a thread that has no world."""
+    return threading.current_thread() if ranks is None else ranks
 
 
 def finish_pending(ranks: Backend | None) -> None:
     """Waits for the save that goes on in the background, if there is one; all ranks call it."""
-    if ranks is None:
-        pending = _pending_alone.pop(threading.get_ident(), None)
-    else:
-        pending = _pending.pop(ranks, None)
+    pending = _pending.pop(_caller(ranks), None)
     if pending is not None:
         pending.wait()
 
 
 def start(plan: Plan) -> PendingSave:
     """Copies what there is to write, and writes it in the background."""
-    try:
-        together(plan.ranks, plan.copy, plan.doing)
-    except Exception:
-        plan.discard()
-        raise
+    caller = _caller(plan.ranks)
+
+    def copy() -> None:
+        _copies[caller] = plan.copy(_copies.pop(caller, None))
+
+    with plan.discarding():
+        together(plan.ranks, copy, plan.doing)
     background = _Background(plan)
-    pending = PendingSave(plan.path, background.finish)
-    if plan.ranks is None:
-        _pending_alone[threading.get_ident()] = pending
-    else:
-        _pending[plan.ranks] = pending
+    pending = _pending[caller] = PendingSave(plan.path, background.finish)
     return pending
 
 
@@ -107,9 +114,9 @@ class _Background:
         self._receipt: Any = None
         self._error: Exception | None = None
         self._has_written, self._is_cancelled = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._work, name="shoal-save", daemon=True)
-        self._thread.start()
         atexit.register(self._at_exit)
+        self._thread = threading.Thread(target=self._work, name="shoal-save", daemon=False)
+        self._thread.start()
 
     def _work(self) -> None:
         try:
@@ -118,7 +125,8 @@ class _Background:
                 self._leave_receipt()
         except Exception as error:
             self._error = error
-        self._plan.outgoing = ()  # the copies are not needed any more
+            self._leave_word(error)
+        self._plan.outgoing = ()
         self._has_written.set()
         if self._plan.rank == 0 and self._error is None:
             try:
@@ -133,15 +141,23 @@ class _Background:
         """Written aside and renamed, so that nobody reads half of it."""
         disk, path = self._plan.store.disk, self._path(self._plan.rank)
         try:
-            write_all(disk, path.with_suffix(".new"), signed(json.dumps(self._receipt).encode()))
+            write_all(disk, path.with_suffix(".new"), signed(strict_json.encode(self._receipt)))
             disk.rename(path.with_suffix(".new"), path)
         except OSError as error:
             raise CheckpointError(f"cannot write {path}: {error}") from error
+
+    def _leave_word(self, error: Exception) -> None:
+        """So that the first rank does not wait for what will not come."""
+        if self._plan.rank != 0:
+            self._receipt = {"failed": f"{type(error).__name__}: {error}"}
+            with contextlib.suppress(Exception):  # whatever has failed may fail again
+                self._leave_receipt()
 
     def _commit_when_all_have_written(self) -> None:
         receipts = [self._wait_for_receipt(rank) for rank in range(self._plan.size)]
         if all(receipt is not None for receipt in receipts):
             self._plan.commit(receipts)
+            self._plan.unlock()
 
     def _wait_for_receipt(self, rank: int) -> Any:
         """None if it is not wanted any more."""
@@ -151,28 +167,32 @@ class _Background:
                 self._plan.store.disk.remove_file(self._path(0))
             return receipt
         disk, path = self._plan.store.disk, self._path(rank)
+        patience = _Patience(lambda: self._plan.num_bytes_of(rank))
         while not disk.is_file(path):
             if self._is_cancelled.wait(_LOOK_AGAIN_S):
                 return None
+            if not threading.main_thread().is_alive() and patience.is_over():
+                raise CheckpointError(f"rank {rank} has not written its part of {self._plan.path}")
         receipt = parse(checked(read_all(disk, path, _MOST_RECEIPT_BYTES)))
         disk.remove_file(path)  # it is no part of the checkpoint
+        if "failed" in receipt:
+            raise CheckpointError(f"{self._plan.doing} failed on rank {rank}: {receipt['failed']}")
         return receipt
 
     def finish(self) -> None:
         """With all ranks: waits for the end, and agrees on it."""
         plan = self._plan
-        try:
-            if plan.ranks is not None:
-                plan.ranks.barrier()  # all have started: whoever waits now waits for something
-            together(plan.ranks, self._own_part, plan.doing)
-            together(plan.ranks, self._end, plan.doing)
-        except BaseException:
-            self._is_cancelled.set()
-            self._thread.join()
-            plan.discard()
-            raise
-        finally:
-            atexit.unregister(self._at_exit)
+        atexit.unregister(self._at_exit)
+        with plan.discarding():
+            try:
+                if plan.ranks is not None:
+                    plan.ranks.barrier()  # all have started: whoever waits now waits for something
+                together(plan.ranks, self._own_part, plan.doing)
+                together(plan.ranks, self._end, plan.doing)
+            except BaseException:
+                self._is_cancelled.set()
+                self._thread.join()
+                raise
 
     def _own_part(self) -> None:
         self._has_written.wait()
@@ -185,7 +205,21 @@ class _Background:
             raise self._error
 
     def _at_exit(self) -> None:
-        """A process that ends without waiting still gives its save some time."""
-        self._thread.join(_PATIENCE_AT_EXIT_S)
-        self._is_cancelled.set()
-        self._thread.join(1.0)
+        """The thread has ended, and nobody has asked how."""
+        if self._error is not None:
+            print(f"shoal: {self._plan.path} was not saved: {self._error}", file=sys.stderr)
+
+
+class _Patience:
+    """Over when something has stayed the same for too long."""
+
+    def __init__(self, look: Callable[[], object]) -> None:
+        self._look = look
+        self._seen: object = None
+        self._since = 0.0
+
+    def is_over(self) -> bool:
+        seen, now = self._look(), time.monotonic()
+        if seen != self._seen or not self._since:
+            self._seen, self._since = seen, now
+        return now - self._since > _PATIENCE_AT_EXIT_S

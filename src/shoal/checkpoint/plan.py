@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from shoal.checkpoint import merging
 from shoal.checkpoint.agreement import together
+from shoal.checkpoint.arena import Arena
 from shoal.checkpoint.assignment import Claims, assign
+from shoal.checkpoint.filesystem import opened
 from shoal.checkpoint.merging import Receipt
 from shoal.checkpoint.pending import PendingSave
 from shoal.checkpoint.snapshot import Snapshot
@@ -47,6 +50,7 @@ class Plan:
     values: Mapping[str, Any] = field(default_factory=dict)
     claims: Sequence[Claims] = ()
     outgoing: Sequence[Outgoing] = ()
+    _unlock: Callable[[], None] | None = None
 
     @property
     def rank(self) -> int:
@@ -70,40 +74,64 @@ class Plan:
         def action() -> list[Any]:
             mine.append(take())
             claims = {key: held.claim() for key, held in mine[0].tensors.items()}
-            name = self.store.begin(self.step) if self.rank == 0 else ""
-            return [name, merging.claims_json(claims)]
+            if self.rank == 0:
+                self._unlock = self.store.lock()
+                self.name = self.store.begin(self.step)
+            return [self.name, merging.claims_json(claims)]
 
-        answers = together(self.ranks, action, self.doing)
-        self.name = answers[0][0]
-        self.claims = [merging.parse_claims(content) for _, content in answers]
-        self.outgoing = mine[0].outgoing(assign(self.claims)[self.rank])
-        self.values = mine[0].values
+        with self.discarding():
+            answers = together(self.ranks, action, self.doing)
+            self.name = answers[0][0]
+            self.claims = [merging.parse_claims(content) for _, content in answers]
+            self.outgoing = mine[0].outgoing(assign(self.claims)[self.rank])
+            self.values = mine[0].values
 
     def complete(self) -> PendingSave:
         """Writes and commits, with all ranks at once."""
-        try:
+        with self.discarding():
             receipts = together(self.ranks, self.write, self.doing)
             together(self.ranks, lambda: self.commit(receipts), self.doing)
-        except Exception:
-            self.discard()
-            raise
+        self.unlock()
         return PendingSave(self.path)
+
+    @contextmanager
+    def discarding(self) -> Iterator[None]:
+        """If anything goes wrong inside, what there is of the checkpoint is removed."""
+        try:
+            yield
+        except BaseException:
+            if self.rank == 0 and self.name:
+                self.store.discard(self.name)
+            self.unlock()
+            raise
+
+    def unlock(self) -> None:
+        """Lets others save to the folder; twice is fine."""
+        unlock, self._unlock = self._unlock, None
+        if unlock is not None:
+            unlock()
 
     @property
     def path(self) -> Path:
         """Where the checkpoint will be."""
         return self.store.root / self.name
 
-    def copy(self) -> None:
-        """Copies what this rank writes, so that training can go on changing it."""
+    def copy(self, old: Arena | None = None) -> Arena:
+        """Copies what this rank writes, so that training can go on changing it.
+
+        Args:
+            old: What an earlier save has copied into.
+        """
+        pieces = ((each.dtype, each.extent.num_elements) for each in self.outgoing)
+        arena = Arena(pieces, old)
         self.outgoing = [
-            replace(each, parts=_fixed([_copied(part) for part in each.parts()]))
-            for each in self.outgoing
+            replace(each, parts=_fixed([_copied(each, arena)])) for each in self.outgoing
         ]
+        return arena
 
     def write(self) -> Receipt:
         """Writes this rank's file; no communication."""
-        draft, name = self.store.draft(self.name), f"data-{self.rank:05d}.safetensors"
+        draft, name = self.store.draft(self.name), _file_name(self.rank)
         try:
             written = write_file(
                 self.store.disk, draft, name, self.outgoing, metadata={"format": "pt"}
@@ -117,6 +145,14 @@ class Plan:
             raise CheckpointError(f"cannot write {draft / name}: {error}") from error
         return merging.receipt(written, self.values)
 
+    def num_bytes_of(self, rank: int) -> int | None:
+        """How much a rank has written by now."""
+        try:
+            with opened(self.store.disk, self.store.draft(self.name) / _file_name(rank)) as file:
+                return file.num_bytes
+        except OSError:
+            return None
+
     def commit(self, receipts: Sequence[Receipt]) -> None:
         """On the first rank, once all files are safe: makes the checkpoint one that is found."""
         if self.rank != 0:
@@ -129,15 +165,20 @@ class Plan:
         if self.keep is not None:
             self.store.prune(self.keep)
 
-    def discard(self) -> None:
-        """On the first rank: removes what there is of it, unless it was finished."""
-        if self.rank == 0 and self.name:
-            self.store.discard(self.name)
+
+def _file_name(rank: int) -> str:
+    return f"data-{rank:05d}.safetensors"
 
 
-def _copied(part: Tensor) -> Tensor:
+@torch.no_grad()
+def _copied(outgoing: Outgoing, arena: Arena) -> Tensor:
     # A GPU's memory is copied to the host at once; waiting for that is all that training does.
-    return part.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    copied = arena.take(outgoing.dtype, outgoing.extent.num_elements)
+    place = 0
+    for part in outgoing.parts():
+        copied[place : place + len(part)].copy_(part)
+        place += len(part)
+    return copied
 
 
 def _fixed(parts: list[Tensor]) -> Callable[[], Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -21,8 +20,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from shoal.checkpoint.checksums import CHUNK_BYTES, checksum
 from shoal.checkpoint.filesystem import FileSystem, Reading
-from shoal.checkpoint.manifest import CHUNK_BYTES
 from shoal.checkpoint.source import Place, Source
 from shoal.errors import CorruptCheckpointError
 from shoal.sharding.extent import Extent, Indices, overlap
@@ -62,7 +61,7 @@ class _Chunk:
     path: Path
     begin: int
     length: int
-    crc32: int | None
+    checksum: int | None
     parts: list[_Part] = field(default_factory=list)
 
     def read(self, file: Reading, scratch: memoryview) -> None:
@@ -73,7 +72,7 @@ class _Chunk:
             raise self._error(f"cannot be read: {error}") from error
         if count != self.length:
             raise self._error("it ends early")
-        if self.crc32 is not None and zlib.crc32(target) != self.crc32:
+        if self.checksum is not None and checksum(target) != self.checksum:
             raise self._error(
                 f"the checksum of bytes {self.begin} to {self.begin + self.length} is wrong"
             )
@@ -227,8 +226,8 @@ def _chunk(chunks: dict[int, _Chunk], number: int, tensor: str, place: Place) ->
     if found is None:
         begin = place.begin + number * CHUNK_BYTES
         length = min(CHUNK_BYTES, place.end - begin)
-        crc32 = None if place.crc32 is None else place.crc32[number]
-        found = chunks[number] = _Chunk(tensor, place.path, begin, length, crc32)
+        expected = None if place.checksums is None else place.checksums[number]
+        found = chunks[number] = _Chunk(tensor, place.path, begin, length, expected)
     return found
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import operator
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from shoal.checkpoint.companions import Companions
 from shoal.checkpoint.filesystem import DISK, FileSystem
 from shoal.checkpoint.pending import PendingSave, finish_pending, start
 from shoal.checkpoint.plan import Plan
-from shoal.checkpoint.store import Store
+from shoal.checkpoint.store import MOST_STEP, Store
 from shoal.comm import Backend
 from shoal.strategies import ShardedModel
 
@@ -52,7 +53,8 @@ def save(
         optimizer: Its optimizer, or a list of them.
         step: A number to find the checkpoint by.
         extra: Whatever else: numbers, texts, lists, dicts and tensors. Rank 0's counts.
-        scheduler: A learning-rate scheduler, or a list; anything with a ``state_dict()``.
+        scheduler: A learning-rate scheduler, or a list; anything with a ``state_dict()``, or such a
+            state.
         scaler: A gradient scaler.
         sampler: A `shoal.sampler`.
         keep: How many checkpoints stay in the folder; all by default.
@@ -71,10 +73,12 @@ def save(
         >>> shoal.save("run", model, optimizer, step=step, sampler=sampler, keep=3)
         >>> extra = shoal.load("run", model, optimizer, sampler=sampler)
     """
-    _check(step, keep)
+    step, keep = _checked(step, keep)
+    if extra is not None and not isinstance(extra, Mapping):
+        raise TypeError(f"extra must be a dict; got a {type(extra).__name__}")
     ranks = model_state.ranks_of(model)
     finish_pending(ranks)
-    store = Store(Path(path), filesystem)
+    store = Store(filesystem.absolute(Path(path)), filesystem)
     companions = Companions(scheduler, scaler, sampler)
     optimizers = optimizer_state.as_list(optimizer)
     plan = Plan(store, ranks, step, keep, _written_by(model, ranks))
@@ -82,11 +86,22 @@ def save(
     return plan.complete() if wait else start(plan)
 
 
-def _check(step: int | None, keep: int | None) -> None:
-    if step is not None and step < 0:
-        raise ValueError(f"step must be a number from 0; got {step!r}")
+def _checked(step: Any, keep: Any) -> tuple[int | None, int | None]:
+    """Both as plain integers: the step is part of a name that loaders must find again."""
+    step = None if step is None else _integer("step", step)
+    keep = None if keep is None else _integer("keep", keep)
+    if step is not None and not 0 <= step <= MOST_STEP:
+        raise ValueError(f"step must be a number from 0 to {MOST_STEP}; got {step}")
     if keep is not None and keep < 1:
         raise ValueError(f"keep must be at least 1; got {keep}")
+    return step, keep
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer; got {value!r}") from None
 
 
 def _written_by(model: nn.Module, ranks: Backend | None) -> dict[str, Any]:

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 
 from shoal.checkpoint import model_state, optimizer_state, random_states, values
 from shoal.checkpoint.assignment import Claim
-from shoal.checkpoint.companions import Companions
-from shoal.checkpoint.dtypes import dtype_name
+from shoal.checkpoint.companions import Companions, state_of
 from shoal.checkpoint.writing import Outgoing
 from shoal.sharding.extent import Extent
 
@@ -65,7 +64,7 @@ class Snapshot:
 
     def add(self, key: str, extent: Extent, memory: Tensor, *, is_divisible: bool) -> None:
         """Takes note of elements of a tensor."""
-        dtype_name(memory.dtype)  # an error now, and not on the way
+        values.checked_dtype(memory, key)  # an error now, and not on the way
         known = self.tensors.get(key)
         if known is None:
             known = self.tensors[key] = HeldTensor(memory.dtype, extent.shape, [], is_divisible)
@@ -73,12 +72,21 @@ class Snapshot:
 
     def add_whole(self, key: str, tensor: Tensor) -> None:
         """Takes note of a whole tensor, of which the first rank's values count."""
+        values.checked_dtype(tensor, key)
         flat = tensor.detach().reshape(-1)
         self.add(key, Extent.whole(tensor.shape), flat, is_divisible=False)
 
     def encode(self, value: Any, path: str) -> Any:
         """A plain value as JSON; tensors inside are taken note of."""
-        return values.encode(value, path, self.add_whole)
+        return values.encode(value, path, self._add_inner)
+
+    def _add_inner(self, path: str, tensor: Tensor) -> str:
+        """Keys with a slash in them make equal paths of different tensors: "a/b", "a" and "b"."""
+        key = path
+        while key in self.tensors:
+            key += "'"
+        self.add_whole(key, tensor)
+        return key
 
     def finish(self) -> None:
         """Puts the pieces of each tensor in order."""
@@ -113,10 +121,12 @@ def take(
         _add_optimizer(snapshot, number, optimizer, model)
         for number, optimizer in enumerate(optimizers)
     ]
+    # The first rank's count; others' are refused for the same reasons, and may differ.
+    of_run = snapshot if rank == 0 else Snapshot()
     for name, objects in companions.items():
-        states = [each.state_dict() for each in objects]
-        snapshot.values[name] = snapshot.encode(states, name)
-    snapshot.values["extra"] = snapshot.encode(dict(extra), "extra")
+        states = [state_of(each) for each in objects]
+        of_run.values[name] = of_run.encode(states, name)
+    of_run.values["extra"] = of_run.encode(dict(extra), "extra")
     snapshot.values["random"] = snapshot.encode(random_states.capture(), f"random/{rank}")
     snapshot.finish()
     return snapshot

@@ -36,7 +36,7 @@ class Place:
     path: Path
     begin: int
     end: int
-    crc32: tuple[int, ...] | None
+    checksums: tuple[int, ...] | None
 
 
 @dataclass
@@ -64,7 +64,8 @@ class Source:
 
     def path(self, number: int) -> Path:
         """Of a file."""
-        return self.folder / self.files[number].name
+        path = self.folder / self.files[number].name
+        return path if self.is_checked else self.disk.followed(path)
 
     def place(self, tensor: str, part: SliceRecord) -> Place:
         """Where a slice of a tensor lies.
@@ -86,7 +87,8 @@ class Source:
                 f"{dtype} are expected",
                 tensor,
             )
-        return Place(path, entry.begin, entry.end, part.crc32 if self.is_checked else None)
+        checksums = part.checksums if self.is_checked else None
+        return Place(path, entry.begin, entry.end, checksums)
 
     def _read_header(self, number: int) -> dict[str, Entry]:
         record, path = self.files[number], self.path(number)
@@ -158,7 +160,7 @@ def open_safetensors(disk: FileSystem, path: Path) -> Source:
 def open_index(disk: FileSystem, path: Path) -> Source:
     """Several safetensors files with an index, as Hugging Face writes large models."""
     with naming(path):
-        content = parse(read_all(disk, path, _MOST_INDEX_BYTES))
+        content = parse(read_all(disk, disk.followed(path), _MOST_INDEX_BYTES))
         weights = content.get("weight_map") if isinstance(content, dict) else None
         if not isinstance(weights, dict):
             raise ValueError("it has no weight_map")
@@ -180,7 +182,7 @@ def _foreign(
     headers: dict[int, dict[str, Entry]] = {}
     tensors: dict[str, TensorRecord] = {}
     for number, name in enumerate(names):
-        with naming(folder / name), opened(disk, folder / name) as file:
+        with naming(folder / name), opened(disk, disk.followed(folder / name)) as file:
             head = read_header(file, file.num_bytes)
             headers[number] = header.decode(head, file.num_bytes)
             files.append(FileRecord(name, file.num_bytes, "", zlib.crc32(head)))
@@ -200,19 +202,30 @@ def _records(entries: Mapping[str, Entry], number: int) -> Iterator[tuple[str, T
 
 
 def open_foreign(disk: FileSystem, path: Path) -> Source | None:
-    """What others have written at a path, if it is something that can be read."""
-    if path.suffix in (".pt", ".pth", ".bin", ".ckpt", ".pkl") and disk.is_file(path):
+    """What others have written at a path, if it is something that can be read.
+
+    Links are followed: the cache of Hugging Face consists of them.
+    """
+    if path.name.endswith(".index.json"):
+        return open_index(disk, path)
+    if path.suffix == ".safetensors" and not disk.is_folder(disk.followed(path)):
+        return open_safetensors(disk, path)
+    if disk.is_file(disk.followed(path / INDEX)):
+        return open_index(disk, path / INDEX)
+    if disk.is_file(disk.followed(path / SINGLE)):
+        return open_safetensors(disk, path / SINGLE)
+    if disk.is_file(disk.followed(path)):
+        _refuse_pickle(disk, path)
+    return None
+
+
+def _refuse_pickle(disk: FileSystem, path: Path) -> None:
+    begin = bytearray(2)
+    with naming(path), opened(disk, disk.followed(path)) as file:
+        file.read_into(0, memoryview(begin))
+    if bytes(begin) == b"PK" or begin[:1] == b"\x80":  # torch.save, now and formerly
         raise CheckpointError(
             f"{path} is a pickle, and reading one can run any code. If you trust it, read it "
             "yourself and pass the state_dict: "
             f'shoal.load(torch.load("{path}", weights_only=True), model)'
         )
-    if path.name.endswith(".index.json") and disk.is_file(path):
-        return open_index(disk, path)
-    if path.suffix == ".safetensors" and not disk.is_folder(path):
-        return open_safetensors(disk, path)
-    if disk.is_file(path / INDEX):
-        return open_index(disk, path / INDEX)
-    if disk.is_file(path / SINGLE):
-        return open_safetensors(disk, path / SINGLE)
-    return None

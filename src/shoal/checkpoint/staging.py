@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from shoal.checkpoint import matching, model_state, random_states, values
 from shoal.checkpoint.companions import Companions, prepared
 from shoal.checkpoint.in_memory import MemorySource
-from shoal.checkpoint.matching import Match
+from shoal.checkpoint.matching import Match, Misfits
 from shoal.checkpoint.optimizer_loading import OptimizerLoading
 from shoal.checkpoint.reading import Wanted, read, read_tensors
 from shoal.checkpoint.source import Source
@@ -57,6 +57,7 @@ class Staging:
     source: Source
     target: Target
     match: Match = field(default_factory=Match)
+    misfits: Misfits = field(default_factory=Misfits)
     extra: dict[str, Any] = field(default_factory=dict)
     _commits: list[Callable[[], None]] = field(default_factory=list)
     _parameter_commits: list[Callable[[], None]] = field(default_factory=list)
@@ -65,6 +66,7 @@ class Staging:
     def resolve(self) -> list[Any]:
         """Finds the model's names; returns what the other ranks need to know of it."""
         model = self.target.model
+        model_state.check_has_memory(model)
         module = model_state.plain_module(model)
         shapes = {held.name: held.extent.shape for held in model_state.held_parameters(model)}
         shapes |= {name: buffer.shape for name, buffer in model_state.buffers(model).items()}
@@ -84,9 +86,8 @@ class Staging:
     def check(self, everybodys: Sequence[Sequence[Any]]) -> None:
         """Raises if what all ranks have found does not fit the checkpoint."""
         matches = [Match(*found) for found in everybodys]
-        if self.target.strict:
-            what = str(self.source.folder)
-            matching.check(matches, self.source.tensors, self.ties, what)
+        self.misfits = matching.compare(matches, self.source.tensors, self.ties)
+        self.misfits.check(str(self.source.folder), strict=self.target.strict)
 
     def read(self) -> None:
         """Reads this rank's part and checks it; the model stays as it is."""
@@ -131,13 +132,20 @@ class Staging:
                 f"{len(optimizers)} are to be loaded"
             )
         for number, optimizer in enumerate(optimizers):
-            loading = OptimizerLoading(self.source, saved[number], number, self.target.strict)
-            reception = loading.receive(
-                optimizer, self.target.model, {**self.ties, **self._own_ties()}
+            loading = OptimizerLoading(
+                self.source,
+                saved[number],
+                number,
+                self.target.strict,
+                {**self.ties, **self._own_ties()},
+                set(self.misfits.misshapen),
             )
+            reception = loading.receive(optimizer, self.target.model)
             self._commits.append(reception.accept)
             for key, held in reception.wanted:
                 tensor = loading.key(held.name, key)
+                if self.source.tensors[tensor].shape != held.extent.shape:
+                    raise ValueError(f"{tensor} has not the shape of its parameter")
                 dtype = self.source.tensors[tensor].dtype
                 if held.memory.is_cpu and held.memory.dtype is dtype:
                     yield Wanted(tensor, held.extent, held.memory)
@@ -197,7 +205,16 @@ class Staging:
             yield
         except (CheckpointMismatchError, CorruptCheckpointError):
             raise
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            RuntimeError,
+            OverflowError,
+        ) as error:
             reason = f"its values make no sense: {type(error).__name__}: {str(error)[:200]}"
             raise CorruptCheckpointError(str(self.source.folder / MANIFEST), reason) from error
 

@@ -5,24 +5,31 @@ A checkpoint is written into a folder whose name begins with a dot. Only when al
 their names, are safe on disk is that folder renamed, in one step, to the name that loaders look
 for. Then `LATEST` is replaced, in one step as well. Whoever is killed anywhere in between leaves
 the checkpoints of before and at most a folder that nobody reads and the next save removes.
+
+Two saves at once would remove and mix up each other's unfinished folders, so whoever saves holds a
+lock on the folder of checkpoints.
 """
 
 from __future__ import annotations
 
 import re
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.checkpoint.filesystem import DISK, FileSystem, read_all, remove_tree, write_all
-from shoal.errors import CheckpointWarning
+from shoal.errors import CheckpointError, CheckpointWarning
 
 MANIFEST = "manifest.json"
 LATEST = "LATEST"
 MOST_MANIFEST_BYTES = 1 << 30
+MOST_STEP = 10**20 - 1
 _NAME = re.compile(r"(\d{6,12})(?:-step-(\d{1,20}))?")
-_LEFTOVER = re.compile(r"\.(?:new|old|LATEST)-[\w-]+")
+_LEFTOVER = re.compile(rf"\.(?:new|old|LATEST)-{_NAME.pattern}")
+_LOCK_PATIENCE_S = 30.0
+_LOOK_AGAIN_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -65,9 +72,23 @@ class Store:
 
     # A new one --------------------------------------------------------------------------
 
+    def lock(self) -> Callable[[], None]:
+        """Makes the folder, and keeps other saves out of it until what it returns is called."""
+        self._make_root()
+        deadline = time.monotonic() + _LOCK_PATIENCE_S
+        while True:
+            try:
+                return self.disk.lock(self.root)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise CheckpointError(
+                        f"another save to {self.root} has been going on for {_LOCK_PATIENCE_S:.0f} "
+                        "s, of another process or another model: save to another folder"
+                    ) from None
+                time.sleep(_LOOK_AGAIN_S)
+
     def begin(self, step: int | None) -> str:
         """Makes the folder that a new checkpoint is written into; returns its name to be."""
-        self._make_root()
         self.clean()
         numbers = [_number(name) for name in self.names()]
         name = f"{max(numbers, default=0) + 1:06d}" + ("" if step is None else f"-step-{step}")

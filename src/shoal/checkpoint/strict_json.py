@@ -13,13 +13,24 @@ _FREE_CONTAINERS = 256
 _MOST_DIGITS = 400
 
 
+def encode(value: Any) -> bytes:
+    """A JSON text that `parse` takes: many short lists are made up for with spaces at the end."""
+    text = json.dumps(value, allow_nan=False).encode()
+    missing = _BYTES_A_CONTAINER * _num_containers(text) - len(text)
+    return text[:-1] + b" " * max(missing, 0) + text[-1:]
+
+
+def _num_containers(data: bytes) -> int:
+    return data.count(b"[") + data.count(b"{")
+
+
 def parse(data: bytes) -> Any:
     """The value of a JSON text.
 
     Raises:
         ValueError: If it is none, or is not what honest writers write.
     """
-    containers = data.count(b"[") + data.count(b"{")
+    containers = _num_containers(data)
     if containers > _FREE_CONTAINERS + len(data) // _BYTES_A_CONTAINER:
         raise ValueError(f"{containers} lists and objects in {len(data)} bytes")
     try:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,9 +23,10 @@ from shoal.checkpoint.strict_json import is_count
 
 _SMALL_BYTES = 64
 _DEEPEST = 100
+_LARGE = 1 << 1024
 
-TensorSink = Callable[[str, Tensor], None]
-"""Takes a tensor that goes into the files, and the key under which it will be found."""
+TensorSink = Callable[[str, Tensor], str]
+"""Takes what a tensor is called and the tensor, for the files; returns its key there."""
 
 
 def encode(value: Any, path: str, put: TensorSink) -> Any:
@@ -40,12 +42,12 @@ def encode(value: Any, path: str, put: TensorSink) -> Any:
     """
     if path.count("/") > _DEEPEST:
         raise TypeError(f"{path[:100]}... is nested too deep, or contains itself")
+    if isinstance(value, np.generic):
+        value = value.item()
     if value is None or isinstance(value, bool | str):
         return value
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+    if isinstance(value, int | float):
+        return _encode_number(value)
     if isinstance(value, Tensor):
         return _encode_tensor(value, path, put)
     if isinstance(value, bytes):
@@ -64,12 +66,30 @@ def encode(value: Any, path: str, put: TensorSink) -> Any:
     )
 
 
+def _encode_number(value: float) -> Any:
+    if isinstance(value, int):
+        return int(value) if abs(value) < _LARGE else {"$integer": hex(value)}
+    return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+
+
 def _encode_tensor(value: Tensor, path: str, put: TensorSink) -> Any:
-    dtype, shape = dtype_name(value.dtype), list(value.shape)
+    dtype = checked_dtype(value, path)
+    shape = list(value.shape)
     if value.nbytes > _SMALL_BYTES:
-        put(path, value)
-        return {"$tensor": path}
+        return {"$tensor": put(path, value)}
     return {"$tensor": {"dtype": dtype, "shape": shape, "data": raw_bytes(value).hex()}}
+
+
+def checked_dtype(value: Tensor, path: str) -> str:
+    """The dtype's name, if the tensor is one that files can hold.
+
+    Raises:
+        TypeError: If it is not.
+    """
+    if value.is_meta or value.is_nested or value.layout is not torch.strided:
+        found = "on the meta device" if value.is_meta else "sparse or nested"
+        raise TypeError(f"{path} is a tensor that is {found}: only plain tensors can be saved")
+    return dtype_name(value.dtype, path)
 
 
 def raw_bytes(value: Tensor) -> bytes:
@@ -122,6 +142,8 @@ def _decode_tagged(tag: str, content: Any, tensors: Mapping[str, Tensor]) -> Any
         return tensors[content] if isinstance(content, str) else _decode_tensor(content)
     if tag == "$float" and content in ("nan", "inf", "-inf"):
         return float(content)
+    if tag == "$integer" and isinstance(content, str):
+        return int(content, 16)
     if tag == "$bytes" and isinstance(content, str):
         return base64.b64decode(content, validate=True)
     if tag in ("$dict", "$counter", "$tuple", "$set") and isinstance(content, list):

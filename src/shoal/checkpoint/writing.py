@@ -1,7 +1,7 @@
 """Writes one safetensors file, with its checksums computed on the way.
 
-Hashing is slower than writing, so two threads hash what a third has just taken up; a few blocks
-are on their way at any time, never the file.
+sha256 is slower than writing, so a thread of its own takes it of what another has just taken up; a
+few blocks are on their way at any time, never the file.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint import header
+from shoal.checkpoint.checksums import CHUNK_BYTES, checksum, chunks
 from shoal.checkpoint.filesystem import FileSystem, Writing
-from shoal.checkpoint.manifest import CHUNK_BYTES, FileRecord, SliceRecord
+from shoal.checkpoint.manifest import FileRecord, SliceRecord
 from shoal.sharding.extent import Extent
 
-BLOCK_BYTES = 16 * CHUNK_BYTES
-_BLOCKS_AHEAD = 4
+BLOCK_BYTES = 4 * CHUNK_BYTES
+_BLOCKS_AHEAD = 16
 
 Parts = Callable[[], Iterator[Tensor]]
 """The elements of a slice, in order, as tensors on any device."""
@@ -101,20 +102,18 @@ def write_file(
     head = header.encode(shapes, metadata or {})
     file = disk.create(folder / name)
     try:
-        with Digests() as digests:
-            num_bytes = _write(file, head, digests)
-            for each in outgoing:
-                num_bytes += _write_slice(file, each, digests)
+        with Hashing() as hashing:
+            hashing.take(memoryview(head))
+            file.write(head)
+            slices = [
+                (each.tensor, SliceRecord(each.extent, 0, key, _write_slice(file, each, hashing)))
+                for key, each in zip(keys, outgoing, strict=True)
+            ]
             file.sync()
-        # The first checksums are the header's, which may be longer than one chunk.
-        crcs = iter(digests.crcs[1:])
     finally:
         file.close()
-    slices = [
-        (each.tensor, SliceRecord(each.extent, 0, key, tuple(next(crcs))))
-        for key, each in zip(keys, outgoing, strict=True)
-    ]
-    record = FileRecord(name, num_bytes, digests.sha256, zlib.crc32(head))
+    num_bytes = len(head) + sum(each.num_bytes for each in outgoing)
+    record = FileRecord(name, num_bytes, hashing.sha256, zlib.crc32(head))
     return Written(record, tuple(slices))
 
 
@@ -123,39 +122,36 @@ def numbered(written: Written, number: int) -> list[tuple[str, SliceRecord]]:
     return [(tensor, replace(each, file=number)) for tensor, each in written.slices]
 
 
-def _write(file: Writing, data: bytes, digests: Digests) -> int:
-    digests.begin()
-    digests.take(memoryview(data))
-    file.write(data)
-    return len(data)
-
-
-def _write_slice(file: Writing, outgoing: Outgoing, digests: Digests) -> int:
-    digests.begin()
+def _write_slice(file: Writing, outgoing: Outgoing, hashing: Hashing) -> tuple[int, ...]:
+    """Returns the checksums."""
     num_bytes = 0
+    checksums: list[int] = []
     for block in _blocks(outgoing.parts()):
-        digests.take(block)
-        file.write(block)
+        hashing.take(block)
+        for chunk in chunks(block):  # still in the cache when it is written
+            checksums.append(checksum(chunk))
+            file.write(chunk)
         num_bytes += len(block)
     if num_bytes != outgoing.num_bytes:
         raise AssertionError(f"{outgoing.key}: {num_bytes} bytes of {outgoing.num_bytes}")
-    return num_bytes
+    return tuple(checksums)
 
 
 def _blocks(parts: Iterator[Tensor]) -> Iterator[memoryview]:
-    """The parts' bytes; large ones without a copy, many small ones together in one block."""
+    """The parts' bytes in whole chunks, but for the last; what is between chunks is copied."""
     pending = bytearray()
     for part in parts:
         data = as_memory(part)
         while data:
-            if not pending and len(data) >= BLOCK_BYTES:
-                yield data[:BLOCK_BYTES]
-                data = data[BLOCK_BYTES:]
+            if not pending and len(data) >= CHUNK_BYTES:
+                size = min(len(data) // CHUNK_BYTES * CHUNK_BYTES, BLOCK_BYTES)
+                yield data[:size]
+                data = data[size:]
                 continue
-            room = BLOCK_BYTES - len(pending)
+            room = CHUNK_BYTES - len(pending)
             pending += data[:room]
             data = data[room:]
-            if len(pending) == BLOCK_BYTES:
+            if len(pending) == CHUNK_BYTES:
                 yield memoryview(pending)
                 pending = bytearray()
     if pending:
@@ -170,61 +166,31 @@ def as_memory(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-class Digests:
-    """Two threads that hash blocks as they come: sha256 over all, crc32 chunk by chunk.
-
-    Blocks of one slice come in whole chunks, but for the last.
-    """
+class Hashing:
+    """A thread that takes the sha256 of blocks as they come."""
 
     def __init__(self) -> None:
         """Starts nothing yet."""
         self.sha256 = ""
-        self.crcs: list[list[int]] = []
-        self._queues = [queue.Queue[memoryview | None](_BLOCKS_AHEAD) for _ in range(2)]
-        works = (self._hash, self._check)
-        self._threads = [
-            threading.Thread(target=work, args=(blocks,), name="shoal-checksums", daemon=True)
-            for work, blocks in zip(works, self._queues, strict=True)
-        ]
-
-    def begin(self) -> None:
-        """What comes now is another slice: a chunk of none."""
-        self._queues[1].put(memoryview(b""))
+        self._blocks = queue.Queue[memoryview | None](_BLOCKS_AHEAD)
+        self._thread = threading.Thread(target=self._work, name="shoal-sha256", daemon=True)
 
     def take(self, block: memoryview) -> None:
-        """Hands a block to both; it must not change until the end."""
-        if block:
-            for blocks in self._queues:
-                blocks.put(block)
+        """Hands a block over; it must not change until the end."""
+        self._blocks.put(block)
 
-    def __enter__(self) -> Digests:
-        """Starts the threads."""
-        for thread in self._threads:
-            thread.start()
+    def __enter__(self) -> Hashing:
+        """Starts the thread."""
+        self._thread.start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         """Waits until everything is hashed."""
-        for blocks in self._queues:
-            blocks.put(None)
-        for thread in self._threads:
-            thread.join()
+        self._blocks.put(None)
+        self._thread.join()
 
-    def _hash(self, blocks: queue.Queue[memoryview | None]) -> None:
+    def _work(self) -> None:
         digest = hashlib.sha256()
-        while (block := blocks.get()) is not None:
+        while (block := self._blocks.get()) is not None:
             digest.update(block)
         self.sha256 = digest.hexdigest()
-
-    def _check(self, blocks: queue.Queue[memoryview | None]) -> None:
-        while (block := blocks.get()) is not None:
-            if not block:
-                self.crcs.append([])
-                continue
-            self.crcs[-1] += [zlib.crc32(chunk) for chunk in chunks(block)]
-
-
-def chunks(block: memoryview) -> Iterator[memoryview]:
-    """What one checksum each covers."""
-    for place in range(0, len(block), CHUNK_BYTES):
-        yield block[place : place + CHUNK_BYTES]

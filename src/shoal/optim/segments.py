@@ -94,7 +94,9 @@ def make_segments(
     run: list[tuple[int, int, int]] = []
     for place, slot in enumerate(group.layout.slots):
         start, end = max(slot.start, bounds[0]), min(slot.stop, bounds[1])
-        while start < end:
+        # A parameter without elements has state all the same: a number of steps.
+        is_due = start < end or slot.start == slot.stop == start == end
+        while is_due:
             first = run[0][1] if run else start
             is_full = longest is not None and start - first >= longest
             if run and (is_full or kinds[run[-1][0]] != kinds[place]):
@@ -102,7 +104,7 @@ def make_segments(
                 run, first = [], start
             stop = end if longest is None else min(end, first + longest)
             run.append((place, start, stop))
-            start = stop
+            start, is_due = stop, stop < end
     yield from _segment(group, memory, bounds[0], run, kinds)
 
 
