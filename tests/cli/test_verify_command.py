@@ -60,6 +60,18 @@ def test_a_difference_is_an_exit_code(module: str, capsys: pytest.CaptureFixture
     assert "not a sum" in text
 
 
+def test_a_strategy_that_does_not_fit_is_refused(
+    module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three layers make no pipeline of four stages; that is no reason to test nothing."""
+    arguments = [f"{module}:right", "-n", "4", "--steps", "1"]
+    assert verify(*arguments, "-s", "all") == 0
+    text = capsys.readouterr().out
+    assert " refused " in text
+    assert "pipeline is refused: the model can be cut into 3 parts" in text
+    assert verify(*arguments, "-s", "ddp,pipeline") == 1
+
+
 def test_against_the_parts(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A sum over the rows is the same thing to ranks and to one process on their parts."""
     assert verify(f"{module}:wrong", "-s", "zero3", "--reference", "split") == 0

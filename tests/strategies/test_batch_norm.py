@@ -422,3 +422,12 @@ def test_the_option_counts_when_wrapping_again() -> None:
             shoal.as_distributed(model, strategy="ddp", sync_batchnorm=False)
 
     run(wrap)
+
+
+def test_torch_s_synchronized_layers_are_refused_where_they_would_not_synchronize() -> None:
+    def wrap() -> None:
+        module = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))
+        shoal.as_distributed(module, strategy="ddp")
+
+    with pytest.raises(TypeError, match="wrap with sync_batchnorm=True"):
+        run(wrap, ranks=2)

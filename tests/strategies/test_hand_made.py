@@ -241,6 +241,116 @@ def test_a_step_inside_full_parameters_over_shared_memory_is_refused() -> None:
         pools.Team("shm", 2).run(step_inside, "zero3")
 
 
+# Gradients and graphs ------------------------------------------------------------------------
+
+
+@each
+def test_hooks_that_are_hung_on_later_see_every_gradient(strategy: str) -> None:
+    def halve(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+    def train(model: Any, optimizer: Any, batch: Any) -> None:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(halve)
+        for step in range(2):
+            loss_of(model, batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_equal(train, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_nothing_can_be_added_to_a_gradient_that_is_elsewhere(strategy: str) -> None:
+    """It was taken for what autograd adds, and forgotten."""
+
+    def train(model: Any, optimizer: Any, batch: Any) -> None:
+        loss_of(model, batch(0)).backward()
+        for parameter in model.parameters():
+            parameter.grad.add_(parameter.detach(), alpha=0.1)
+
+    with pytest.raises(ShoalError, match="gradient that is spread over the ranks"):
+        run(on_ranks, train, strategy)
+
+
+@each
+def test_a_step_on_gradients_that_are_not_averaged_is_an_error(strategy: str) -> None:
+    """They were left out, and nothing was trained."""
+
+    def train(model: Any, optimizer: Any, batch: Any) -> None:
+        with model.no_sync():
+            loss_of(model, batch(0)).backward()
+            optimizer.step()
+
+    with pytest.raises(
+        ShoalError, match="is this rank's own: it was accumulated inside of no_sync"
+    ):
+        run(on_ranks, train, strategy)
+
+
+@distinct
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_graph_of_gradients_is_refused(strategy: str, is_first: bool) -> None:
+    def train(model: Any, optimizer: Any, batch: Any) -> None:
+        if not is_first:
+            loss_of(model, batch(0)).backward()
+        loss_of(model, batch(0)).backward(create_graph=True)
+
+    with pytest.raises(ShoalError, match=r"torch\.autograd\.grad\(loss, parameters, create_graph"):
+        run(on_ranks, train, strategy)
+
+
+class Pair(nn.Module):
+    """Two networks that are trained against each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker, self.judge = nn.Linear(7, 3), nn.Linear(3, 1)
+
+
+def adversaries(strategy: str | None) -> Any:
+    model: Any = seeded(Pair)
+    optimizers: Any = [momentum(model.maker), momentum(model.judge)]
+    if strategy is not None:
+        model, optimizers = shoal.as_distributed(model, optimizers, strategy=strategy)
+    for step in range(3):
+        x, y = data(step) if strategy is None else local(step)
+        made = torch.tanh(model.maker(x))
+        (F.softplus(-model.judge(y)) + F.softplus(model.judge(made.detach()))).mean().backward()
+        optimizers[1].step()
+        F.softplus(-model.judge(made)).mean().backward()
+        optimizers[0].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    return whole_state(model) if strategy is None else model.state_dict()
+
+
+@each
+def test_a_step_of_some_parameters_leaves_the_graphs_of_others_alone(strategy: str) -> None:
+    expected = adversaries(None)
+    for state in run(adversaries, strategy):
+        assert_same(state, expected)
+
+
+@each
+def test_gradients_of_single_rows(strategy: str) -> None:
+    """`torch.func` calls the module with other tensors than its parameters."""
+
+    def rows(model: Any) -> Any:
+        plain = model.module if isinstance(model, shoal.strategies.ShardedModel) else model
+        values = {name: p.detach() for name, p in model.named_parameters()}
+
+        def loss(values: Any, x: Tensor) -> Tensor:
+            return torch.func.functional_call(plain, values, (x[None],)).square().mean()
+
+        return torch.func.vmap(torch.func.grad(loss), (None, 0))(values, data(0)[0])
+
+    expected = rows(seeded())
+    for found in run(lambda: rows(shoal.as_distributed(seeded(), strategy=strategy))):
+        assert_same(found, expected)
+
+
 # Kinds ------------------------------------------------------------------------------------
 
 

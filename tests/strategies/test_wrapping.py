@@ -208,6 +208,27 @@ def test_moving_a_wrapped_model_is_refused() -> None:
     run(move)
 
 
+def test_moving_a_wrapped_model_to_where_it_is_changes_nothing() -> None:
+    """Scripts that call ``model.to(device)`` once more go on working."""
+
+    def move() -> None:
+        model, _ = wrapped("zero3")
+        assert model.to("cpu") is model
+        assert model.double().cpu() is model
+
+    run(move)
+
+
+def test_lazy_parameters_are_refused() -> None:
+    with pytest.raises(ValueError, match="run a batch through it before it is wrapped"):
+        run(lambda: shoal.as_distributed(nn.LazyLinear(3), strategy="ddp"), ranks=2)
+
+
+def test_a_wrapped_optimizer_says_that_it_cannot_be_copied() -> None:
+    with pytest.raises(ShoalError, match="cannot be copied or pickled"):
+        run(lambda: copy.deepcopy(wrapped("zero1")[1]), ranks=2)
+
+
 # Ranks whose models differ --------------------------------------------------------------------
 
 

@@ -232,6 +232,8 @@ def step_twice(model, optimizers):
 def keep_to_oneself(model, optimizers):
     """Each rank goes its own way: gradients that look synchronized and are not."""
     model.engine.auto_sync = False
+    for gradients in model.engine.gradients:
+        gradients.check_averaged = lambda places: None
 
 
 def drift(model, optimizers):

@@ -6,11 +6,13 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,7 +42,10 @@ def verify_command(
         float | None, typer.Option(help="What an element may be off by; default: by its dtype.")
     ] = None,
 ) -> None:
-    """Train one process and many ranks on the same batches; exit code 1 if they differ."""
+    """Train one process and many ranks on the same batches; exit code 1 if they differ.
+
+    With "all", a strategy that cannot hold this model on so many ranks is shown as refused.
+    """
     from rich.console import Console
 
     from shoal.api import verify
@@ -49,12 +54,19 @@ def verify_command(
     _check(reference, backend)
     build = _load(target)
     console = Console(highlight=False)
-    reports = []
+    reports: list[Report] = []
+    refusals: dict[str, Exception] = {}
     for name in strategies:
         with console.status(f"training {name} on {ranks} ranks over {backend} ..."):
-            reports.append(verify(build, name, ranks, backend, steps, reference, tolerance))
-    _show(console, reports)
-    raise typer.Exit(0 if all(report.equal for report in reports) else 1)
+            try:
+                reports.append(verify(build, name, ranks, backend, steps, reference, tolerance))
+            except (ShoalError, TypeError, ValueError) as error:
+                if not reports:  # nothing has worked: it is hardly this strategy that is at fault
+                    raise
+                refusals[name] = error
+    _show(console, reports, refusals)
+    is_right = all(report.equal for report in reports) and (strategy == "all" or not refusals)
+    raise typer.Exit(0 if is_right else 1)
 
 
 def _strategies(wanted: str) -> list[str]:
@@ -114,16 +126,18 @@ def _load_file(name: str) -> Any:
     return module
 
 
-def _show(console: Console, reports: list[Report]) -> None:
-    console.print(_table(reports))
+def _show(console: Console, reports: list[Report], refusals: Mapping[str, Exception]) -> None:
+    console.print(_table(reports, refusals))
     # Strategies that fail for the same reason should say so once.
     for cause in dict.fromkeys(report.cause for report in reports if report.cause):
         console.print(f"likely cause: {cause}", markup=False, soft_wrap=True)
     for note in dict.fromkeys(note for report in reports for note in report.notes):
         console.print(f"note: {note}", markup=False, soft_wrap=True)
+    for name, error in refusals.items():
+        console.print(f"{name} is refused: {error}", markup=False, soft_wrap=True)
 
 
-def _table(reports: list[Report]) -> Table:
+def _table(reports: list[Report], refused: Iterable[str]) -> Table:
     from rich.table import Table
 
     first = reports[0]
@@ -136,6 +150,8 @@ def _table(reports: list[Report]) -> Table:
         table.add_column(column)
     for report in reports:
         table.add_row(*_row(report))
+    for name in refused:
+        table.add_row(name, "[yellow]refused[/yellow]", "-", "-", "-", "-")
     return table
 
 

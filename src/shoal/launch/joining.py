@@ -35,8 +35,10 @@ def join(name: str, timeout: float, *, on_cpu: bool = False) -> Backend:
     check_name(name)
     info = discover()
     if name == "auto":
-        name = os.environ.get("SHOAL_BACKEND") or choose(info, on_cpu=on_cpu)
+        name = os.environ.get("SHOAL_BACKEND") or "auto"
         check_name(name)
+    if name == "auto":
+        name = choose(info, on_cpu=on_cpu)
     if name == "memory":
         return _alone(info, timeout)
     return connect_backend(name, _bootstrap(name, info, timeout), timeout)

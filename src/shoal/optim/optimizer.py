@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -293,7 +293,17 @@ class ShardedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the memory is laid out when the optimizer is wrapped."""
-        raise ShoalError("add parameter groups to the optimizer before it is wrapped")
+        raise ShoalError(
+            "add parameter groups to the optimizer before it is wrapped; parameters that are to "
+            "be trained later may be in one already, with requires_grad=False"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        """Refused: this rank has a part of the state only."""
+        raise ShoalError(
+            "a wrapped optimizer cannot be copied or pickled: save its state_dict(), or use "
+            "shoal.save()"
+        )
 
     # Steps --------------------------------------------------------------------------------
 
@@ -310,7 +320,7 @@ class ShardedOptimizer(Optimizer):
             for segment in list(self._segments[which]):
                 self._hand_out(which, segment)
         try:
-            with self._engine.stepping():
+            with self._engine.stepping(self.parameters):
                 self._inner_step()
         finally:
             self._hide_gradients()
@@ -365,6 +375,7 @@ class ShardedOptimizer(Optimizer):
     def _hand_out(self, which: int, segment: Segment) -> None:
         """Gives a segment its gradient, if its parameters have one."""
         gradients = self._engine.gradients[segment.group.index]
+        gradients.check_averaged(segment.places)
         used = [place in gradients.used for place in segment.places]
         if any(used) and not all(used):
             for part in self._split(which, segment, used):

@@ -39,6 +39,13 @@ class AbsentParameter(nn.Parameter):
         """Saved as what it is for users: a parameter with values."""
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Copied as what it is for users, too."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
     @classmethod
     def __torch_function__(
         cls, func: object, types: object, args: tuple[object, ...] = (), kwargs: object = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import zip_longest
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from shoal.comm import Backend
 from shoal.comm.header import spec
@@ -13,6 +14,11 @@ from shoal.errors import MismatchError
 
 def check_models(module: nn.Module, backend: Backend) -> None:
     """Refuses a model that is wrapped already, on no device, or another than the other ranks'."""
+    if any(map(is_lazy, module.parameters())):
+        raise ValueError(
+            "the model has lazy parameters that have no shape yet: run a batch through it before "
+            "it is wrapped, and before its optimizer is made"
+        )
     if any(parameter.is_meta for parameter in module.parameters()):
         raise ValueError("the model is on the meta device: give its parameters values first")
     if any(map(_is_owned, module.parameters())):

@@ -38,6 +38,19 @@ def check_layers(module: nn.Module) -> None:
             )
 
 
+def check_plain_layers(module: nn.Module) -> None:
+    """Refuses torch's own synchronized layers where they would silently be plain ones."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.SyncBatchNorm):
+            raise TypeError(
+                f"{name or 'the model itself'} is a torch.nn.SyncBatchNorm, which synchronizes "
+                "over torch.distributed only, and that is not initialized: use BatchNorm and wrap "
+                "with sync_batchnorm=True"
+            )
+
+
 def synchronize(module: nn.Module, backend: Backend) -> None:
     """Makes every BatchNorm of a model see the batches of all ranks; all of them call it."""
     assembly = Assembly(backend)

@@ -85,6 +85,9 @@ def clip_norm(
     Returns:
         The norm before scaling, the same on every rank.
     """
+    norm_type = float(norm_type)  # which is how torch understands "inf"
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive or infinity; got {norm_type}")
     if norm_type == math.inf:
         total = _largest(held, groups, like)
     else:

@@ -39,13 +39,22 @@ class ShardedGradient(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Keeps what autograd accumulates, refuses everything else."""
-        if func is torch.ops.aten.add_.Tensor and isinstance(args[0], ShardedGradient):
-            args[0].arrived = args[1]
-            return args[0]
+        in_backward = torch._C._current_graph_task_id() != -1
+        is_sum = func is torch.ops.aten.add_.Tensor and isinstance(args[0], ShardedGradient)
+        if is_sum and in_backward:
+            stand_in, known = args[0], args[0].arrived
+            stand_in.arrived = args[1] if known is None else known + args[1]
+            return stand_in
+        if in_backward and torch.is_grad_enabled():
+            raise ShoalError(
+                "backward(create_graph=True) cannot add to a gradient that is spread over the "
+                "ranks: use torch.autograd.grad(loss, parameters, create_graph=True) instead"
+            )
         raise ShoalError(
             f"{func} was asked of a gradient that is spread over the ranks: use "
             "model.clip_grad_norm_ or clip_grad_value_ to clip, shoal.optim.GradScaler (not "
-            "torch.amp's) to scale and unscale, and model.gradient_shard(name) for this rank's part"
+            "torch.amp's) to scale and unscale, zero_grad() to forget or to make zero, and "
+            "model.gradient_shard(name) for this rank's part"
         )
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]

@@ -9,6 +9,7 @@ groups of ranks of their own, so that the order of one does not depend on the ot
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import weakref
 from collections.abc import Collection, Iterator, Sequence
@@ -93,6 +94,7 @@ class Engine:
         """How often gradients were averaged as part of a backward."""
         self._in_backward = self._is_in_parts = False
         self._saving: list[Any] = []
+        self._order_of_hooks: list[tuple[dict[int, Any], int]] = []
         self._steps = Steps(self.groups, self._gather_group)
         self._common_bytes = sum(
             group.whole.nbytes for group in self.groups if group.residence is Residence.COMMON
@@ -162,8 +164,15 @@ class Engine:
 
         arrived.engine = engine  # type: ignore[attr-defined]
         handle = parameter.register_post_accumulate_grad_hook(arrived)
+        self._order_of_hooks.append((parameter._post_accumulate_grad_hooks, handle.id))
         parameter.requires_grad_(was_trainable)
         return handle
+
+    def _let_others_go_first(self) -> None:
+        """Hooks that users hung on parameters see gradients before they are taken away."""
+        for hooks, own in self._order_of_hooks:
+            if len(hooks) > 1 and next(reversed(hooks)) != own:
+                hooks[own] = hooks.pop(own)  # autograd does not see what move_to_end does
 
     def _pin_parents(self) -> list[Any]:
         """A module with parameters and children may hold on to a view of one across a child."""
@@ -177,9 +186,11 @@ class Engine:
         return handles
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self._is_recomputing():
+        if self._is_recomputing() or _is_transforming():
             return None
         self._steps.check()
+        if self._common_bytes and not torch.is_grad_enabled():  # no step will find them out
+            self.adopt_changes()
         if module.training and not self._is_in_parts:
             share_buffers(module, self._buffer_group)
         self._begin_pass(self._forward_plan)
@@ -196,7 +207,7 @@ class Engine:
             self.backend.count_in_place(self._common_bytes)
 
     def _end_forward(self, module: nn.Module, args: object, output: object) -> Any:
-        if self._is_recomputing():
+        if self._is_recomputing() or _is_transforming():
             return None
         if not self._saving:
             return None  # it never began
@@ -206,6 +217,7 @@ class Engine:
         self.gathering.end_pass()
         output = self._precision.widened(output)
         if torch.is_grad_enabled():
+            self._let_others_go_first()
             self.expect_backward(output)
         return output
 
@@ -372,6 +384,7 @@ class Engine:
     @contextlib.contextmanager
     def full_parameters(self, *, keep_changes: bool = True) -> Iterator[None]:
         """All parameters whole on every rank; what is changed is kept."""
+        self.adopt_changes()
         try:
             with self.gathering.keeping():
                 self.gathering.begin_pass(Plan(self._forward_plan.order, is_learned=True))
@@ -412,6 +425,9 @@ class Engine:
                     group.conceal(keep=keep_changes)
             self._keep_changes(keep_changes)
             self._steps.meet()
+            for group in self.groups:
+                if keep_changes or not group.is_sharded:
+                    group.settle()
 
     def _all_masters(self, group: FlatGroup) -> Tensor:
         if not group.is_mixed:
@@ -423,21 +439,46 @@ class Engine:
 
     def _keep_changes(self, is_wanted: bool) -> None:
         if is_wanted:
-            self.gathering.generation += 1
+            self.gathering.everything_changed()
             for group in self.groups:
-                group.keep_changes()
+                if group.is_sharded:
+                    group.keep_changes()
+
+    def adopt_changes(self) -> None:
+        """What users did to the parameters counts; see [Note: changes by hand]."""
+        if self._steps.is_torn:  # that was no user
+            return
+        for group in self.groups:
+            self.gathering.adopt_changes(group)
 
     @contextlib.contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Around an optimizer's step on this rank's masters: afterwards everybody has them all."""
+    def stepping(self, changing: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Around an optimizer's step on masters of some parameters; then everybody has them all."""
         if any(group.exposed is not None for group in self.groups):
             raise ShoalError("an optimizer cannot step inside of full_parameters(): leave it first")
-        for group in self.groups:
-            group.take_back()
+        self.adopt_changes()
         with self._steps.taking():
             yield
-        self.gathering.generation += 1
+        self._tell_autograd(changing)
         self.gathering.free_all()
+
+    def _tell_autograd(self, changed: Sequence[nn.Parameter]) -> None:
+        """A backward that still needs the old values must fail, as it does in plain PyTorch."""
+        if self.gathering.is_needed:
+            places = [self._place[id(parameter)] for parameter in changed]
+            is_sharded = [self.groups[index].is_sharded for index, _ in places]
+            self.gathering.changed(itertools.compress(places, is_sharded))
+            changed = [p for p, is_away in zip(changed, is_sharded, strict=True) if not is_away]
+        torch.autograd.graph.increment_version(changed)
+        for group in self.groups:
+            if not group.is_sharded:
+                group.settle()
+
+
+def _is_transforming() -> bool:
+    """Whether forward is inside of `torch.func.grad` or the like, which leaves no gradients."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(each.key() is not torch._C._functorch.TransformType.Vmap for each in stack)
 
 
 def _pinning(groups: Sequence[FlatGroup], step: int) -> Any:

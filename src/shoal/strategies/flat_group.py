@@ -30,6 +30,7 @@ from shoal.comm.ledger import Account
 from shoal.errors import ShoalError
 from shoal.sharding.layout import GroupLayout
 from shoal.strategies.absent_parameter import AbsentParameter
+from shoal.strategies.changes import Changes
 
 
 class Residence(StrEnum):
@@ -84,6 +85,8 @@ class FlatGroup:
         self.shard = self._place_shard(backend)
         self.master = self._place_master(values)
         self.point_at(self.whole)
+        is_plain = self.residence is Residence.REPLICATED and not self.is_mixed
+        self.changes = None if is_plain else Changes(self)
         self.account = account
         account.add("parameters", self.num_bytes_held)
 
@@ -101,7 +104,7 @@ class FlatGroup:
 
     def _place_whole(self, values: Tensor, backend: Backend) -> Tensor:
         numel, dtype = self.layout.num_elements, self._nothing.dtype
-        if self.residence is Residence.COMMON:
+        if self.is_common:
             return self._map_whole(values.to(dtype), backend)
         if not self.is_mixed:
             return values
@@ -143,6 +146,19 @@ class FlatGroup:
         return self.residence is Residence.SHARDED
 
     @property
+    def is_common(self) -> bool:
+        """Whether the ranks of this host have one whole between them."""
+        return self.residence is Residence.COMMON
+
+    @property
+    def description(self) -> str:
+        """Names its parameters in an error."""
+        others = len(self.names) - 1
+        return (
+            f"{self.names[0]} or one of {others} others was" if others else f"{self.names[0]} was"
+        )
+
+    @property
     def has_gradients(self) -> bool:
         """Whether its dtype can have gradients at all."""
         return self.master_dtype.is_floating_point or self.master_dtype.is_complex
@@ -158,8 +174,7 @@ class FlatGroup:
         held = self.master.nbytes if self.is_mixed else 0
         if self.is_sharded:
             return held + self.shard.nbytes + (self.whole.nbytes if self.is_present else 0)
-        is_common = self.residence is Residence.COMMON
-        return held + (self.shard.nbytes if is_common else self.whole.nbytes)
+        return held + (self.shard.nbytes if self.is_common else self.whole.nbytes)
 
     @property
     def master_bounds(self) -> tuple[int, int]:
@@ -191,7 +206,7 @@ class FlatGroup:
         self.point_at(self.whole)
 
     def _take_over(self, buffer: Tensor) -> None:
-        if self.residence is not Residence.COMMON:  # there, everybody writes its own part only
+        if not self.is_common:  # there, everybody writes its own part only
             self.whole.copy_(buffer)
         if self.owns_part:
             self.shard.copy_(self.own_slice(buffer))
@@ -210,6 +225,7 @@ class FlatGroup:
         """
         if not self.is_present or not self.is_sharded:
             return
+        self.adopt_changes()
         self.is_present = False
         self.account.add("parameters", -self.whole.nbytes)
         self.whole = self._nothing
@@ -247,6 +263,7 @@ class FlatGroup:
             return
         self.is_present = True
         self.point_at(self.whole)
+        self.settle()
         if not is_watched:
             self.stop_watching()
 
@@ -257,25 +274,49 @@ class FlatGroup:
                 parameter.__class__ = kind  # type: ignore[assignment]
                 del parameter._appear, parameter._using
 
-    def keep_changes(self) -> None:
-        """Takes what was written to the whole over into the shard."""
-        if self.is_sharded and self.is_present:
-            self.shard.copy_(self.own_slice(self.whole))
+    # Changes by hand ----------------------------------------------------------------------
 
-    def take_back(self) -> None:
+    def settle(self) -> None:
+        """The parameters are what they should be; see [Note: changes by hand]."""
+        if self.changes is not None:
+            self.changes.settle()
+
+    def adopt_changes(self) -> bool:
+        """Makes what was changed by hand count, and returns whether anything was."""
+        if self.exposed is not None or not self.is_present:
+            return False
+        return self.take_back() if self.changes is None else self.changes.adopt()
+
+    def keep_changes(self) -> None:
+        """Takes what was written to the whole over into what is stepped."""
+        if not self.is_present:
+            return
+        part = self.own_slice(self.whole) if self.owns_part else self.whole
+        if self.is_mixed:  # what was not written keeps its digits
+            is_same = part == self.master.to(part.dtype)
+            self.master.copy_(torch.where(is_same, self.master, part.to(self.master_dtype)))
+        if self.is_sharded:
+            self.shard.copy_(part)
+
+    def take_back(self) -> bool:
         """Parameters that were given other memory (``p.data = ...``) come back with its values."""
         buffer = self.whole if self.exposed is None else self.exposed
-        if self.is_sharded and not self.is_present:
-            return
-        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
-            address = buffer.data_ptr() + slot.start * buffer.itemsize
-            if parameter.data_ptr() == address or not parameter.numel():
-                continue
-            if self.residence is Residence.COMMON and self.exposed is None:
-                raise ShoalError(
-                    f"{slot.name} was given other memory, but the ranks of this host share it: "
-                    "change it inside of model.full_parameters()"
-                )
-            view = buffer[slot.start : slot.stop].view(slot.shape)
-            view.copy_(parameter.data)
-            parameter.data = view
+        if not self.is_present:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            moved = [
+                (slot, parameter)
+                for slot, parameter in zip(self.layout.slots, self.parameters, strict=True)
+                if parameter.data_ptr() != buffer.data_ptr() + slot.start * buffer.itemsize
+                and parameter.numel()
+            ]
+            for slot, parameter in moved:
+                if self.is_common and self.exposed is None:
+                    raise ShoalError(
+                        f"{slot.name} was given other memory, but the ranks of this host share it: "
+                        "change it inside of model.full_parameters()"
+                    )
+                view = buffer[slot.start : slot.stop].view(slot.shape)
+                view.copy_(parameter.data)
+                parameter.data = view
+        return bool(moved)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -49,22 +50,24 @@ class Gathering:
         self._round = Round([])
         self._seen: list[int] = []
         self._again: set[int] = set()
-        self._keep_all = False
+        self._keep_all = self._is_in_pass = False
         self.is_needed = bool(self._groups)
         """Whether anything is sharded at all."""
         self._storages = {group.storage_id: group for group in self._groups.values()}
         self.num_gathers = 0
-        self.generation = 0
-        """How often the parameters have changed."""
+        self._generation = self._all_changed = 0
+        self._changed: dict[tuple[int, int], int] = {}
 
     # Passes -----------------------------------------------------------------------------
 
     def begin_pass(self, plan: Plan) -> None:
         """Groups take their turns by a plan from now on."""
         self._plan = plan
+        self._is_in_pass = True
         for group in self._groups.values():
             if group.is_present:
                 group.stop_watching()
+                self.adopt_changes(group)
         self._round = Round([])  # the first has to be voted for like any other
         self._seen, self._again = [], set()
 
@@ -72,6 +75,7 @@ class Gathering:
         """Joins the rounds that others still want, frees everything, and learns."""
         if not self._groups:
             return
+        self._is_in_pass = False
         self._finish_round()
         while self._vote(False):
             self._finish_round()
@@ -143,6 +147,7 @@ class Gathering:
     def _start(self, index: int) -> None:
         group = self._groups[index]
         self._finish(group)  # a second turn, for others' sake: take part as if it were gone
+        group.adopt_changes()
         whole = group.allocate()
         self._storages[group.storage_id] = group
         with torch.autograd._unsafe_preserve_version_counter(whole):
@@ -157,6 +162,8 @@ class Gathering:
             with torch.autograd._unsafe_preserve_version_counter(group.whole):
                 work.wait()
             group.appear(is_watched=torch.is_grad_enabled() and not _is_saving())
+            if not self._is_in_pass and group.changes is not None:
+                group.changes.doubt()
 
     def _prefetch(self) -> None:
         following = self._round.following()
@@ -181,6 +188,23 @@ class Gathering:
         finally:
             self._keep_all = before
 
+    # Changes ----------------------------------------------------------------------------
+
+    def changed(self, places: Iterable[tuple[int, int]]) -> None:
+        """Some parameters, by group and place, have new values."""
+        self._generation += 1
+        self._changed.update(dict.fromkeys(places, self._generation))
+
+    def everything_changed(self) -> None:
+        """All parameters may have new values."""
+        self._generation += 1
+        self._all_changed = self._generation
+
+    def adopt_changes(self, group: FlatGroup) -> None:
+        """What a user did to a group's parameters counts; see [Note: changes by hand]."""
+        if group.adopt_changes():
+            self.changed((group.index, place) for place in range(len(group.parameters)))
+
     # Autograd ---------------------------------------------------------------------------
 
     def saving(self) -> saved_tensors_hooks:
@@ -196,19 +220,25 @@ class Gathering:
         if group is None or tensor.dtype is not group.whole.dtype or tensor.is_conj():
             return tensor
         return _Saved(
-            group, self.generation, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+            group, self._generation, tensor.shape, tensor.stride(), int(tensor.storage_offset())
         )
 
     def _unpack(self, packed: object) -> Tensor:
         if not isinstance(packed, _Saved):
             return packed  # type: ignore[return-value]
-        if packed.generation != self.generation:
+        if packed.generation != self._generation and self._is_old(packed):
             raise RuntimeError(
                 "backward needs parameters that were changed after forward used them, by an "
                 "optimizer's step or by hand: run forward again before this backward"
             )
         self.need(packed.group)
         return packed.group.whole.as_strided(packed.shape, packed.stride, packed.offset)
+
+    def _is_old(self, packed: _Saved) -> bool:
+        slots = packed.group.layout.slots
+        place = bisect_right(slots, packed.offset, key=lambda slot: slot.start) - 1
+        changed = self._changed.get((packed.group.index, place), 0)
+        return max(changed, self._all_changed) > packed.generation
 
 
 def _is_saving() -> bool:

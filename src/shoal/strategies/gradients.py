@@ -13,7 +13,7 @@ a CPU are moved at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from shoal.comm import Backend, ReduceOp, Work
 from shoal.comm.header import Header
 from shoal.comm.ledger import Account
 from shoal.comm.operation import AllReduce, Payload, ReduceScatter
+from shoal.errors import ShoalError
 from shoal.strategies.elsewhere import ShardedGradient
 from shoal.strategies.flat_group import FlatGroup
 
@@ -93,6 +94,8 @@ class GroupGradients:
         self._adds_in_place = False
         self.used: set[int] = set()
         """Parameters, by place in the group, that have a gradient on some rank."""
+        self.local: set[int] = set()
+        """Parameters, by place, whose gradients have not been averaged with the others' yet."""
 
     def expect(self) -> None:
         """A backward pass begins: every trainable parameter may get a gradient."""
@@ -118,11 +121,18 @@ class GroupGradients:
             return
         self.finish_reduction()  # one that comes late adds to what was averaged already
         places, self.arrived = self.arrived, []
+        self.local.update(places)
         views = self._all_views()
         fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
         more: tuple[list[Tensor], list[Tensor]] = ([], [])
         for place in dict.fromkeys(places):
             gradient = self._take_gradient(place)
+            if gradient is not None and gradient.requires_grad:
+                raise ShoalError(
+                    f"the gradient of {self.group.names[place]} has a graph of its own, from "
+                    "backward(create_graph=True); averaging over the ranks would lose it. Use "
+                    "torch.autograd.grad(loss, parameters, create_graph=True) instead"
+                )
             if self._adds_in_place:
                 self.group.parameters[place].grad = views[place]
             if gradient is not None and gradient.data_ptr() != views[place].data_ptr():
@@ -180,6 +190,7 @@ class GroupGradients:
                     whole[slot.start : slot.stop].zero_()
         # Clipping by a norm that is not finite leaves no zeros behind the last slot.
         whole[self.group.layout.slots[-1].stop :].zero_()
+        self.local.clear()
         flags = _Flags(self._collected, len(self.group.parameters))
         operation = self._operation(whole, flags)
         operation.signature += f" of gradient group {self.group.index}"
@@ -262,6 +273,16 @@ class GroupGradients:
         stand_in.arrived = None
         return stand_in
 
+    def check_averaged(self, places: Iterable[int]) -> None:
+        """Raises if this rank's gradients of some parameters are still only its own."""
+        if self.local and not self.local.isdisjoint(places):
+            name = self.group.names[min(self.local.intersection(places))]
+            raise ShoalError(
+                f"the gradient of {name} is this rank's own: it was accumulated inside of "
+                "no_sync(), or with auto_sync=False. Run the last backward before a step outside "
+                "of no_sync(), or call model.synchronize_gradients()"
+            )
+
     def adopt(self) -> None:
         """Takes over what a user did to the gradients that the parameters show.
 
@@ -316,6 +337,7 @@ class GroupGradients:
     def _forget(self, place: int) -> None:
         self.used.discard(place)
         self._collected.discard(place)
+        self.local.discard(place)
         self._zero(place)
 
     def _zero(self, place: int) -> None:
@@ -356,6 +378,7 @@ class GroupGradients:
             parameter.grad = None
         self.used.clear()
         self._collected.clear()
+        self.local.clear()
         self.arrived.clear()
         self._shard = None
         if self._is_sharded:

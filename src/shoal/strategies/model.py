@@ -16,7 +16,7 @@ from shoal.sharding.analyzer import MIN_GROUP_BYTES
 from shoal.sharding.extent import Extent
 from shoal.sharding.holding import Held
 from shoal.sharding.split import Split
-from shoal.strategies.batch_norm import check_layers, synchronize
+from shoal.strategies.batch_norm import check_layers, check_plain_layers, synchronize
 from shoal.strategies.engine import Engine
 from shoal.strategies.materialization import materialize
 from shoal.strategies.precision import parse_precision
@@ -89,8 +89,7 @@ class ShardedModel(nn.Module):
         # Not registered as a child, so that names get no prefix.
         object.__setattr__(self, "module", module)
         materialize(module, backend.device, seed)
-        if sync_batchnorm:
-            check_layers(module)
+        check_layers(module) if sync_batchnorm else check_plain_layers(module)
         group_bytes = self._group_bytes(backend) if min_group_bytes is None else min_group_bytes
         settings = Settings(
             group_bytes,
@@ -287,7 +286,7 @@ class ShardedModel(nn.Module):
                 raise ShoalError(
                     "parameters may change inside of full_parameters(): leave it first"
                 )
-            group.take_back()
+            self.engine.gathering.adopt_changes(group)
             low, high = group.master_bounds
             for slot in group.layout.slots:
                 start, stop = (min(max(edge, low), high) for edge in slot.bounds)
@@ -300,7 +299,7 @@ class ShardedModel(nn.Module):
     @contextlib.contextmanager
     def receiving(self) -> Iterator[None]:
         """Inside, what `held` gives may be written to; afterwards every rank has the new values."""
-        with torch.no_grad(), self.engine.stepping():
+        with torch.no_grad(), self.engine.stepping(list(self.module.parameters())):
             yield
 
     # The module's own -------------------------------------------------------------------
@@ -318,6 +317,11 @@ class ShardedModel(nn.Module):
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedModel:
+        """Nothing to do for what changes nothing, such as ``.to(device)`` where it is already."""
+        kinds = {(t.dtype, t.device) for t in (*self.module.parameters(), *self.module.buffers())}
+        probes = [torch.empty(0, dtype=dtype, device=device) for dtype, device in kinds]
+        if all(fn(p).dtype is p.dtype and fn(p).device == p.device for p in probes):
+            return self
         raise ShoalError(
             "the parameters' memory is shared out over the ranks and cannot be moved or converted: "
             "call .to(), .cuda(), .half() and the like on the module before it is wrapped"

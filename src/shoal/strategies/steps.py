@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from shoal.comm import Backend
@@ -26,7 +25,7 @@ class Steps:
     def __init__(self, groups: Sequence[FlatGroup], backend: Backend) -> None:
         """``backend`` are the ranks that the memory is divided among."""
         self._groups, self._backend = groups, backend
-        self._is_torn = False
+        self.is_torn = False
         self._is_common = any(group.residence is Residence.COMMON for group in groups)
         is_replicated = [group.residence is Residence.REPLICATED for group in groups]
         self._divided = [
@@ -54,7 +53,7 @@ class Steps:
 
     def check(self) -> None:
         """Raises if the parameters are half old, half new; see [Note: torn parameters]."""
-        if self._is_torn:
+        if self.is_torn:
             raise ShoalError(
                 "the parameters are a mixture: a rank failed while they were being updated. Load "
                 "them again with load_state_dict(), for example from a checkpoint, and the "
@@ -63,13 +62,13 @@ class Steps:
 
     def mend(self) -> None:
         """All parameters have been given new values."""
-        self._is_torn = False
+        self.is_torn = False
 
     @contextlib.contextmanager
     def taking(self) -> Iterator[None]:
         """Around the optimizer's own step."""
         self.meet()
-        self._is_torn = self._is_direct
+        self.is_torn = self._is_direct
         yield
         for group in self._groups:
             group.refresh()
@@ -77,8 +76,7 @@ class Steps:
         self._spread()
         if any(self._others):  # nobody changes what another still reads
             self.meet()
-        self._is_torn = False
-        _tell_autograd(self._groups)
+        self.is_torn = False
 
     def _spread(self) -> None:
         """Where every rank has all parameters and steps its part, the parts are exchanged."""
@@ -90,9 +88,3 @@ class Steps:
                 part = slice(*group.layout.bounds[rank : rank + 2])
                 if rank != self._backend.rank:
                     copy(group.whole[part], other[part])
-
-
-def _tell_autograd(groups: Sequence[FlatGroup]) -> None:
-    """A backward that still needs the old values must fail, as it does in plain PyTorch."""
-    changed = [p for group in groups if not group.is_sharded for p in group.parameters]
-    torch.autograd.graph.increment_version(changed)

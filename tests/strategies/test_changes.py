@@ -1,0 +1,190 @@
+"""Parameters that are changed in place, outside of `full_parameters`.
+
+Where they are sharded such changes were lost, or over shared memory made by every rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pools
+import shoal
+from shoal.errors import ShoalError
+from strategies.loops import (
+    assert_same,
+    data,
+    each,
+    gathered,
+    local,
+    momentum,
+    one_step,
+    run,
+    seeded,
+    whole_state,
+    wrapped,
+)
+
+Edit = Callable[[Any], None]
+
+
+@torch.no_grad()
+def in_place(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.clamp_(-0.2, 0.2).mul_(0.9)
+
+
+def through_data(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(0.9)
+
+
+def other_memory(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.9
+
+
+@torch.no_grad()
+def one_row(model: Any) -> None:
+    weight = max(model.parameters(), key=Tensor.numel)
+    weight[1] = 0.5
+
+
+def initialised(model: Any) -> None:
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+
+
+EDITS = [in_place, through_data, other_memory, one_row, initialised]
+
+
+def train(model: Any, optimizer: Any, batch: Callable[[int], Any], edit: Edit) -> None:
+    for step in range(3):
+        one_step(model, optimizer, batch(step))
+        edit(model)
+
+
+def edited_alone(edit: Edit, make: Callable[[], nn.Module] | None = None) -> Any:
+    model = seeded() if make is None else seeded(make)
+    train(model, momentum(model), data, edit)
+    return whole_state(model)
+
+
+def edited_on_ranks(edit: Edit, strategy: str) -> Any:
+    model, optimizer = wrapped(strategy)
+    train(model, optimizer, local, edit)
+    return model.state_dict()
+
+
+@each
+@pytest.mark.parametrize("edit", EDITS)
+def test_changes_count(strategy: str, edit: Edit) -> None:
+    expected = edited_alone(edit)
+    for state in run(edited_on_ranks, edit, strategy):
+        assert_same(state, expected)
+
+
+class Constrained(nn.Module):
+    """Keeps its weights small, inside of forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(7, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first.weight.data = torch.renorm(self.first.weight.data, 2, 0, 0.5)
+        self.last.weight.data.mul_(0.9)
+        return self.last(torch.tanh(self.first(x)))
+
+
+@gathered
+def test_changes_inside_of_forward(strategy: str) -> None:
+    def nothing(model: Any) -> None:
+        pass
+
+    def constrained() -> Any:
+        model, optimizer = wrapped(strategy, Constrained)
+        train(model, optimizer, local, nothing)
+        return model.state_dict()
+
+    expected = edited_alone(nothing, Constrained)
+    for state in run(constrained):
+        assert_same(state, expected)
+
+
+@gathered
+def test_a_change_between_forward_and_backward_is_an_error(strategy: str) -> None:
+    """As in plain PyTorch: the gradient would be that of neither value."""
+
+    def changed() -> None:
+        model, _ = wrapped(strategy)
+        x, y = local(0)
+        loss = F.mse_loss(model(x), y)
+        in_place(model)
+        loss.backward()
+
+    with pytest.raises(RuntimeError, match="changed after forward"):
+        run(changed)
+
+
+@each
+def test_masters_keep_their_digits_where_nothing_was_written(strategy: str) -> None:
+    def digits() -> Any:
+        module = seeded().float()
+        model = shoal.as_distributed(module, strategy=strategy, mixed_precision="bf16")
+        before = model.state_dict()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.view(-1)[0] = 3
+        return before, model.state_dict()
+
+    for before, after in run(digits):
+        for name, value in after.items():
+            first, *rest = value.view(-1)
+            assert first == 3
+            assert rest == before[name].view(-1)[1:].tolist()
+
+
+@gathered
+def test_parameters_that_are_copied(strategy: str) -> None:
+    def copies() -> Any:
+        model, optimizer = wrapped(strategy)
+        one_step(model, optimizer, local(0))
+        parameters = [copy.deepcopy(parameter) for parameter in model.parameters()]
+        return parameters, list(model.state_dict().values())
+
+    for parameters, values in run(copies):
+        for parameter, value in zip(parameters, values, strict=True):
+            assert type(parameter) is nn.Parameter
+            assert torch.equal(parameter * 2, value * 2)
+
+
+# Over shared memory every rank would make the change, on the same numbers.
+
+
+def edited_together(strategy: str) -> list[str]:
+    messages = []
+    for edit in (in_place, through_data, one_row):
+        model, optimizer = wrapped(strategy)
+        one_step(model, optimizer, local(0))
+        shoal.world().barrier()
+        edit(model)
+        shoal.world().barrier()
+        with pytest.raises(ShoalError) as refused:
+            model.state_dict()
+        messages.append(str(refused.value))
+    return messages
+
+
+@gathered
+def test_changes_of_memory_that_ranks_share_are_refused(strategy: str) -> None:
+    for messages in pools.Team("shm", 2).run(edited_together, strategy):
+        for message in messages:
+            assert "was changed in place, but the ranks of this host share" in message
