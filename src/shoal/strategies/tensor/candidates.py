@@ -13,7 +13,7 @@ from shoal.strategies.tensor.naming import ATTENTION, FEED_FORWARD, Pattern
 
 _NOT_BY_ELEMENT = (
     activation.Softmax, activation.Softmax2d, activation.LogSoftmax, activation.Softmin,
-    activation.GLU, activation.MultiheadAttention,
+    activation.GLU, activation.MultiheadAttention, activation.PReLU, activation.RReLU,
 )  # fmt: skip
 
 
@@ -55,7 +55,8 @@ def _in_a_row(name: str, module: nn.Sequential) -> Iterator[Candidate]:
     for key, child in module.named_children():
         if is_linear(child):
             if first is not None and _fits(module.get_submodule(first), child):
-                yield Candidate(name, (first,), key, is_certain=True)
+                is_plain = type(module).forward is nn.Sequential.forward
+                yield Candidate(name, (first,), key, is_named=is_plain, is_certain=is_plain)
                 first = None
             else:
                 first = key
@@ -64,10 +65,9 @@ def _in_a_row(name: str, module: nn.Sequential) -> Iterator[Candidate]:
 
 
 def _works_by_element(module: nn.Module) -> bool:
-    if isinstance(module, nn.PReLU):
-        return False
+    # Other kinds of dropout look at channels or at statistics, or draw in their own way.
+    is_known = type(module) in (nn.Dropout, nn.Identity)
     is_activation = type(module).__module__ == activation.__name__
-    is_known = isinstance(module, nn.modules.dropout._DropoutNd | nn.Identity)
     return is_known or (is_activation and not isinstance(module, _NOT_BY_ELEMENT))
 
 

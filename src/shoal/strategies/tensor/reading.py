@@ -6,18 +6,19 @@ A layer that is split on its own joins its outputs when it is called. Code that 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import textwrap
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
 # What may be asked of a weight that is split.
-_READING = re.compile(
-    r"\.(?:weight|bias)\b(?!\s*(?:\.(?:dtype|device|is_\w+)\b|is\b|,\s*torch\.Tensor))"
-)
-_SETTING_UP = ("__init__", "reset", "_reset", "init", "_init", "extra_repr", "from_")
+_READ = r"\.(?:weight|bias)\b(?!\s*(?:\.(?:dtype|device|is_\w+)\b|is\b|,\s*torch\.Tensor))"
+_READING = re.compile(_READ)
+_SETTING_UP = ("__init__", "reset", "_reset", "init", "_init", "tie", "_tie", "extra_repr", "from_")
 
 
 def reads_weights(module: nn.Module) -> bool:
@@ -25,7 +26,20 @@ def reads_weights(module: nn.Module) -> bool:
     return any(_READING.search(source) for source in _sources(type(module)))
 
 
-def _sources(kind: type) -> Iterator[str]:
+def reads_weight_of(module: nn.Module, name: str) -> bool:
+    """Whether code of any module that a layer is in uses the layer's weight or bias by its name."""
+    *outer, key = name.split(".")
+    reading = re.compile(rf"\.{re.escape(key)}{_READ}")
+    users = [module.get_submodule(".".join(outer[:depth])) for depth in range(len(outer) + 1)]
+    return any(reading.search(source) for user in users for source in _sources(type(user)))
+
+
+@functools.cache
+def _sources(kind: Any) -> tuple[str, ...]:
+    return tuple(_found_sources(kind))
+
+
+def _found_sources(kind: type) -> Iterator[str]:
     for base in kind.__mro__:
         if base in (nn.Module, object):
             continue
