@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import nn
 from torch.nn.modules import activation
@@ -95,8 +96,17 @@ def _is_linear_at(module: nn.Module, path: str) -> bool:
 
 
 def _fitting(name: str, module: nn.Module) -> Iterator[Candidate]:
-    """All linear layers of a module but the last, if each of them may feed that one."""
+    """Linear layers of a module that may feed the last of them, or one the next."""
     linear = [key for key, child in module.named_children() if is_linear(child)]
+    yield from _feeding_the_last(name, module, linear)
+    for column, row in pairwise(linear):
+        wide, narrow = module.get_submodule(column), module.get_submodule(row)
+        widens = sizes_of(wide)[1] > max(sizes_of(wide)[0], sizes_of(narrow)[1])
+        if widens and sizes_of(wide)[1] % sizes_of(narrow)[0] == 0:
+            yield Candidate(name, (column,), row, is_named=False)
+
+
+def _feeding_the_last(name: str, module: nn.Module, linear: list[str]) -> Iterator[Candidate]:
     if not 2 <= len(linear) <= 4:
         return
     *columns, row = linear
