@@ -66,11 +66,10 @@ def test_calls_and_bytes_of_a_step() -> None:
 
     sums = 1 + 2 * LAYERS + 2 * LAYERS + 1  # embedding, blocks forward and backward, head
     for calls, num_bytes in shoal.run(measure, 2, "memory", timeout=40):
-        # The generator's state is the broadcast, the logits the gather.
-        assert +calls == {"all_reduce": sums, "all_gather": 1, "broadcast": 1}
+        # One gather is of the logits, the other has the generator's state and the fingerprints.
+        assert +calls == {"all_reduce": sums, "all_gather": 2}
         assert num_bytes["all_reduce"] == sums * HIDDEN
-        assert num_bytes["all_gather"] == ITEMS * LENGTH * VOCABULARY * FLOAT
-        assert num_bytes["broadcast"] < 6000
+        assert 0 < num_bytes["all_gather"] - ITEMS * LENGTH * VOCABULARY * FLOAT < 6000
 
 
 def test_a_sequence_parallel_step_moves_as_much() -> None:
@@ -87,8 +86,11 @@ def test_a_sequence_parallel_step_moves_as_much() -> None:
         """What a rank sends over a ring; what is counted is the whole of each operation."""
         return moved["all_gather"] + moved["reduce_scatter"] + 2 * moved["all_reduce"]
 
-    whole = wire(shoal.run(measure, 2, "memory", args=(False,), timeout=40)[0])
-    part = wire(shoal.run(measure, 2, "memory", args=(True,), timeout=40)[0])
+    moved = shoal.run(measure, 2, "memory", args=(False,), timeout=40)[0]
+    beginning = moved["all_gather"]  # what each forward begins with: a generator's state
+    assert beginning < 6000
+    whole = wire(moved) - beginning
+    part = wire(shoal.run(measure, 2, "memory", args=(True,), timeout=40)[0]) - beginning
     # Beyond that: into the stack and out of it, and sums of the gradients of norms and biases.
     hidden = ITEMS * 5 * WIDTH * FLOAT
     extra = 2 * 2 * (4 + 2) * WIDTH * FLOAT

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import shoal
 from shoal.comm import Mesh
-from shoal.errors import ShoalError
+from shoal.errors import MismatchError, ShoalError
 from strategies.tensor.tasks import text_loss
 from strategies.tensor.test_model import adam, assert_same, batch, one_process, seeded, wrapped
 
@@ -134,3 +135,17 @@ def test_p33_synchronizing_is_no_no_op_because_layers_are_split(zero: int) -> No
         assert count > 0
         for name, parameter in plain.named_parameters():
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-12)
+
+
+def test_other_batches_in_one_tensor_group_are_refused() -> None:
+    """Each rank's part of a layer was multiplied with something else, and nobody said a word."""
+
+    def forward(is_plain: bool) -> None:
+        model = shoal.as_distributed(nn.Linear(4, 4), strategy="tensor")
+        inputs = torch.ones(2, 4)
+        inputs[0, shoal.world().rank] = 3.0
+        model(inputs) if is_plain else model.train_step(inputs, inputs, F.mse_loss)
+
+    for is_plain in (True, False):
+        with pytest.raises(MismatchError, match="must be given the same batch; ranks 0 and 1"):
+            shoal.run(forward, 2, "memory", args=(is_plain,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import nn
 from torch.nn.modules import activation
@@ -13,7 +14,7 @@ from shoal.strategies.tensor.naming import ATTENTION, FEED_FORWARD, Pattern
 
 _NOT_BY_ELEMENT = (
     activation.Softmax, activation.Softmax2d, activation.LogSoftmax, activation.Softmin,
-    activation.GLU, activation.MultiheadAttention,
+    activation.GLU, activation.MultiheadAttention, activation.PReLU, activation.RReLU,
 )  # fmt: skip
 
 
@@ -55,7 +56,8 @@ def _in_a_row(name: str, module: nn.Sequential) -> Iterator[Candidate]:
     for key, child in module.named_children():
         if is_linear(child):
             if first is not None and _fits(module.get_submodule(first), child):
-                yield Candidate(name, (first,), key, is_certain=True)
+                is_plain = type(module).forward is nn.Sequential.forward
+                yield Candidate(name, (first,), key, is_named=is_plain, is_certain=is_plain)
                 first = None
             else:
                 first = key
@@ -64,10 +66,9 @@ def _in_a_row(name: str, module: nn.Sequential) -> Iterator[Candidate]:
 
 
 def _works_by_element(module: nn.Module) -> bool:
-    if isinstance(module, nn.PReLU):
-        return False
+    # Other kinds of dropout look at channels or at statistics, or draw in their own way.
+    is_known = type(module) in (nn.Dropout, nn.Identity)
     is_activation = type(module).__module__ == activation.__name__
-    is_known = isinstance(module, nn.modules.dropout._DropoutNd | nn.Identity)
     return is_known or (is_activation and not isinstance(module, _NOT_BY_ELEMENT))
 
 
@@ -95,8 +96,17 @@ def _is_linear_at(module: nn.Module, path: str) -> bool:
 
 
 def _fitting(name: str, module: nn.Module) -> Iterator[Candidate]:
-    """All linear layers of a module but the last, if each of them may feed that one."""
+    """Linear layers of a module that may feed the last of them, or one the next."""
     linear = [key for key, child in module.named_children() if is_linear(child)]
+    yield from _feeding_the_last(name, module, linear)
+    for column, row in pairwise(linear):
+        wide, narrow = module.get_submodule(column), module.get_submodule(row)
+        widens = sizes_of(wide)[1] > max(sizes_of(wide)[0], sizes_of(narrow)[1])
+        if widens and sizes_of(wide)[1] % sizes_of(narrow)[0] == 0:
+            yield Candidate(name, (column,), row, is_named=False)
+
+
+def _feeding_the_last(name: str, module: nn.Module, linear: list[str]) -> Iterator[Candidate]:
     if not 2 <= len(linear) <= 4:
         return
     *columns, row = linear

@@ -66,6 +66,11 @@ class Cut:
             begin += section.size
         return tuple(runs)
 
+    def order(self, num_ranks: int) -> list[int]:
+        """The indices of all ranks one after the other, as a gather would put them."""
+        runs = [run for rank in range(num_ranks) for run in self.runs(rank, num_ranks)]
+        return [index for start, stop in runs for index in range(start, stop)]
+
     def length(self, rank: int, num_ranks: int) -> int:
         """How many indices a rank gets."""
         return sum(stop - start for start, stop in self.runs(rank, num_ranks))

@@ -9,6 +9,11 @@ module does with them, and costs more communication. Anything else stays whole.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from shoal.sharding.split import Split
@@ -17,11 +22,21 @@ from shoal.strategies.tensor.cut import Cut
 from shoal.strategies.tensor.hugging_face import certified
 from shoal.strategies.tensor.linear import sizes_of
 from shoal.strategies.tensor.plan import Adjustment, Block, Layer, Plan, Style
-from shoal.strategies.tensor.probe import Trial, may_split
+from shoal.strategies.tensor.probe import may_split
 from shoal.strategies.tensor.proposals import Proposal, propose
-from shoal.strategies.tensor.reading import reads_weights
-from shoal.strategies.tensor.splits import drop_contradictions, join_names, parameter_splits
+from shoal.strategies.tensor.reading import reads_weight_of, reads_weights
+from shoal.strategies.tensor.splits import (
+    describe_rest,
+    drop_contradictions,
+    join_names,
+    parameter_splits,
+)
+from shoal.strategies.tensor.trial_run import Trial
 from shoal.strategies.tensor.vocabulary import find_vocabularies
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+# What torch keeps in every module, and the number of a layer among its like.
+_NOT_DESCRIBED = {*vars(nn.Module()), "layer_idx"}
 
 
 def draft(module: nn.Module, num_ranks: int) -> Plan:
@@ -33,6 +48,21 @@ def draft(module: nn.Module, num_ranks: int) -> Plan:
     return Draft(module, num_ranks).finish()
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """A way to split a block that is right.
+
+    Attributes:
+        proposal: The way.
+        partial: Parameters that get partial gradients, by name in the block.
+        inside: Modules that work on parts of activations, by name in the block.
+    """
+
+    proposal: Proposal
+    partial: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
+
+
 class Draft:
     """A plan in the making."""
 
@@ -40,9 +70,9 @@ class Draft:
         """Nothing is split yet."""
         self._module, self._num_ranks = module, num_ranks
         self.plan = Plan(num_ranks)
-        self._claimed: set[str] = set()
+        self._claimed: set[int] = set()
         self._certified = certified(module)
-        self._verdicts: dict[str, tuple[Proposal, tuple[str, ...]] | None] = {}
+        self._verdicts: dict[str, Verdict | None] = {}
 
     def finish(self) -> Plan:
         """Everything that is found in the model."""
@@ -56,16 +86,21 @@ class Draft:
             else:
                 for candidate in find_candidates(name, part):
                     self._consider(candidate)
-        taken = {id(self._module.get_submodule(name)) for name in self._claimed}
-        for block in find_vocabularies(self._module, taken, self._certified, self._num_ranks):
-            self.plan.blocks.append(block)
+        certain, taken = self._certified, self._claimed
+        for block in find_vocabularies(self._module, taken, certain, self._num_ranks):
+            if reads_weight_of(self._module, block.name):
+                self.plan.notes[block.name] = "stays whole: its weight is read without calling it"
+            else:
+                self.plan.blocks.append(block)
         drop_contradictions(self._module, self.plan)
+        self.plan.whole = describe_rest(self._module, self.plan)
         return self.plan
 
     # torch's own -------------------------------------------------------------------------
 
     def _add_attention(self, name: str, attention: nn.MultiheadAttention) -> None:
-        self._claimed.add(join_names(name, "out_proj"))
+        if not self._claim([attention, attention.out_proj]):
+            return
         if type(attention) is not nn.MultiheadAttention:
             self.plan.notes[name] = "stays whole: it is a class of its own"
         elif attention.num_heads < self._num_ranks:
@@ -82,22 +117,32 @@ class Draft:
     # Candidates --------------------------------------------------------------------------
 
     def _consider(self, candidate: Candidate, stand_in: nn.Module | None = None) -> None:
-        names = [join_names(candidate.block, path) for path in (*candidate.columns, candidate.row)]
-        if not self._claimed.isdisjoint(names):
-            return
         block = self._module.get_submodule(candidate.block)
+        layers = [block.get_submodule(path) for path in (*candidate.columns, candidate.row)]
+        if not self._are_free(layers):
+            return
         verdict = self._verdict(candidate, block, stand_in)
-        if verdict is not None:
-            self.plan.blocks.append(make_block(candidate, *verdict))
+        inside = [block.get_submodule(path) for path in verdict.inside] if verdict else []
+        if verdict is not None and self._are_free(inside):
+            self.plan.blocks.append(make_block(candidate, verdict))
+            self._claim([*layers, *inside])
         elif candidate.is_named:
             self._add_alone(candidate, block)
-        else:
-            return
-        self._claimed.update(names)
+            self._claim(layers)
+
+    def _are_free(self, modules: Sequence[nn.Module]) -> bool:
+        return self._claimed.isdisjoint(map(id, modules))
+
+    def _claim(self, modules: Sequence[nn.Module]) -> bool:
+        """Nothing else is done to modules that are split, or that work on parts of activations."""
+        if not self._are_free(modules):
+            return False
+        self._claimed.update(map(id, modules))
+        return True
 
     def _verdict(
         self, candidate: Candidate, block: nn.Module, stand_in: nn.Module | None
-    ) -> tuple[Proposal, tuple[str, ...]] | None:
+    ) -> Verdict | None:
         """The first proposal that may be carried out; blocks that look alike are tried once."""
         key = f"{candidate.columns} {candidate.row} {describe(block)}"
         if key not in self._verdicts:
@@ -106,19 +151,19 @@ class Draft:
 
     def _try(
         self, candidate: Candidate, block: nn.Module, stand_in: nn.Module | None
-    ) -> tuple[Proposal, tuple[str, ...]] | None:
+    ) -> Verdict | None:
         for proposal in propose(candidate, block):
             if proposal.num_units < self._num_ranks:
                 return None
             if candidate.is_certain:
-                return proposal, ()
+                return Verdict(proposal)
             try:
-                partial = try_proposal(candidate, block, proposal, self._num_ranks, stand_in)
+                verdict = try_proposal(candidate, block, proposal, self._num_ranks, stand_in)
             except TypeError:  # it wants more than one tensor
                 is_known = proposal.is_plain and self._is_certified(candidate)
-                partial = between(block, candidate) if is_known else None
-            if partial is not None:
-                return proposal, partial
+                verdict = Verdict(proposal, between(block, candidate)) if is_known else None
+            if verdict is not None:
+                return verdict
         return None
 
     def _is_certified(self, candidate: Candidate) -> bool:
@@ -173,13 +218,13 @@ def try_proposal(
     proposal: Proposal,
     num_ranks: int,
     stand_in: nn.Module | None = None,
-) -> tuple[str, ...] | None:
-    """Parameters of the block with partial gradients, or None if it may not be split this way.
+) -> Verdict | None:
+    """How the block may be split; None if it may not be split this way.
 
     Raises:
         TypeError: If the block cannot be called with one tensor, so that nothing is known.
     """
-    layers = make_block(candidate, proposal, ()).layers
+    layers = make_block(candidate, Verdict(proposal)).layers
     prefix = f"{candidate.block}." if candidate.block else ""
     splits: dict[str, tuple[Split, ...]] = {}
     numbers = []
@@ -200,8 +245,14 @@ def try_proposal(
             (m, name, [cut.length(r, num_ranks) for r in range(num_ranks)])
             for m, name, cut in numbers
         ],
+        attends=proposal.heads is not None,
     )
-    return may_split(trial, num_ranks)
+    found = may_split(trial, num_ranks)
+    if found is None:
+        return None
+    inside = [name for name, part in block.named_modules() if part in found.inside]
+    partial = [name for name, _ in block.named_parameters() if name in found.partial]
+    return Verdict(proposal, tuple(partial), tuple(inside))
 
 
 def between(block: nn.Module, candidate: Candidate) -> tuple[str, ...]:
@@ -212,9 +263,9 @@ def between(block: nn.Module, candidate: Candidate) -> tuple[str, ...]:
     )
 
 
-def make_block(candidate: Candidate, proposal: Proposal, partial: tuple[str, ...]) -> Block:
-    """A candidate, split as proposed."""
-    name = candidate.block
+def make_block(candidate: Candidate, verdict: Verdict) -> Block:
+    """A candidate, split in a way that is right."""
+    name, proposal = candidate.block, verdict.proposal
     layers = [
         Layer(join_names(name, path), Style.COLUMN, cut, block=name)
         for path, cut in zip(candidate.columns, proposal.columns, strict=True)
@@ -227,8 +278,9 @@ def make_block(candidate: Candidate, proposal: Proposal, partial: tuple[str, ...
         name,
         tuple(layers),
         tuple(Adjustment(join_names(name, path), key, cut) for path, key, cut in proposal.numbers),
-        tuple(join_names(name, path) for path in partial),
+        tuple(join_names(name, path) for path in verdict.partial),
         proposal.heads,
+        tuple(join_names(name, path) for path in verdict.inside),
     )
 
 
@@ -242,11 +294,18 @@ def describe(block: nn.Module) -> str:
     """Everything that decides how a block computes, but for its weights."""
     parts = []
     for name, part in block.named_modules():
-        numbers = {k: v for k, v in vars(part).items() if isinstance(v, int | float | str)}
-        numbers.pop("layer_idx", None)
-        shapes = [tuple(p.shape) for p in part.parameters(recurse=False)]
-        parts.append(f"{name} {type(part).__qualname__} {sorted(numbers.items())} {shapes}")
+        own = {k: _described(v) for k, v in vars(part).items() if k not in _NOT_DESCRIBED}
+        shapes = [(key, tuple(p.shape)) for key, p in part.named_parameters(recurse=False)]
+        shapes += [(key, tuple(b.shape)) for key, b in part.named_buffers(recurse=False)]
+        parts.append(f"{name} {id(type(part))} {sorted(own.items())} {shapes}")
     return "\n".join(parts)
+
+
+def _described(value: Any) -> str:
+    """By value where it can be told; objects and functions are like themselves only."""
+    if isinstance(value, tuple | list):
+        return f"{type(value).__name__}{[_described(each) for each in value]}"
+    return repr(value) if isinstance(value, _PLAIN) else f"{type(value).__name__} {id(value)}"
 
 
 def _is_transformer_layer(module: nn.Module) -> bool:

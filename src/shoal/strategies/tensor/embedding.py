@@ -36,16 +36,17 @@ class VocabularyEmbedding(nn.Embedding):
 
     _group: TensorGroup
     _first: int
+    _own_padding: int | None
 
     def forward(self, input: Tensor) -> Tensor:
         """The same embeddings on every rank."""
         self._group.check()
         local = input - self._first
-        is_elsewhere = (local < 0) | (local >= self.num_embeddings)
+        is_elsewhere = (local < 0) | (local >= len(self.weight))
         # Whoever has no rows at all still takes part in the sum.
-        rows = self.weight if self.num_embeddings else self.weight.new_zeros(1, self.embedding_dim)
+        rows = self.weight if len(self.weight) else self.weight.new_zeros(1, self.embedding_dim)
         found = F.embedding(
-            local.masked_fill(is_elsewhere, 0), rows, self.padding_idx, sparse=self.sparse
+            local.masked_fill(is_elsewhere, 0), rows, self._own_padding, sparse=self.sparse
         )
         found = found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
         return collective.reduce(found, self._group.backend)
@@ -55,13 +56,12 @@ def make_vocabulary(embedding: nn.Embedding, group: TensorGroup, cut: Cut) -> No
     """Turns an embedding, whose rows are split already, into a vocabulary-parallel one."""
     ((first, stop),) = cut.runs(group.backend.rank, group.backend.size)
     _check_tokens(embedding, cut.size)
-    embedding.num_embeddings = stop - first
-    if embedding.padding_idx is not None:
-        place = embedding.padding_idx - first
-        embedding.padding_idx = place if 0 <= place < stop - first else None
+    padding = embedding.padding_idx
+    is_here = padding is not None and first <= padding < stop
     kind: Any = type(embedding)
     embedding.__class__ = _kind(kind)
-    vars(embedding).update(_group=group, _first=first)
+    own_padding = padding - first if is_here and padding is not None else None
+    vars(embedding).update(_group=group, _first=first, _own_padding=own_padding)
 
 
 @functools.cache

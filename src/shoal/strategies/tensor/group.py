@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.comm import Backend
 from shoal.comm import differentiable as collective
@@ -61,6 +61,8 @@ class Entry:
         self._handed: list[tuple[Tensor, bool, Tensor]] = []
         self.is_inside = False
         """Whether activations are split right now."""
+        self._block: nn.Module | None = None
+        self._num_calls = 0
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """The input for a layer of the region; the same for all layers that ask with the same."""
@@ -77,6 +79,28 @@ class Entry:
             handed = collective.copy(tensor, self._group.backend)
         self._handed.append((tensor, has_graph, handed))
         return handed
+
+    def watch(self, block: nn.Module) -> None:
+        """Only while this module is called, its layers hand parts to each other."""
+
+        def begin(*_: object) -> None:
+            self._num_calls += 1
+
+        def end(*_: object) -> None:
+            self._num_calls -= 1
+
+        self._block = block
+        block.register_forward_pre_hook(begin)
+        block.register_forward_hook(end, always_call=True)
+
+    @property
+    def is_bypassed(self) -> bool:
+        """Whether somebody calls a layer of the region on its own, and wants whole results.
+
+        A backward recomputes what a forward did, and may begin in the middle of a block.
+        """
+        is_called = self._block is None or self._num_calls > 0
+        return not is_called and torch._C._current_graph_task_id() == -1
 
     def present(self, tensor: Tensor) -> Tensor:
         """The whole of the main input, of which each rank has some positions."""

@@ -54,14 +54,20 @@ class ColumnParallel(_Base):
     _entry: Entry
     _is_joined: bool
     _group: TensorGroup
+    _cut: Cut
 
     def forward(self, input: Tensor) -> Tensor:
         """This rank's outputs; all of them, where nobody takes parts."""
+        is_joined = self._is_joined or self._entry.is_bypassed
         outputs = super().forward(self._entry(input))
-        if not self._is_joined:
+        if not is_joined:
             return outputs
         self._entry.forget()
-        return collective.join(outputs, self._group.backend, -1)
+        joined = collective.join(outputs, self._group.backend, -1)
+        if len(self._cut.sections) == 1:
+            return joined
+        order = torch.tensor(self._cut.order(self._group.backend.size), device=joined.device)
+        return joined.index_select(-1, order.argsort())
 
 
 class RowParallel(_Base):
@@ -70,12 +76,16 @@ class RowParallel(_Base):
     _entry: Entry
     _is_cut: bool
     _group: TensorGroup
+    _cut: Cut
 
     def forward(self, input: Tensor) -> Tensor:
         """The same whole outputs on every rank."""
         self._group.check()
         if self._is_cut:
             input = collective.split(input, self._group.backend, -1)
+        elif self._entry.is_bypassed:
+            ((start, stop),) = self._cut.runs(self._group.backend.rank, self._group.backend.size)
+            input = collective.copy(input, self._group.backend)[..., start:stop]
         outputs = self._entry.leave(product(self, input))
         bias: Tensor | None = self.bias
         return outputs if bias is None else outputs + bias.to(outputs.dtype)  # as autocast would
@@ -99,16 +109,20 @@ def make_column(
 ) -> None:
     """Turns a layer, whose weight is split already, into a column-parallel one."""
     length = cut.length(group.backend.rank, group.backend.size)
-    setattr(layer, "nf" if hasattr(layer, "nf") else "out_features", length)
+    if hasattr(layer, "nf"):  # Conv1D computes with it
+        vars(layer)["nf"] = length
+    elif not is_joined:  # what gives all outputs also says so
+        vars(layer)["out_features"] = length
     kind: Any = type(layer)
     layer.__class__ = _kind(ColumnParallel, kind)
-    vars(layer).update(_entry=entry, _group=group, _is_joined=is_joined)
+    vars(layer).update(_entry=entry, _group=group, _cut=cut, _is_joined=is_joined)
 
 
 def make_row(layer: nn.Module, group: TensorGroup, cut: Cut, entry: Entry, *, is_cut: bool) -> None:
     """Turns a layer, whose weight is split already, into a row-parallel one."""
-    length = cut.length(group.backend.rank, group.backend.size)
-    setattr(layer, "nx" if hasattr(layer, "nx") else "in_features", length)
+    if not is_cut:
+        length = cut.length(group.backend.rank, group.backend.size)
+        setattr(layer, "nx" if hasattr(layer, "nx") else "in_features", length)
     kind: Any = type(layer)
     layer.__class__ = _kind(RowParallel, kind)
-    vars(layer).update(_entry=entry, _group=group, _is_cut=is_cut)
+    vars(layer).update(_entry=entry, _group=group, _cut=cut, _is_cut=is_cut)

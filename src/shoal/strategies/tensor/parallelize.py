@@ -11,12 +11,13 @@ from shoal.comm import Backend
 from shoal.comm.agreement import agree
 from shoal.sharding.split import Split
 from shoal.strategies.tensor.attention import make_attention
+from shoal.strategies.tensor.beginning import begin_together
 from shoal.strategies.tensor.embedding import make_head_table, make_vocabulary
 from shoal.strategies.tensor.group import Entry, TensorGroup
 from shoal.strategies.tensor.linear import make_column, make_row
 from shoal.strategies.tensor.parts import TensorParts
 from shoal.strategies.tensor.plan import Block, Layer, Plan, Style
-from shoal.strategies.tensor.randomness import SplitDropout, during, may_drop, share_random_state
+from shoal.strategies.tensor.randomness import SplitDropout, during, may_drop
 from shoal.strategies.tensor.sequence import (
     Rehearsal,
     Stack,
@@ -83,7 +84,7 @@ def parallelize(
         _sum_gradients(parameter, group)
     for stack in stacks:
         install(module, stack, group)
-    module.register_forward_pre_hook(_sharing_randomness(group), prepend=True)
+    module.register_forward_pre_hook(_beginning(group), prepend=True, with_kwargs=True)
     return TensorParts(module, shared, chosen, splits)
 
 
@@ -132,6 +133,7 @@ def _rebuild(
         setattr(owner, adjustment.attribute, adjustment.cut.length(rank, size))
     rows = [layer for layer in block.layers if layer.style is Style.ROW and not layer.is_alone]
     if rows:
+        entry.watch(part)
         _watch_dropout(part, block, rows[0], group.backend, entry)
 
 
@@ -186,10 +188,10 @@ def _leave_fast_paths(module: nn.Module) -> None:
             part.use_nested_tensor = False
 
 
-def _sharing_randomness(group: Backend) -> Any:
-    def share(module: nn.Module, _: object) -> None:
-        if module.training and group.size > 1:
+def _beginning(group: Backend) -> Any:
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if group.size > 1:
             device = next((p.device for p in module.parameters()), group.device)
-            share_random_state(group, device)
+            begin_together(group, device, (args, kwargs))
 
-    return share
+    return begin

@@ -73,6 +73,7 @@ class Block:
         partial: Parameters in between that every rank has whole: each rank's gradient comes from
             its part of the activations only, so they are summed.
         heads: How many heads there are and who has which; for attention.
+        inside: Modules in between: they work on parts of activations and must not be split.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Block:
     adjustments: tuple[Adjustment, ...] = ()
     partial: tuple[str, ...] = ()
     heads: Cut | None = None
+    inside: tuple[str, ...] = ()
 
 
 @dataclass
@@ -95,6 +97,8 @@ class Plan:
     blocks: list[Block] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
     """Why something that might have been split is not, or is not split in the best way."""
+    whole: str = ""
+    """What every rank has all of."""
 
     @property
     def layers(self) -> list[Layer]:
@@ -111,7 +115,10 @@ class Plan:
             for row in rows
         ]
         head = f"tensor parallel over {self.num_ranks} ranks: {len(self.layers)} layers split"
-        notes = [f"note: {' '.join(row).strip()}" for row in _merged(self.notes.items())]
+        named = {name or "the model": text for name, text in self.notes.items()}
+        notes = [f"note: {' '.join(row)}" for row in _merged(named.items())]
+        if self.whole:
+            notes.append(f"whole on every rank: {self.whole}")
         return "\n".join([head, *lines, *notes])
 
     def _row(self, layer: Layer) -> tuple[str, str, str, str]:
@@ -127,12 +134,17 @@ class Plan:
         return layer.name, layer.style.value, how, f"{parts} of {layer.cut.size}{units}"
 
 
+def starred(name: str) -> str:
+    """A name with stars for its numbers: the same for the like of a stack."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
 def _merged(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Rows whose names differ in numbers only become one, with a star for the number."""
-    found: dict[tuple[str, ...], int] = {}
+    found: dict[tuple[str, ...], list[str]] = {}
     for name, *rest in rows:
-        starred = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        found[(starred, *rest)] = found.get((starred, *rest), 0) + 1
+        found.setdefault((starred(name), *rest), []).append(name)
     return [
-        (f"{row[0]} ({count})" if count > 1 else row[0], *row[1:]) for row, count in found.items()
+        (f"{pattern} ({len(names)})" if len(names) > 1 else names[0], *rest)
+        for (pattern, *rest), names in found.items()
     ]

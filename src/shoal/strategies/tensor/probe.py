@@ -5,73 +5,99 @@ the ranks' results before the row are collected first and summed by hand. What m
 but rounding may be done. Nothing is assumed about what happens between the layers: a norm over all
 features, a gate that is cut out of a joined projection or a view with a fixed number of heads is
 noticed, and the block is split in another way or not at all.
+
+Code may go other ways for other calls, so a block is called in every `Way` that is known.
 """
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.utils._pytree import tree_leaves
 
 from shoal.comm.random_state import RandomState
 from shoal.sharding.split import Split
+from shoal.strategies.tensor.calling import SHAPES, Way, arguments, random_weights, switches
 from shoal.strategies.tensor.linear import sizes_of
-from shoal.strategies.tensor.naming import HEAD_SIZES
+from shoal.strategies.tensor.snapshot import Snapshot
+from shoal.strategies.tensor.trial_run import Trial, TrialRun, Unlike
 
 # Relative to the largest number there is: what is zero but for rounding has no size of its own.
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
-_SHAPE = (2, 3)
 _LARGE = 1 << 24
-_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A way to split a block.
+class Finding:
+    """What a trial tells of a block that may be split.
 
     Attributes:
-        block: The module that is called with one tensor.
-        columns: Layers that take what the region begins with.
-        row: The layer that ends it.
-        splits: Every rank's part of each parameter that is split, by name in the block.
-        numbers: What becomes of attributes: module, attribute, and a value for each rank.
+        partial: Parameters that get partial gradients, by name in the block.
+        whole: Those that every rank gets the whole gradient of.
+        inside: Modules that are called with parts of activations, and so must stay whole.
     """
 
-    block: nn.Module
-    columns: Sequence[nn.Module]
-    row: nn.Module
-    splits: Mapping[str, Sequence[Split]]
-    numbers: Sequence[tuple[nn.Module, str, Sequence[int]]] = ()
+    partial: frozenset[str]
+    whole: frozenset[str]
+    inside: frozenset[nn.Module]
 
 
-class Unlike(Exception):
-    """The parts do not add up to the whole."""
-
-
-def may_split(trial: Trial, num_ranks: int) -> tuple[str, ...] | None:
-    """Parameters that get partial gradients if the block is split this way; None if it may not be.
+def may_split(trial: Trial, num_ranks: int) -> Finding | None:
+    """What to know of the block if it is split this way; None if it may not be.
 
     Raises:
         TypeError: If the block cannot be called with one tensor.
     """
-    outside = RandomState.capture()
+    outside, snapshot = RandomState.capture(), Snapshot(trial.block)
+    refusals: list[Exception] = []
     try:
-        with evaluating(trial.block), torch.enable_grad():
+        with torch.enable_grad():
             for dtype in _dtypes(trial.block):
-                with contextlib.suppress(RuntimeError, ValueError, IndexError, AttributeError):
-                    return _Comparison(trial, num_ranks, dtype).partial()
-    except (Unlike, AssertionError):
+                found = list(_findings(trial, num_ranks, dtype, refusals))
+                if found:
+                    return _together(found)
+    except Unlike:
         return None
     finally:
+        snapshot.restore()
         outside.restore()
+    if any(isinstance(refusal, TypeError) for refusal in refusals):
+        raise TypeError(str(refusals[0]))
     return None
+
+
+def _findings(
+    trial: Trial, num_ranks: int, dtype: torch.dtype, refusals: list[Exception]
+) -> Iterator[Finding]:
+    """One for each way in which the whole block can be called."""
+    weights = random_weights(trial.block, dtype)
+    shape: tuple[int, ...] | None = None
+    for shape in SHAPES:
+        found = _Comparison(trial, num_ranks, weights, Way(shape)).find(refusals)
+        if found is not None:
+            yield found
+            break
+    else:
+        return
+    others = [] if trial.attends else [Way(other) for other in SHAPES if other != shape]
+    flagged = [Way(shape, flags=((name, value),)) for name, value in switches(trial.block)]
+    for way in [Way(shape, training=True), *others, *flagged]:
+        found = _Comparison(trial, num_ranks, weights, way).find(refusals)
+        if found is not None:
+            yield found
+
+
+def _together(findings: Sequence[Finding]) -> Finding:
+    partial, whole, inside = (
+        frozenset().union(*(getattr(found, name) for found in findings))
+        for name in ("partial", "whole", "inside")
+    )
+    if partial & whole:  # to be summed for some calls, and not for others
+        raise Unlike
+    return Finding(partial, whole, inside)
 
 
 def _dtypes(block: nn.Module) -> list[torch.dtype]:
@@ -81,22 +107,40 @@ def _dtypes(block: nn.Module) -> list[torch.dtype]:
 
 
 class _Comparison:
-    """One process against the ranks."""
+    """One process against the ranks, for one way to call the block."""
 
-    def __init__(self, trial: Trial, num_ranks: int, dtype: torch.dtype) -> None:
-        self._trial, self._num_ranks, self._dtype = trial, num_ranks, dtype
+    def __init__(self, trial: Trial, num_ranks: int, weights: dict[str, Tensor], way: Way) -> None:
+        self._trial, self._num_ranks, self._weights, self._way = trial, num_ranks, weights, way
+        self._dtype = next(iter(weights.values())).dtype
 
-    def partial(self) -> tuple[str, ...]:
-        """Parameters with partial gradients; raises `Unlike` where anything else differs."""
-        trial, weights = self._trial, random_weights(self._trial.block, self._dtype)
+    def find(self, refusals: list[Exception]) -> Finding | None:
+        """None, and an exception added, if it cannot be called this way; `Unlike` if it differs."""
+        trial, way = self._trial, self._way
         width, device = sizes_of(trial.columns[0])[0], _device(trial.block)
-        call = arguments(trial.block, width, device, self._dtype)
-        whole = _Run(trial, weights, call)
-        outputs = whole.carry_out()
+        call = arguments(trial.block, width, device, self._dtype, way.shape) | dict(way.flags)
+        whole = TrialRun(trial, self._weights, call, way)
+        try:
+            outputs = whole.carry_out()
+        except Unlike:
+            raise
+        except Exception as error:
+            refusals.append(error)
+            return None
+        try:
+            partial, unsplit = self._compare(whole, outputs, call)
+        except Exception as error:  # whatever the parts do, they do not do what the whole does
+            raise Unlike from error
+        return Finding(partial, unsplit - partial, frozenset(whole.inside))
+
+    def _compare(
+        self, whole: TrialRun, outputs: list[Tensor], call: dict[str, Any]
+    ) -> tuple[frozenset[str], frozenset[str]]:
+        """Parameters with partial gradients, and all that have a gradient and are not split."""
+        trial = self._trial
         signal = [_signal(output) for output in outputs]
         expected = whole.gradients(outputs, signal)
         runs = [
-            _Run(trial, _parts(weights, trial.splits, rank), call, rank)
+            TrialRun(trial, _parts(self._weights, trial.splits, rank), call, self._way, rank)
             for rank in range(self._num_ranks)
         ]
         total = torch.stack([run.carry_out_partially() for run in runs]).sum(0)
@@ -104,13 +148,16 @@ class _Comparison:
         for run in runs:
             own = run.carry_out(total)
             self._check_same(own, outputs)
+            run.check_dropped(whole)
             found.append(run.gradients(own, signal))
         self._scale = max((_largest(gradient) for gradient in expected.values()), default=0.0)
-        return tuple(
+        partial = frozenset(
             name
             for name, gradient in expected.items()
             if self._is_partial(name, gradient, [each[name] for each in found])
         )
+        unsplit = {name for name, gradient in expected.items() if gradient is not None}
+        return partial, frozenset(unsplit - trial.splits.keys())
 
     def _check_same(self, found: list[Tensor], expected: list[Tensor]) -> None:
         if len(found) != len(expected) or not expected:
@@ -154,102 +201,6 @@ def _signal(output: Tensor) -> Tensor:
     return steps.view(output.shape)
 
 
-class _Run:
-    """The block with some weights, as one process or as one rank would run it."""
-
-    def __init__(
-        self,
-        trial: Trial,
-        weights: dict[str, Tensor],
-        call: dict[str, Any],
-        rank: int | None = None,
-    ) -> None:
-        self._trial, self._weights, self._call, self._rank = trial, weights, call, rank
-
-    def carry_out_partially(self) -> Tensor:
-        """What this rank's row gives, without its bias."""
-        seen: list[Tensor] = []
-
-        def look(row: nn.Module, _: Any, output: Tensor) -> None:
-            bias = getattr(row, "bias", None)
-            seen.append((output if bias is None else output - bias).detach())
-
-        with self._hooked(look):
-            functional_call(self._trial.block, self._tensors(), (), self._call)
-        if len(seen) != 1:
-            raise Unlike
-        return seen[0]
-
-    def carry_out(self, total: Tensor | None = None) -> list[Tensor]:
-        """All results; ``total`` takes the place of what the row gives."""
-
-        def replace(row: nn.Module, _: Any, output: Tensor) -> Tensor:
-            if total is None:
-                return output
-            bias = getattr(row, "bias", None)
-            known = total if bias is None else total + bias
-            return known.detach() + (output - output.detach())
-
-        with self._hooked(replace):
-            result = functional_call(self._trial.block, self._tensors(), (), self._call)
-        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        # Of Hugging Face's results only the first goes on; others are shown on request.
-        return leaves[:1] if _is_hugging_face(self._trial.block) else leaves
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """Weights, and copies of the buffers: what a run does to them is forgotten."""
-        buffers = {name: buffer.clone() for name, buffer in self._trial.block.named_buffers()}
-        return {**self._weights, **buffers}
-
-    def gradients(self, outputs: list[Tensor], signal: list[Tensor]) -> dict[str, Tensor | None]:
-        """Of every parameter, with inputs of the region held fixed."""
-        weighed = [(out * weight).sum() for out, weight in zip(outputs, signal, strict=True)]
-        total = torch.stack(weighed).sum()
-        found = torch.autograd.grad(total, list(self._weights.values()), allow_unused=True)
-        return dict(zip(self._weights, found, strict=True))
-
-    @contextlib.contextmanager
-    def _hooked(self, at_row: Any) -> Iterator[None]:
-        handles = [self._trial.row.register_forward_hook(at_row)]
-        handles += [column.register_forward_pre_hook(_detach) for column in self._trial.columns]
-        try:
-            with _numbers(self._trial.numbers, self._rank):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-def _detach(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(tensor.detach() for tensor in inputs)
-
-
-@contextlib.contextmanager
-def _numbers(
-    numbers: Sequence[tuple[nn.Module, str, Sequence[int]]], rank: int | None
-) -> Iterator[None]:
-    before = [(module, name, getattr(module, name)) for module, name, _ in numbers]
-    try:
-        if rank is not None:
-            for module, name, values in numbers:
-                setattr(module, name, values[rank])
-        yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
-
-
-def random_weights(block: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Not the module's own: what begins as zero would look as if anything may be done to it."""
-    generator = torch.Generator().manual_seed(0)
-    weights = {}
-    for name, parameter in block.named_parameters():
-        values = torch.randn(parameter.shape, generator=generator, dtype=dtype)
-        values = values / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else values + 0.5
-        weights[name] = values.to(parameter.device).requires_grad_()
-    return weights
-
-
 def _parts(
     weights: dict[str, Tensor], splits: Mapping[str, Sequence[Split]], rank: int
 ) -> dict[str, Tensor]:
@@ -259,57 +210,5 @@ def _parts(
     }
 
 
-@contextlib.contextmanager
-def evaluating(block: nn.Module) -> Iterator[None]:
-    """Inside, nothing is dropped and no statistics are kept."""
-    modes = [(module, module.training) for module in block.modules()]
-    block.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
 def _device(block: nn.Module) -> torch.device:
     return next(parameter.device for parameter in block.parameters())
-
-
-def _is_hugging_face(block: nn.Module) -> bool:
-    return type(block).__module__.startswith("transformers.")
-
-
-def arguments(
-    block: nn.Module,
-    width: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    shape: tuple[int, int] = _SHAPE,
-) -> dict[str, Any]:
-    """One tensor for the first parameter of forward, and what Hugging Face's attention wants."""
-    known = list(inspect.signature(block.forward).parameters.values())
-    if not known:
-        raise TypeError("forward takes nothing")
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(*shape, width, generator=generator, dtype=dtype).to(device)
-    call: dict[str, Any] = {known[0].name: inputs}
-    for parameter in known[1:]:
-        if parameter.name == "position_embeddings":
-            size = _head_size(block)
-            angles = torch.linspace(0, 1, shape[1] * size, dtype=dtype, device=device)
-            angles = angles.view(1, shape[1], size)
-            call[parameter.name] = (angles.cos(), angles.sin())
-        elif parameter.name in ("attention_mask", "mask"):
-            call[parameter.name] = None
-        elif parameter.default is parameter.empty and parameter.kind in _NAMED:
-            raise TypeError(f"forward needs {parameter.name}")
-    return call
-
-
-def _head_size(block: nn.Module) -> int:
-    for part in block.modules():
-        for name in HEAD_SIZES:
-            size = vars(part).get(name)
-            if isinstance(size, int):
-                return size
-    raise TypeError("no size of a head is known")

@@ -51,8 +51,12 @@ def propose(candidate: Candidate, block: nn.Module) -> Iterator[Proposal]:
         if candidate.is_named:
             return
     if all(size % width == 0 for size in columns):
-        cuts = tuple(Cut.of(size, num_sections=size // width) for size in columns)
-        yield Proposal(cuts, Cut.of(width))
+        yield Proposal(
+            tuple(Cut.of(size, num_sections=size // width) for size in columns), Cut.of(width)
+        )
+    if any(size != width for size in columns) and not any(size % width for size in columns):
+        # What belongs together may also lie side by side.
+        yield Proposal(tuple(Cut.of(size, size // width) for size in columns), Cut.of(width))
 
 
 def _attention(

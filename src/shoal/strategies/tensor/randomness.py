@@ -8,6 +8,7 @@ activation and keeps its part. So generators stay alike, and masks are those of 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,15 +20,6 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.comm import Backend
 from shoal.strategies.tensor.cut import Cut
-
-
-def share_random_state(group: Backend, device: torch.device) -> None:
-    """Everybody goes on with the first rank's generators."""
-    state = torch.get_rng_state()
-    torch.set_rng_state(group.broadcast(state.to(group.device)).cpu())
-    if device.type == "cuda":
-        state = torch.cuda.get_rng_state(device)
-        torch.cuda.set_rng_state(group.broadcast(state.to(group.device)).cpu(), device)
 
 
 def whole_mask(like: Tensor, dim: int, cut: Cut, group: Backend, keep: float) -> Tensor:
@@ -120,6 +112,39 @@ class SplitDropout(TorchFunctionMode):
             attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
         weights = attention_weights(query, key, attn_mask, scale)
         return drop(weights, 1, self._heads, self._group, dropout_p) @ value
+
+
+class Undropped(TorchFunctionMode):
+    """Inside, nothing is dropped, and what would have been is noted.
+
+    Attributes:
+        shapes: Of what `SplitDropout` would have to cut; queries stand for attention's weights.
+    """
+
+    def __init__(self, is_inside: Callable[[], bool]) -> None:
+        """``is_inside`` says whether activations are split right now."""
+        super().__init__()
+        self._is_inside = is_inside
+        self.shapes: list[torch.Size] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Steps in for what `SplitDropout` steps in for."""
+        kwargs = kwargs or {}
+        if func in (F.dropout, torch.dropout):
+            input, p, training = _dropout_arguments(*args, **kwargs)
+            self._note(input, p if training else 0.0)
+            return input
+        if func is F.scaled_dot_product_attention:
+            given = inspect.signature(SplitDropout._attention).bind(None, *args, **kwargs).arguments
+            self._note(given["query"], given.pop("dropout_p", 0.0))
+            return func(**{name: value for name, value in given.items() if name != "self"})
+        return func(*args, **kwargs)
+
+    def _note(self, tensor: Tensor, rate: float) -> None:
+        if rate and self._is_inside():
+            self.shapes.append(tensor.shape)
 
 
 def _dropout_arguments(

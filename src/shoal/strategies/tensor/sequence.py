@@ -24,11 +24,11 @@ from shoal.comm import Backend
 from shoal.comm import differentiable as collective
 from shoal.comm.partition import split_sizes
 from shoal.errors import ShoalError
+from shoal.strategies.tensor.calling import arguments, evaluating, random_weights
 from shoal.strategies.tensor.cut import Cut
 from shoal.strategies.tensor.drafting import describe
 from shoal.strategies.tensor.linear import sizes_of
 from shoal.strategies.tensor.plan import Block, Plan, Style
-from shoal.strategies.tensor.probe import arguments, evaluating, random_weights
 from shoal.strategies.tensor.randomness import SequenceDropout, during, may_drop
 
 _TOLERANCE = 1e-3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from shoal.sharding.split import Split
 from shoal.strategies.tensor.cut import Cut
 from shoal.strategies.tensor.linear import dim_of
-from shoal.strategies.tensor.plan import Block, Layer, Plan, Style
+from shoal.strategies.tensor.plan import Block, Layer, Plan, Style, starred
 
 
 def parameter_splits(
@@ -62,6 +63,20 @@ def all_splits(module: nn.Module, plan: Plan) -> Iterator[tuple[Block, str, tupl
             part = module.get_submodule(layer.name)
             for key, splits in parameter_splits(part, layer, plan.num_ranks).items():
                 yield block, join_names(layer.name, key), splits
+
+
+def describe_rest(module: nn.Module, plan: Plan) -> str:
+    """How much of a model every rank has all of, and where most of that is."""
+    split = {id(module.get_parameter(name)) for _, name, _ in all_splits(module, plan)}
+    sizes: Counter[str] = Counter()
+    for name, parameter in module.named_parameters():
+        if id(parameter) not in split:
+            sizes[starred(name)] += parameter.numel()
+    total = sum(parameter.numel() for parameter in module.parameters())
+    if not sizes.total():
+        return ""
+    largest = ", ".join(name for name, _ in sizes.most_common(3))
+    return f"{sizes.total() / total:.1%} of {total} elements, most of it in {largest}"
 
 
 def drop_contradictions(module: nn.Module, plan: Plan) -> None:

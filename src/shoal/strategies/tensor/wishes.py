@@ -10,6 +10,7 @@ from torch import nn
 from shoal.strategies.tensor.candidates import Candidate
 from shoal.strategies.tensor.cut import Cut
 from shoal.strategies.tensor.drafting import (
+    Verdict,
     between,
     draft,
     make_block,
@@ -20,7 +21,7 @@ from shoal.strategies.tensor.linear import is_linear, sizes_of
 from shoal.strategies.tensor.plan import Block, Layer, Plan, Style, parse_style
 from shoal.strategies.tensor.proposals import Proposal
 from shoal.strategies.tensor.reading import reads_weights
-from shoal.strategies.tensor.splits import find_contradiction, join_names
+from shoal.strategies.tensor.splits import describe_rest, find_contradiction, join_names
 
 Wishes = Mapping[str, str]
 
@@ -69,6 +70,8 @@ def fulfil(module: nn.Module, num_ranks: int, wishes: Wishes) -> Plan:
             styles.pop(join_names(candidate.block, path))
     plan.blocks += [_alone(module, name, style, num_ranks) for name, style in styles.items()]
     _check_ties(module, plan)
+    _check_nesting(module, plan)
+    plan.whole = describe_rest(module, plan)
     return plan
 
 
@@ -155,7 +158,7 @@ def _checked(module: nn.Module, candidate: Candidate, num_ranks: int) -> Block:
             f"{num_ranks} ranks"
         )
     try:
-        partial = try_proposal(candidate, block, proposal, num_ranks)
+        verdict = try_proposal(candidate, block, proposal, num_ranks)
     except TypeError as error:  # it wants more than one tensor: whoever made the plan knows
         if not proposal.is_plain:
             raise ValueError(
@@ -163,14 +166,14 @@ def _checked(module: nn.Module, candidate: Candidate, num_ranks: int) -> Block:
                 f"found out, because {candidate.block or 'the model'} cannot be called with one "
                 "tensor: leave the row out of the plan, and the column's outputs are joined"
             ) from error
-        return make_block(candidate, proposal, between(block, candidate))
-    if partial is None:
+        return make_block(candidate, Verdict(proposal, between(block, candidate)))
+    if verdict is None:
         raise ValueError(
             f"{candidate.block or 'the model'} does not give the same if {names} is split by "
             f"column and {candidate.row} by row: what is between them needs all features. Leave "
             "the row out of the plan, and the column's outputs are joined."
         )
-    return make_block(candidate, proposal, partial)
+    return make_block(candidate, verdict)
 
 
 def _alone(module: nn.Module, name: str, style: Style, num_ranks: int) -> Block:
@@ -190,6 +193,18 @@ def _alone(module: nn.Module, name: str, style: Style, num_ranks: int) -> Block:
     if size < num_ranks:
         raise ValueError(f"{name} has {size} features to share out over {num_ranks} ranks")
     return Block(name, (Layer(name, style, Cut.of(size), is_alone=True, block=name),))
+
+
+def _check_nesting(module: nn.Module, plan: Plan) -> None:
+    inside = {module.get_submodule(name): block for block in plan.blocks for name in block.inside}
+    for layer in plan.layers:
+        outer = inside.get(module.get_submodule(layer.name))
+        if outer is not None:
+            raise ValueError(
+                f"{layer.name} cannot be split: it is called between the column and the row of "
+                f"{outer.name or 'the model'}, where each rank has a part already. Leave one of "
+                "them out of the plan."
+            )
 
 
 def _check_ties(module: nn.Module, plan: Plan) -> None:

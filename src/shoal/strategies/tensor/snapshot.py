@@ -1,0 +1,66 @@
+"""What modules keep besides parameters, to be put back after they were called for a trial.
+
+Code that caches (tables of rotary embeddings, masks), counts or collects would otherwise go on with
+what a trial left there: of other lengths, in another precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+_OF_TORCH = vars(nn.Module()).keys() - {"training"}
+
+
+class Snapshot:
+    """The attributes and buffers of a module and all modules in it.
+
+    Example:
+        >>> before = Snapshot(block)
+        >>> block(torch.zeros(2, 3, 8))
+        >>> before.restore()
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Takes it."""
+        self._parts = [(m, dict(_own(m)), dict(m._buffers)) for m in module.modules()]
+        self._contents = [
+            (value, value.copy())
+            for _, own, _ in self._parts
+            for value in own.values()
+            if type(value) in (list, dict, set)
+        ]
+        self._tensors = [leaf for _, own, _ in self._parts for leaf in _tensors(own)]
+
+    def restore(self) -> None:
+        """Everything is as it was."""
+        for value, content in self._contents:
+            value.clear()
+            (value.extend if isinstance(value, list) else value.update)(content)
+        for module, own, buffers in self._parts:
+            for key in _own(module).keys() - own.keys():
+                del vars(module)[key]
+            vars(module).update(own)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+    def new_tensors(self) -> list[Tensor]:
+        """Tensors that modules keep now and did not before."""
+        known = set(map(id, self._tensors))
+        return [
+            leaf
+            for module, _, _ in self._parts
+            for leaf in _tensors(_own(module))
+            if id(leaf) not in known
+        ]
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
+    return {key: value for key, value in vars(module).items() if key not in _OF_TORCH}
+
+
+def _tensors(own: dict[str, Any]) -> Iterator[Tensor]:
+    yield from (leaf for leaf in tree_leaves(own) if isinstance(leaf, Tensor))
