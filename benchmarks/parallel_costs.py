@@ -2,8 +2,9 @@
 
 A GPT is trained by processes over shared memory. Bytes are counted by operation over all ranks and
 compared with theory: sums of activations within a tensor group, activations and their gradients
-between stages, gradients over the data axis. The time in operations, without waiting for ranks
-that come later, is compared with the time that the same operations take alone.
+between stages, gradients over the data axis. The time in collectives, without waiting for ranks
+that come later, is compared with the time that the same collectives take alone. (A stage that
+receives waits for others to compute; the bubble is measured by `pipeline.py`.)
 
     python benchmarks/parallel_costs.py [--steps 5] [--layers 4] [--width 256]
 """
@@ -112,8 +113,8 @@ class Found:
 
     Attributes:
         moved: Bytes by operation.
-        busy_s: Time in operations once all ranks were there.
-        alone_s: What the same operations take when nothing else is done.
+        busy_s: Time in collectives once all ranks were there.
+        alone_s: What the same collectives take when nothing else is done.
         held: Bytes of parameters.
         step_s: From begin to end.
     """
@@ -164,39 +165,31 @@ def held_parameters(model: Any) -> list[Tensor]:
 
 
 def _busy(counters: Any) -> float:
-    return sum(each.seconds - each.waiting_seconds for each in counters.values())
+    known = [counters[name] for name in ("all_reduce", "all_gather") if name in counters]
+    return sum(each.seconds - each.waiting_seconds for each in known)
 
 
 def _alone(layout: Layout, shape: Shape, held: int, backend: Backend) -> float:
-    """The operations of a step one after the other, with nothing between them."""
+    """The collectives of a step one after the other, with nothing between them."""
     mesh = Mesh(**layout.axes, world=backend)
-    items = activations(layout, shape) // FLOAT // layout.data // layout.num_micro_batches
-    part, gradients = torch.zeros(items), torch.zeros(held // FLOAT)
+    items = shape.batch * shape.length // layout.data // layout.num_micro_batches
     tensor, data, stages = (mesh.group(axis) for axis in ("tensor", "data", "pipeline"))
+    part, gradients = torch.zeros(items, shape.width), torch.zeros(held // FLOAT)
+    logits = torch.zeros(VOCABULARY // tensor.size, items)
     backend.reset_stats()
-    for _ in range(layout.num_micro_batches):
-        for _ in range(num_sums(shape) // layout.pipeline if tensor.size > 1 else 0):
+    for _ in range(layout.num_micro_batches if tensor.size > 1 else 0):
+        for _ in range(num_sums(shape) // layout.pipeline):
             tensor.all_reduce(part)
-        for sender, receiver in _messages(stages.size):
-            if stages.rank == sender:
-                stages.send(part, dst=receiver)
-            elif stages.rank == receiver:
-                stages.recv(part, src=sender)
-    if data.size > 1:
-        data.all_reduce(gradients)
+        if stages.rank == stages.size - 1:
+            tensor.all_gather(logits)
+    data.all_reduce(gradients)
     return _busy(backend.stats())
-
-
-def _messages(num_stages: int) -> list[tuple[int, int]]:
-    """Down the stages and up again."""
-    down = [(stage, stage + 1) for stage in range(num_stages - 1)]
-    return down + [(second, first) for first, second in reversed(down)]
 
 
 # Theory -----------------------------------------------------------------------------------------
 
 
-def activations(layout: Layout, shape: Shape) -> int:
+def activations(shape: Shape) -> int:
     """Bytes of what passes from one block to the next, for the whole batch."""
     return shape.batch * shape.length * shape.width * FLOAT
 
@@ -208,7 +201,7 @@ def num_sums(shape: Shape) -> int:
 
 def expected(layout: Layout, shape: Shape, held: int) -> dict[str, int]:
     """Bytes by operation, over all ranks; ``held``: bytes of parameters that all of them hold."""
-    hidden = activations(layout, shape)
+    hidden = activations(shape)
     sums = layout.tensor * num_sums(shape) * hidden if layout.tensor > 1 else 0
     logits = shape.batch * shape.length * VOCABULARY * FLOAT
     return {
@@ -232,7 +225,10 @@ def main() -> int:
         table.add_row(*_cells(layout, shape, ranks))
     console = Console(width=None if sys.stdout.isatty() else 150)
     console.print(table)
-    console.print("bytes over all ranks (of theory); busy, alone: of a rank, without waiting")
+    console.print(
+        "parameters: a rank's share; bytes: over all ranks (divided by theory); busy: a rank's "
+        "time in collectives without waiting; alone: that of the same collectives by themselves"
+    )
     return 0
 
 

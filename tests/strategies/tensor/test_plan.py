@@ -205,7 +205,7 @@ def test_the_plan_prints_as_a_table() -> None:
     text = str(draft(nn.Sequential(*(FeedForward(4, 7) for _ in range(3))), 2))
     assert text.splitlines()[0] == "tensor parallel over 2 ranks: 9 layers split"
     assert "*.gate_proj (3)  column      4/3 of 7" in text
-    assert "note: blocks.1.mlp is computed whole" in str(draft(GPT(), 2))
+    assert "note: blocks.2.mlp is computed whole" in str(draft(GPT(), 2))
     assert "whole on every rank: 100.0% of 20 elements, most of it in weight, bias" in str(
         draft(nn.Linear(4, 4), 2)
     )

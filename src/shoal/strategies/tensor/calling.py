@@ -102,7 +102,7 @@ def arguments(
 
 def _head_size(block: nn.Module) -> int:
     for part in block.modules():
-        for name in HEAD_SIZES:
+        for name in ("rotary_ndims", *HEAD_SIZES):  # some rotate a part only
             size = vars(part).get(name)
             if isinstance(size, int):
                 return size
