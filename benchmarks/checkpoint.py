@@ -236,7 +236,7 @@ def verdicts(result: dict[str, Any]) -> list[tuple[str, bool]]:
     stall, copy = (median(result["times_s"][name]) for name in ("stall", "copy"))
     text = f"stall of a save in the background: {readable_time(stall)}; "
     text += f"one copy takes {readable_time(copy)}"
-    lines.append((text, stall <= 1.25 * copy))
+    lines.append((text, stall <= copy))
     return lines
 
 
