@@ -39,7 +39,7 @@ def count_items(inputs: Any) -> int:
     return 1
 
 
-def weighted_backward(loss: Tensor, output: Any, weight: float, backend: Backend) -> Tensor:
+def weighted_backward(loss: Any, output: Any, weight: float, backend: Backend) -> Tensor:
     """Backward of this rank's share of the mean over the global batch; returns that mean.
 
     Gradients are averaged over ranks with equal weights, so a rank's loss is scaled by how its
