@@ -140,6 +140,16 @@ def call_in_many_ways(strategy: str) -> list[Tensor]:
     ]
 
 
+@pytest.mark.parametrize("loss", [torch.ones(2), 1.0])
+def test_train_step_wants_one_number(loss: Any) -> None:
+    def step() -> None:
+        x, y = local(0)
+        wrapped("ddp")[0].train_step(x, y, lambda output, targets: loss)
+
+    with pytest.raises(ValueError, match="the loss must be one number"):
+        run(step)
+
+
 def test_train_step_calls_forward_as_documented() -> None:
     losses = run(call_in_many_ways, "zero3")[0]
     assert all(torch.equal(loss, losses[0]) for loss in losses)

@@ -53,8 +53,9 @@ class ShardedGradient(torch.Tensor):
         raise ShoalError(
             f"{func} was asked of a gradient that is spread over the ranks: use "
             "model.clip_grad_norm_ or clip_grad_value_ to clip, shoal.optim.GradScaler (not "
-            "torch.amp's) to scale and unscale, zero_grad() to forget or to make zero, and "
-            "model.gradient_shard(name) for this rank's part"
+            "torch.amp's) to scale and unscale, zero_grad() to forget or to make zero, "
+            "model.gradient_shard(name) for this rank's part, and to step the optimizer that "
+            "shoal.as_distributed(model, optimizer) returned"
         )
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]

@@ -39,12 +39,18 @@ def count_items(inputs: Any) -> int:
     return 1
 
 
-def weighted_backward(loss: Tensor, output: Any, weight: float, backend: Backend) -> Tensor:
+def weighted_backward(loss: Any, output: Any, weight: float, backend: Backend) -> Tensor:
     """Backward of this rank's share of the mean over the global batch; returns that mean.
 
     Gradients are averaged over ranks with equal weights, so a rank's loss is scaled by how its
     weight compares to the average one.
     """
+    if not isinstance(loss, Tensor) or loss.dim():
+        found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(
+            f"the loss must be one number, the mean over the local batch, as a tensor without "
+            f"dimensions; got {found}"
+        )
     value = loss.detach().double() if weight else torch.zeros((), dtype=torch.float64)
     sums = torch.stack([value.to(loss.device) * weight, loss.new_tensor(weight).double()])
     total, weights = backend.all_reduce(sums).unbind()
