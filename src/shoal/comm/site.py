@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from functools import lru_cache
@@ -19,19 +20,22 @@ def is_ours(filename: str) -> bool:
 
 
 # Every operation asks where it came from, so the answer for a file must be quick.
-_is_ours = lru_cache(maxsize=4096)(is_ours)
+@lru_cache(maxsize=4096)
+def _is_in_between(filename: str) -> bool:
+    """Whether a file is shoal's, or of those that call shoal for the user: hooks, backward."""
+    return is_ours(filename) or filename.startswith(_TORCH) or filename == contextlib.__file__
 
 
 def call_frame() -> FrameType | None:
-    """The innermost frame that is not shoal's own."""
+    """The innermost frame that is the user's own."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_ours(frame.f_code.co_filename):
+    while frame is not None and _is_in_between(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
 
 def call_site() -> str:
-    """File and line of the innermost frame that is not shoal's own."""
+    """File and line of the innermost frame that is the user's own."""
     frame = call_frame()
     return "<shoal>" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
