@@ -97,16 +97,21 @@ def _wait(schedule: str, counts: tuple[int, ...]) -> list[dict[str, Any]]:
         nn.Sequential(*layers), strategy="pipeline", schedule=schedule, micro_batches=max(counts)
     )
     measured: dict[int, list[float]] = {count: [] for count in counts}
-    for count in (1, *counts * SWEEPS):  # the first finds out the way through the model
-        x = torch.zeros(count, 4, requires_grad=True)  # a micro-batch for each row
-        model.train_step(x, x.detach(), F.mse_loss)
-        measured[count].append(bubble(model.gather_trace()))
-    del measured[1][0]
+    _sleep(model, 1)  # finds out the way through the model
+    for count in counts * SWEEPS:
+        measured[count].append(_sleep(model, count))
     theory = {n: bubble(simulate(make_schedule(schedule, stages, n, chunks))) for n in counts}
     return [
         {"micro_batches": count, "theory": theory[count], "measured": measured[count]}
         for count in counts
     ]
+
+
+def _sleep(model: Any, count: int) -> float:
+    """A step with a micro-batch for each row; returns the bubble."""
+    x = torch.zeros(count, 4, requires_grad=True)
+    model.train_step(x, x.detach(), F.mse_loss)
+    return bubble(model.gather_trace())
 
 
 # Speed ------------------------------------------------------------------------------------------
