@@ -63,6 +63,12 @@ def test_names_do_not_matter_where_sizes_tell() -> None:
     assert styles(draft(OtherGPT(width=12), 2))["blocks.0.attention.mix"] == "column"
 
 
+def test_a_pair_beside_other_layers_is_found_by_its_sizes() -> None:
+    plan = draft(Pair(), 4)
+    assert styles(plan) == {"one": "column", "two": "row"}
+    assert [plan.layers[0].cut.length(rank, 4) for rank in range(4)] == [2, 2, 1, 1]
+
+
 def test_whatever_is_not_recognised_stays_whole() -> None:
     assert not draft(OddMLP(), 2).layers
     assert not draft(nn.Conv2d(3, 3, 3), 2).layers
@@ -274,8 +280,8 @@ def test_a_pair_that_does_not_work_on_parts_is_refused() -> None:
     module = Pair(lambda x: F.layer_norm(x, x.shape[-1:]))
     with pytest.raises(ValueError, match=r"needs all features. Leave the row out"):
         fulfil(module, 2, {"one": "column", "two": "row"})
-    with pytest.raises(ValueError, match="6 features between one and two do not divide by the 4"):
-        fulfil(Pair(), 4, {"one": "column", "two": "row"})
+    with pytest.raises(ValueError, match="4 features between one and two do not divide by the 3"):
+        fulfil(Pair(width=4), 3, {"one": "column", "two": "row"})
 
 
 def test_half_of_a_tie_is_refused() -> None:
