@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 from shoal.comm import Backend
 from shoal.comm.header import spec
 from shoal.errors import MismatchError
+from shoal.strategies.arrivals import is_watched
 
 
 def check_models(module: nn.Module, backend: Backend) -> None:
@@ -21,7 +22,7 @@ def check_models(module: nn.Module, backend: Backend) -> None:
         )
     if any(parameter.is_meta for parameter in module.parameters()):
         raise ValueError("the model is on the meta device: give its parameters values first")
-    if any(map(_is_owned, module.parameters())):
+    if any(map(is_watched, module.parameters())):
         raise ValueError(
             "the model, or a part of it, is wrapped already: wrap the plain module once and use "
             "what comes back"
@@ -34,9 +35,3 @@ def check_models(module: nn.Module, backend: Backend) -> None:
                     f"the ranks' models differ: rank {backend.rank} has {mine} where rank {rank} "
                     f"has {theirs}. Build the same model on every rank."
                 )
-
-
-def _is_owned(parameter: nn.Parameter) -> bool:
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    owners = [getattr(hook, "engine", None) for hook in hooks.values()]
-    return any(owner is not None and owner() is not None for owner in owners)

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ShoalError
 from shoal.strategies.admission import check_models
+from shoal.strategies.arrivals import Arrivals
 from shoal.strategies.buffers import share_buffers
 from shoal.strategies.clipping import Holders, clip_norm, held_gradients, norm_like
 from shoal.strategies.flat_group import FlatGroup, Residence
@@ -28,14 +29,12 @@ from shoal.strategies.gathering import Gathering, Plan
 from shoal.strategies.gradients import BufferPool, GroupGradients
 from shoal.strategies.grouping import Grouping
 from shoal.strategies.heap import keep_freed_memory
+from shoal.strategies.pins import pin_parents
 from shoal.strategies.precision import Precision
 from shoal.strategies.ranks import Ranks
 from shoal.strategies.reductions import Reductions
 from shoal.strategies.settings import Settings, Sharding
 from shoal.strategies.steps import Steps
-
-# A gradient that is moved while the cache still has it makes room there for the next one.
-_LONG_BYTES = 128 << 10
 
 
 class Engine:
@@ -94,7 +93,7 @@ class Engine:
         """How often gradients were averaged as part of a backward."""
         self._in_backward = self._is_in_parts = False
         self._saving: list[Any] = []
-        self._order_of_hooks: list[tuple[dict[int, Any], int]] = []
+        self._arrivals = Arrivals(self._arrived)
         self._steps = Steps(self.groups, self._gather_group)
         self._common_bytes = sum(
             group.whole.nbytes for group in self.groups if group.residence is Residence.COMMON
@@ -135,54 +134,10 @@ class Engine:
             ),
             self.module.register_forward_hook(self._end_forward, always_call=True),
         ]
-        for group, gradients in zip(self.groups, self.gradients, strict=True):
-            for place, parameter in enumerate(group.parameters):
-                if parameter.is_floating_point() or parameter.is_complex():
-                    handles.append(self._watch(parameter, gradients, place))
+        for gradients in self.gradients:
+            handles += self._arrivals.watch(gradients)
         if any(group.is_sharded for group in self.groups):
-            handles += self._pin_parents()
-        return handles
-
-    def _watch(self, parameter: nn.Parameter, gradients: GroupGradients, place: int) -> Any:
-        was_trainable = parameter.requires_grad
-        # The hook can only be hung on what wants gradients, and it may want some later.
-        parameter.requires_grad_(True)
-        # Python's collector cannot see the way from a parameter to its hooks.
-        engine = weakref.ref(self)
-        index = gradients.group.index
-        is_long = parameter.is_cpu and parameter.nbytes >= _LONG_BYTES
-
-        def arrived(_: Tensor) -> None:
-            if (living := engine()) is not None:
-                of_group = living.gradients[index]
-                of_group.arrived.append(place)
-                of_group.waiting -= 1
-                if of_group.waiting <= 0:
-                    living._group_arrived(of_group)
-                elif is_long:
-                    of_group.collect()
-
-        arrived.engine = engine  # type: ignore[attr-defined]
-        handle = parameter.register_post_accumulate_grad_hook(arrived)
-        self._order_of_hooks.append((parameter._post_accumulate_grad_hooks, handle.id))
-        parameter.requires_grad_(was_trainable)
-        return handle
-
-    def _let_others_go_first(self) -> None:
-        """Hooks that users hung on parameters see gradients before they are taken away."""
-        for hooks, own in self._order_of_hooks:
-            if len(hooks) > 1 and next(reversed(hooks)) != own:
-                hooks[own] = hooks.pop(own)  # autograd does not see what move_to_end does
-
-    def _pin_parents(self) -> list[Any]:
-        """A module with parameters and children may hold on to a view of one across a child."""
-        handles = []
-        for module in self.module.modules():
-            own = {self._place[id(p)][0] for p in module.parameters(recurse=False)}
-            if own and any(True for _ in module.children()):
-                groups = [self.groups[index] for index in own]
-                handles.append(module.register_forward_pre_hook(_pinning(groups, 1)))
-                handles.append(module.register_forward_hook(_pinning(groups, -1), always_call=True))
+            handles += pin_parents(self.module, lambda p: self.groups[self._place[id(p)][0]])
         return handles
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -217,7 +172,7 @@ class Engine:
         self.gathering.end_pass()
         output = self._precision.widened(output)
         if torch.is_grad_enabled():
-            self._let_others_go_first()
+            self._arrivals.let_others_go_first()
             self.expect_backward(output)
         return output
 
@@ -247,6 +202,15 @@ class Engine:
             gradients.adopt()
             gradients.expect()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _arrived(self, index: int, place: int, is_long: bool) -> None:
+        gradients = self.gradients[index]
+        gradients.arrived.append(place)
+        gradients.waiting -= 1
+        if gradients.waiting <= 0:
+            self._group_arrived(gradients)
+        elif is_long:
+            gradients.collect()
 
     def _group_arrived(self, gradients: GroupGradients) -> None:
         if not self._in_backward:
@@ -479,11 +443,3 @@ def _is_transforming() -> bool:
     """Whether forward is inside of `torch.func.grad` or the like, which leaves no gradients."""
     stack = torch._C._functorch.get_interpreter_stack() or ()
     return any(each.key() is not torch._C._functorch.TransformType.Vmap for each in stack)
-
-
-def _pinning(groups: Sequence[FlatGroup], step: int) -> Any:
-    def hook(*_: object) -> None:
-        for group in groups:
-            group.pins += step
-
-    return hook

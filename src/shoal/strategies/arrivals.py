@@ -1,0 +1,62 @@
+"""Hooks on parameters that tell when their gradients have arrived."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal.strategies.gradients import GroupGradients
+
+# A gradient that is moved while the cache still has it makes room there for the next one.
+_LONG_BYTES = 128 << 10
+
+
+class Arrivals:
+    """The hooks of one engine."""
+
+    def __init__(self, tell: Callable[[int, int, bool], None]) -> None:
+        """``tell``: a method that is given group and place, and whether the gradient is long."""
+        # Python's collector cannot see the way from a parameter to its hooks.
+        self._tell = weakref.WeakMethod(tell)
+        self._hooks: list[tuple[dict[int, Any], int]] = []
+
+    def watch(self, gradients: GroupGradients) -> list[Any]:
+        """Hangs a hook on each parameter of a group that may ever have a gradient."""
+        return [
+            self._hang_on(parameter, gradients.group.index, place)
+            for place, parameter in enumerate(gradients.group.parameters)
+            if parameter.is_floating_point() or parameter.is_complex()
+        ]
+
+    def _hang_on(self, parameter: nn.Parameter, index: int, place: int) -> Any:
+        was_trainable = parameter.requires_grad
+        # The hook can only be hung on what wants gradients, and it may want some later.
+        parameter.requires_grad_(True)
+        owner = self._tell
+        is_long = parameter.is_cpu and parameter.nbytes >= _LONG_BYTES
+
+        def arrived(_: Tensor) -> None:
+            if (tell := owner()) is not None:
+                tell(index, place, is_long)
+
+        arrived.owner = owner  # type: ignore[attr-defined]
+        handle = parameter.register_post_accumulate_grad_hook(arrived)
+        self._hooks.append((parameter._post_accumulate_grad_hooks, handle.id))
+        parameter.requires_grad_(was_trainable)
+        return handle
+
+    def let_others_go_first(self) -> None:
+        """Hooks that users hung on parameters see gradients before they are taken away."""
+        for hooks, own in self._hooks:
+            if len(hooks) > 1 and next(reversed(hooks)) != own:
+                hooks[own] = hooks.pop(own)  # autograd does not see what move_to_end does
+
+
+def is_watched(parameter: nn.Parameter) -> bool:
+    """Whether some engine that is still there has a hook on it."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    owners = [getattr(hook, "owner", None) for hook in hooks.values()]
+    return any(owner is not None and owner() is not None for owner in owners)

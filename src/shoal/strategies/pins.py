@@ -1,0 +1,30 @@
+"""Groups that stay while a module runs that may hold on to a view of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from shoal.strategies.flat_group import FlatGroup
+
+
+def pin_parents(root: nn.Module, group_of: Callable[[nn.Parameter], FlatGroup]) -> list[Any]:
+    """A module with parameters and children may hold on to a view of one across a child."""
+    handles = []
+    for module in root.modules():
+        own = {group.index: group for group in map(group_of, module.parameters(recurse=False))}
+        if own and any(True for _ in module.children()):
+            groups = list(own.values())
+            handles.append(module.register_forward_pre_hook(_pinning(groups, 1)))
+            handles.append(module.register_forward_hook(_pinning(groups, -1), always_call=True))
+    return handles
+
+
+def _pinning(groups: Sequence[FlatGroup], step: int) -> Any:
+    def hook(*_: object) -> None:
+        for group in groups:
+            group.pins += step
+
+    return hook
