@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shoal.strategies.elsewhere import ShardedGradient
 from shoal.strategies.flat_group import FlatGroup
 
-_CACHED_BYTES = 1 << 20
+_CACHED_BYTES = 256 << 10
 
 
 @dataclass
