@@ -27,8 +27,8 @@ def reduce_and_hand_out(op: ReduceOp, inputs: Sequence[Tensor], receivers: Seque
 
 def reduce_in_blocks(op: ReduceOp, inputs: Sequence[Tensor], out: Tensor) -> None:
     """Reduces into memory of its own."""
-    if len(inputs) <= _FEW and op is not ReduceOp.AVERAGE and not _is_widened(out):
-        reduce_into(op, inputs, out)  # at one go: there is nothing to come back to
+    if len(inputs) <= _FEW and not _is_widened(out):
+        reduce_into(op, inputs, out)
         return
     for *parts, result in _blocks([*inputs, out]):
         reduce_into(op, parts, result)

@@ -10,15 +10,12 @@ from torch import Tensor, nn
 
 from shoal.strategies.gradients import GroupGradients
 
-# A gradient that is moved while the cache still has it makes room there for the next one.
-_LONG_BYTES = 128 << 10
-
 
 class Arrivals:
     """The hooks of one engine."""
 
-    def __init__(self, tell: Callable[[int, int, bool], None]) -> None:
-        """``tell``: a method that is given group and place, and whether the gradient is long."""
+    def __init__(self, tell: Callable[[int, int], None]) -> None:
+        """``tell``: a method that is given the group and the place in it."""
         # Python's collector cannot see the way from a parameter to its hooks.
         self._tell = weakref.WeakMethod(tell)
         self._hooks: list[tuple[dict[int, Any], int]] = []
@@ -36,11 +33,10 @@ class Arrivals:
         # The hook can only be hung on what wants gradients, and it may want some later.
         parameter.requires_grad_(True)
         owner = self._tell
-        is_long = parameter.is_cpu and parameter.nbytes >= _LONG_BYTES
 
         def arrived(_: Tensor) -> None:
             if (tell := owner()) is not None:
-                tell(index, place, is_long)
+                tell(index, place)
 
         arrived.owner = owner  # type: ignore[attr-defined]
         handle = parameter.register_post_accumulate_grad_hook(arrived)

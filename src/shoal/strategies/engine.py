@@ -22,11 +22,12 @@ from torch.utils._pytree import tree_leaves
 from shoal.errors import ShoalError
 from shoal.strategies.admission import check_models
 from shoal.strategies.arrivals import Arrivals
+from shoal.strategies.buffer_pool import BufferPool
 from shoal.strategies.buffers import share_buffers
 from shoal.strategies.clipping import Holders, clip_norm, held_gradients, norm_like
 from shoal.strategies.flat_group import FlatGroup, Residence
 from shoal.strategies.gathering import Gathering, Plan
-from shoal.strategies.gradients import BufferPool, GroupGradients
+from shoal.strategies.gradients import GroupGradients
 from shoal.strategies.grouping import Grouping
 from shoal.strategies.heap import keep_freed_memory
 from shoal.strategies.pins import pin_parents
@@ -203,14 +204,12 @@ class Engine:
             gradients.expect()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-    def _arrived(self, index: int, place: int, is_long: bool) -> None:
+    def _arrived(self, index: int, place: int) -> None:
         gradients = self.gradients[index]
         gradients.arrived.append(place)
         gradients.waiting -= 1
         if gradients.waiting <= 0:
             self._group_arrived(gradients)
-        elif is_long:
-            gradients.collect()
 
     def _group_arrived(self, gradients: GroupGradients) -> None:
         if not self._in_backward:

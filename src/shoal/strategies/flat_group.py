@@ -151,14 +151,6 @@ class FlatGroup:
         return self.residence is Residence.COMMON
 
     @property
-    def description(self) -> str:
-        """Names its parameters in an error."""
-        others = len(self.names) - 1
-        return (
-            f"{self.names[0]} or one of {others} others was" if others else f"{self.names[0]} was"
-        )
-
-    @property
     def has_gradients(self) -> bool:
         """Whether its dtype can have gradients at all."""
         return self.master_dtype.is_floating_point or self.master_dtype.is_complex

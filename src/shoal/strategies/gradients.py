@@ -1,58 +1,25 @@
 """Gradients: collected into flat buffers, averaged over the ranks, kept whole or as shards.
 
-[Note: who used what]
-In plain PyTorch a parameter that took no part in the loss has no gradient and is not stepped.
-With ranks it counts if any rank used it. Which ones a rank used rides in the header of the
-reduction, as bits, so that knowing it costs nothing.
-
 [Note: arriving]
 Autograd leaves each gradient with its parameter. When the last of a group has arrived they are
-moved into the group's buffer, all with one call, and the parameters let go of them. Long ones on
-a CPU are moved at once.
+moved into the group's buffer, all with one call, and the parameters let go of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from shoal.comm import Backend, ReduceOp, Work
-from shoal.comm.header import Header
-from shoal.comm.ledger import Account
-from shoal.comm.operation import AllReduce, Payload, ReduceScatter
+from shoal.comm import Backend, Work
 from shoal.errors import ShoalError
+from shoal.strategies.buffer_pool import BufferPool
 from shoal.strategies.elsewhere import ShardedGradient
+from shoal.strategies.flagged_reduction import FlaggedAllReduce, FlaggedReduceScatter, Flags
 from shoal.strategies.flat_group import FlatGroup
 
-_BITS = 62
-
-
-class BufferPool:
-    """Flat buffers that groups use in turn, in memory that the transport reaches directly."""
-
-    def __init__(self, backend: Backend, account: Account) -> None:
-        """Nothing in it yet."""
-        self._backend, self.account = backend, account
-        self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-
-    def take(self, like: Tensor, numel: int) -> Tensor:
-        """A buffer of at least that length, with any contents."""
-        free = self._free.setdefault((like.dtype, like.device), [])
-        fitting = [buffer for buffer in free if buffer.numel() >= numel]
-        if not fitting:
-            if free:  # too short for what comes now: let it go instead of keeping both
-                self.account.add("gradients", -free.pop().nbytes)
-            self.account.add("gradients", numel * like.itemsize)
-            return self._backend.empty(numel, like.dtype, like.device)
-        chosen = min(fitting, key=Tensor.numel)
-        free[:] = [buffer for buffer in free if buffer is not chosen]
-        return chosen
-
-    def give(self, buffer: Tensor) -> None:
-        """Takes a buffer back."""
-        self._free[buffer.dtype, buffer.device].append(buffer)
+_MOST_VIEWS = 8
 
 
 class GroupGradients:
@@ -90,7 +57,7 @@ class GroupGradients:
         """Parameters, by place, whose gradients are there and not collected yet."""
         self.waiting = 0
         """How many are still missing in this backward; none outside of one."""
-        self._work: tuple[Work[Tensor], _Flags] | None = None
+        self._work: tuple[Work[Tensor], Flags] | None = None
         self._adds_in_place = False
         self.used: set[int] = set()
         """Parameters, by place in the group, that have a gradient on some rank."""
@@ -191,17 +158,17 @@ class GroupGradients:
         # Clipping by a norm that is not finite leaves no zeros behind the last slot.
         whole[self.group.layout.slots[-1].stop :].zero_()
         self.local.clear()
-        flags = _Flags(self._collected, len(self.group.parameters))
+        flags = Flags(self._collected, len(self.group.parameters))
         operation = self._operation(whole, flags)
         operation.signature += f" of gradient group {self.group.index}"
         self._work = (self._backend.post(operation), flags)
 
-    def _operation(self, whole: Tensor, flags: _Flags) -> AllReduce | ReduceScatter:
+    def _operation(self, whole: Tensor, flags: Flags) -> FlaggedAllReduce | FlaggedReduceScatter:
         if not self._is_sharded:
-            return _FlaggedAllReduce(whole, flags)
+            return FlaggedAllReduce(whole, flags)
         place = (self._backend.rank, self._backend.size)
         out = self._kept_memory() if self._shard is None else None
-        return _FlaggedReduceScatter(whole, out, self.group.layout.sizes, place, flags)
+        return FlaggedReduceScatter(whole, out, self.group.layout.sizes, place, flags)
 
     def _kept_memory(self) -> Tensor:
         """Memory for the shard, the same in every step: fresh pages cost more than the sum."""
@@ -229,8 +196,8 @@ class GroupGradients:
         """The other copies of the shards take part too."""
         held = self.held()
         assert held is not None
-        flags = _Flags(self.used, len(self.group.parameters))
-        operation = _FlaggedAllReduce(held, flags)
+        flags = Flags(self.used, len(self.group.parameters))
+        operation = FlaggedAllReduce(held, flags)
         operation.signature += f" of gradient group {self.group.index} over the replicas"
         replicas.run(operation)
         self.used |= flags.union
@@ -389,55 +356,3 @@ class GroupGradients:
         """Bytes of gradients that this rank holds now."""
         held = [buffer for buffer in (self._whole, self._shard_memory) if buffer is not None]
         return sum(buffer.nbytes for buffer in held)
-
-
-_MOST_VIEWS = 8
-
-
-class _Flags:
-    """Which parameters of a group this rank used, and once known which any rank did."""
-
-    def __init__(self, used: set[int], count: int) -> None:
-        words = [0] * (-(-count // _BITS))
-        for place in used:
-            words[place // _BITS] |= 1 << (place % _BITS)
-        self.words = tuple(words)
-        self.union: set[int] = set()
-        self._all = set(range(count)) if len(used) == count else None
-
-    def unite(self, headers: Sequence[Header]) -> None:
-        if self._all is not None:
-            self.union = self._all
-            return
-        for index in range(len(self.words)):
-            union = 0
-            for header in headers:
-                union |= header.meta[index]
-            self.union |= {index * _BITS + bit for bit in range(_BITS) if union >> bit & 1}
-
-
-class _FlaggedAllReduce(AllReduce):
-    def __init__(self, whole: Tensor, flags: _Flags) -> None:
-        super().__init__(whole, ReduceOp.AVERAGE)
-        self.meta, self._flags = flags.words, flags
-
-    def prepare(self, headers: Sequence[Header], rank: int) -> Payload:
-        self._flags.unite(headers)
-        return super().prepare(headers, rank)
-
-
-class _FlaggedReduceScatter(ReduceScatter):
-    def __init__(
-        self,
-        whole: Tensor,
-        out: Tensor | None,
-        sizes: Sequence[int],
-        place: tuple[int, int],
-        flags: _Flags,
-    ) -> None:
-        super().__init__(whole, ReduceOp.AVERAGE, out, sizes, place)
-        self.meta, self._flags = flags.words, flags
-
-    def prepare(self, headers: Sequence[Header], rank: int) -> Payload:
-        self._flags.unite(headers)
-        return super().prepare(headers, rank)

@@ -60,11 +60,6 @@ class Patience:
         self._first_poll = 0 if eager else self._spins + _YIELDS
         self._polls = self._first_poll
 
-    @property
-    def waited_s(self) -> float:
-        """Seconds since the operation began."""
-        return time.monotonic() - self._begin
-
     def check(self) -> None:
         """Raises if the world has failed already: nothing can be begun in it any more."""
         failure = self._control.failure()
