@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# From here on the C library's copy, which writes past the cache, is clearly ahead of torch's
-# (7 against 11 ms for 64 MiB on the machine this was measured on).
+# From here on the C library's copy, which writes past the cache (where shoal started the rank, see
+# `shoal.launch.glibc`), is clearly ahead of torch's: two ranks that copied 8 MiB at once took 0.9
+# instead of 1.7 ms on the machine where it was measured.
 _LARGE_BYTES = 1 << 20
 
 

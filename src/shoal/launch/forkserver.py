@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from shoal.errors import LaunchError
 from shoal.launch import stdio
 from shoal.launch.child import Child
+from shoal.launch.glibc import tunables
 from shoal.launch.memory_file import MemoryFile
 from shoal.launch.request import (
     SIGNAL,
@@ -160,7 +161,7 @@ def _start(control: int, preload: Iterable[str]) -> subprocess.Popen[bytes]:
     # Thread counts are each child's own affair (OMP_NUM_THREADS at its start); here they would be
     # frozen into the libraries, and OpenBLAS would start threads on import, before the forks.
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    env["OPENBLAS_NUM_THREADS"] = "1"
+    env |= {"OPENBLAS_NUM_THREADS": "1", **tunables(os.environ)}
     return subprocess.Popen(
         command,
         pass_fds=[control],

@@ -11,6 +11,7 @@ from shoal.comm.bootstrap import report_failure, store_for_one_host
 from shoal.comm.control.patience import num_cores
 from shoal.launch import mpiexec
 from shoal.launch.connect_back import run_command
+from shoal.launch.glibc import tunables
 from shoal.launch.joining import news_of_run
 from shoal.launch.outcome import Outcome
 from shoal.launch.processes import run_processes
@@ -39,6 +40,7 @@ def _settings(ranks: int, backend: str, timeout: float) -> dict[str, str]:
         "SHOAL_RUN_ID": secrets.token_hex(8),
         "SHOAL_TOKEN": secrets.token_hex(16),
         "OMP_NUM_THREADS": threads,
+        **tunables(os.environ),
     }
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shoal.launch.config import LaunchConfig
+from shoal.launch.glibc import tunables
 
 
 def common_variables(
@@ -35,6 +36,7 @@ def common_variables(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS") or str(_threads(config.ranks)),
+        **tunables(env),
     }
     if config.backend is not None:
         variables["SHOAL_BACKEND"] = config.backend

@@ -15,13 +15,14 @@ from functools import cache
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 1 << 30
 _LONGEST_BYTES = 32 << 20  # more than that glibc never takes from the heap
-_CHOICES = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+_CHOICES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
 
 @cache
 def keep_freed_memory() -> None:
     """Keeps up to a gigabyte, unless the user has chosen otherwise or there is no glibc."""
-    if any(choice in os.environ for choice in _CHOICES):
+    has_tuned = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if has_tuned or any(choice in os.environ for choice in _CHOICES):
         return
     with contextlib.suppress(AttributeError, TypeError, OSError):
         set_option = ctypes.CDLL(None).mallopt
