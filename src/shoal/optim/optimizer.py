@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.errors import ShoalError
 from shoal.optim.fresh_state import renew_state
 from shoal.optim.full_state import as_loaded, assemble, fragments
+from shoal.optim.kernels import fused_where_free
 from shoal.optim.kinds import Kind, find_kind
 from shoal.optim.reception import (
     Reception,
@@ -329,7 +331,10 @@ class ShardedOptimizer(Optimizer):
 
     def _inner_step(self) -> None:
         """The user's optimizer, on this rank's memory."""
-        self.optimizer.step()
+        with contextlib.ExitStack() as stack:
+            if self._engine.settings.compute_dtype is None:  # where a last bit may become more
+                stack.enter_context(fused_where_free(self.optimizer))
+            self.optimizer.step()
 
     def _account(self) -> None:
         """Says how much memory the state takes, when there is more of it than before."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from shoal.optim.kernels import fused_where_free
 from shoal.strategies.training import call_module, count_items
 from shoal.verification.batches import Batch, share
 from shoal.verification.dice import Dice
@@ -90,6 +92,7 @@ class SplitBatch(WholeBatch):
         """Each local batch has the random numbers that its rank would have."""
         super().__init__(build, num_steps, variation=variation, compute_dtype=compute_dtype)
         self._all_dice = [rank_dice(rank, variation) for rank in range(num_ranks)]
+        self._kernels = contextlib.nullcontext if compute_dtype else fused_where_free
 
     def compute(self, step: int) -> Tensor:
         """Forward and backward of each rank's rows, all from the same parameters and buffers."""
@@ -110,6 +113,13 @@ class SplitBatch(WholeBatch):
         buffers.finish()
         total.finish(num_ranks)
         return losses.mean()
+
+    def update(self, step: int) -> None:
+        """The optimizers' step, with the kernels that ranks use."""
+        with contextlib.ExitStack() as stack:
+            for optimizer in self.parts.optimizers:
+                stack.enter_context(self._kernels(optimizer))
+            super().update(step)
 
 
 def _factor(loss: Tensor, factor: float) -> Tensor:
