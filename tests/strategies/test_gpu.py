@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from strategies.models import OWN, TASKS, Batch
+from strategies.models import OWN, TASKS, Batch, moved
 from strategies.training import OPTIMIZERS, STRATEGIES
 
 pytestmark = [
@@ -40,18 +40,12 @@ def itself(loss: Tensor, _: object) -> Tensor:
     return loss
 
 
-def on_gpu(value: Any) -> Any:
-    return torch.utils._pytree.tree_map(
-        lambda leaf: leaf.cuda() if isinstance(leaf, Tensor) else leaf, value
-    )
-
-
 def built(task: str, optimizer: str = "adamw") -> Callable[[], Any]:
     def build() -> Any:
         torch.manual_seed(0)
         model = Judged(task).cuda()
         optimizers = OPTIMIZERS[optimizer](model)
-        batches = [(on_gpu(TASKS[task].batch(step, 12)), None) for step in range(STEPS)]
+        batches = [(moved(TASKS[task].batch(step, 12), "cuda"), None) for step in range(STEPS)]
         return model, optimizers if len(optimizers) > 1 else optimizers[0], batches, itself
 
     return build
