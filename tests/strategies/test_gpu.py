@@ -68,6 +68,13 @@ def test_threads_as_ranks(strategy: str, task: str) -> None:
 
 
 @each
+def test_batch_norm_over_all_ranks(strategy: str) -> None:
+    options = {"tolerance": 1e-9, "sync_batchnorm": True}
+    report = shoal.verify(built("resnet"), strategy, 3, "memory", STEPS, "batch", **options)
+    assert report.equal, str(report)
+
+
+@each
 @pytest.mark.parametrize("optimizer", ["sgd", "adafactor", "muon", "lbfgs"])
 def test_optimizers(strategy: str, optimizer: str) -> None:
     amplifies = optimizer in ("adafactor", "muon")

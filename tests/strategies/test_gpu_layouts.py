@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import shoal
 from shoal.optim import Kind, find_kind
@@ -23,6 +24,7 @@ from strategies.tensor import training as tensor
 from strategies.tensor.tasks import HUGGING_FACE
 from strategies.tensor.test_randomness import check_masks
 from strategies.test_hybrid import CUBE, TWO_BY_TWO, build, check_clipping_and_accumulation
+from strategies.training import STRATEGIES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,7 +55,18 @@ def fixed_order() -> Iterator[None]:
 
 
 def tensor_cases() -> Iterator[object]:
-    own = ("gpt", "untied", "encoder", "mlp", "resnet", "adapter", "unused", "twice", "direct")
+    own = (
+        "gpt",
+        "untied",
+        "encoder",
+        "translator",
+        "mlp",
+        "resnet",
+        "adapter",
+        "unused",
+        "twice",
+        "direct",
+    )
     for task in (*own, *HUGGING_FACE):
         marks = [needs_transformers] if task in HUGGING_FACE else []
         yield pytest.param(tensor.Case(task, 2), id=task, marks=marks)
@@ -119,13 +132,22 @@ def test_models_in_pipelines(task: str, schedule: str) -> None:
 
 
 class Dropping(nn.Module):
-    def __init__(self) -> None:
+    """Draws on the GPU, and where ``recompute`` is set, draws the same again in backward."""
+
+    def __init__(self, *, recompute: bool = False) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.recompute = recompute
+
+    def _block(self, block: nn.Module, x: Tensor) -> Tensor:
+        return x + F.dropout(torch.tanh(block(x)), 0.5, self.training)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = x + F.dropout(torch.tanh(block(x)), 0.5, self.training)
+            if self.recompute:
+                x = checkpoint(self._block, block, x, use_reentrant=False)
+            else:
+                x = self._block(block, x)
         return x
 
 
@@ -147,6 +169,26 @@ def test_dropout_in_pipelines_repeats_with_its_seed() -> None:
     for losses, numbers in results:
         assert losses == [first, second, again]
         assert torch.equal(numbers, drawn), "the user's own stream is the same everywhere"
+
+
+def build_recomputing() -> Any:
+    torch.manual_seed(0)
+    model = Dropping(recompute=True).double().cuda()
+    batches = [(torch.randn(12, 6).double().cuda(), None) for _ in range(4)]
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3)
+    return model, optimizer, batches, lambda output, _: output.square().mean()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_is_drawn_again_in_backward_is_the_same(strategy: str) -> None:
+    options = {"tolerance": 1e-10, "min_group_bytes": 300}
+    report = shoal.verify(build_recomputing, strategy, 3, "memory", 4, "split", **options)
+    assert report.equal, str(report)
+
+
+def test_what_is_drawn_again_in_backward_by_split_layers() -> None:
+    report = shoal.verify(build_recomputing, "tensor", 2, "memory", 4, tolerance=1e-10)
+    assert report.equal, str(report)
 
 
 # Hybrid, and all three -----------------------------------------------------------------------
@@ -200,6 +242,20 @@ def test_processes(name: str, backend: str, ranks: int) -> None:
         options = {**options, "tensor": ranks, "pipeline": 1}
     report = shoal.verify(build_on_gpu, strategy, ranks, backend, 4, **options)
     assert report.equal, str(report)
+
+
+def devices_of_a_model_from_meta(strategy: str) -> set[str]:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    model = shoal.as_distributed(module, strategy=strategy)
+    x = torch.ones(4, 4, device="cuda")
+    model.train_step(x, x, F.mse_loss)
+    return {value.device.type for value in model.state_dict().values()}
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "tensor", "pipeline", "hybrid"])
+def test_models_from_the_meta_device_go_where_the_backend_is(strategy: str) -> None:
+    assert shoal.run(devices_of_a_model_from_meta, 1, "nccl", args=(strategy,)) == [{"cuda"}]
 
 
 def test_capturable_optimizers_are_divided() -> None:
