@@ -22,6 +22,7 @@ from checkpoint.test_layouts import (
     write,
 )
 from checkpoint.training import assert_same, on_ranks, state
+from shoal.checkpoint import random_states
 from strategies.models import moved
 
 pytestmark = [
@@ -128,6 +129,18 @@ def test_generators_of_the_gpu_go_on(tmp_path: Path) -> None:
     assert not torch.equal(drawn[0], drawn[1])
     for number, other in zip(drawn, on_ranks(draw_after, 3, tmp_path, False), strict=True):
         assert torch.equal(number, other)
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [torch.zeros(16), torch.zeros(5, dtype=torch.uint8), torch.ones(16, dtype=torch.uint8)],
+    ids=["dtype", "size", "values"],
+)
+def test_states_that_are_none_are_found_before_anything_changes(damaged: torch.Tensor) -> None:
+    good = random_states.capture()
+    random_states.check(good)
+    with pytest.raises(ValueError, match="no states of random generators"):
+        random_states.check({**good, "cuda": [damaged] * torch.cuda.device_count()})
 
 
 def take_over(layout: Any, given: Any, optimizer: str) -> Any:

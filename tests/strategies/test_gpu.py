@@ -150,6 +150,51 @@ def test_autocast_scaler_and_clipping(strategy: str) -> None:
         assert norms == pytest.approx(alone, rel=1e-4)
 
 
+class OnBoth(nn.Module):
+    """A large table stays on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 6)
+        self.layers = nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 3)).cuda()
+        self.register_buffer("scale", torch.ones(3).cuda())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.layers(self.table(tokens).cuda()) * self.scale
+
+
+def train_on_both(strategy: str | None) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model: Any = OnBoth().double()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+    rank, size = 0, 1
+    if strategy is not None:
+        model, optimizer = shoal.as_distributed(model, optimizer, strategy=strategy)
+        rank, size = shoal.world().rank, shoal.world().size
+    norms = []
+    for step in range(STEPS):
+        tokens = torch.randint(50, (12,), generator=torch.Generator().manual_seed(step))
+        model(tokens.chunk(size)[rank]).square().mean().backward()
+        clip = nn.utils.clip_grad_norm_
+        kind = 2.0 if step % 2 else float("inf")
+        args = (0.05, kind)
+        norm = clip(model.parameters(), *args) if size == 1 else model.clip_grad_norm_(*args)
+        norms.append(norm.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@each
+def test_models_on_two_devices(strategy: str) -> None:
+    norms, expected = train_on_both(None)
+    for own_norms, state in shoal.run(train_on_both, 3, "memory", args=(strategy,)):
+        assert own_norms == pytest.approx(norms, rel=1e-9)
+        for name, value in expected.items():
+            assert state[name].device == value.device
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-10)
+
+
 def memory_per_rank(strategy: str) -> tuple[int, int]:
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(16)])

@@ -296,6 +296,75 @@ def test_autocast_around_some_steps(name: str) -> None:
         assert losses == pytest.approx(expected, rel=0.02)
 
 
+def predicted(name: str | None) -> Tensor:
+    model, _, batches, _ = build_on_gpu()
+    if name is not None:
+        strategy, _, options = LAYOUTS[name]
+        model = shoal.as_distributed(model, strategy=strategy, **options)
+    with torch.no_grad():
+        return model.eval()(batches[0][0])
+
+
+@each_layout
+def test_predictions(name: str) -> None:
+    expected = predicted(None)
+    for found in shoal.run(predicted, LAYOUTS[name][1], "memory", args=(name,)):
+        assert found.device == expected.device
+        torch.testing.assert_close(found, expected)
+
+
+def wrapped_after_some_steps(name: str | None, fused: bool) -> dict[str, Tensor]:
+    model, _, batches, loss_fn = build_on_gpu()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), 0.01, eps=1e-4, fused=fused)
+    for step, (inputs, targets) in enumerate(batches[:5]):
+        if step == 2 and name is not None:
+            strategy, _, options = LAYOUTS[name]
+            model, optimizer = shoal.as_distributed(model, optimizer, strategy=strategy, **options)
+        if isinstance(model, shoal.strategies.ShardedModel):
+            model.train_step(inputs, targets, loss_fn)
+        else:
+            loss_fn(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {key: value.detach().clone() for key, value in model.state_dict().items()}
+
+
+@each_layout
+@pytest.mark.parametrize("fused", [False, True])
+def test_wrapped_after_some_steps(name: str, fused: bool) -> None:
+    expected = wrapped_after_some_steps(None, fused)
+    args = (name, fused)
+    for state in shoal.run(wrapped_after_some_steps, LAYOUTS[name][1], "memory", args=args):
+        for key, value in expected.items():
+            torch.testing.assert_close(state[key], value, rtol=0, atol=1e-9)
+
+
+def scaled(is_wrapped: bool) -> list[float]:
+    """The plain loop, with float16 and a scale."""
+    model, optimizer, batches, loss_fn = build_single_precision()
+    if is_wrapped:
+        model, optimizer = shoal.as_distributed(model, optimizer, strategy="tensor")
+    make = shoal.optim.GradScaler if is_wrapped else torch.amp.GradScaler
+    scaler = make("cuda", init_scale=2.0**40, growth_interval=2)
+    losses = []
+    for inputs, targets in batches[:12]:
+        with torch.autocast("cuda", torch.float16):
+            loss = loss_fn(model(inputs).float(), targets)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return [*losses, scaler.get_scale() / 2**30]
+
+
+def test_scaled_gradients_of_split_layers() -> None:
+    """The first scales are too large, and steps are skipped until one is not."""
+    expected = scaled(False)
+    for found in shoal.run(scaled, 2, "memory", args=(True,)):
+        assert found == pytest.approx(expected, rel=0.02)
+
+
 def memory_held(name: str) -> list[int]:
     model, optimizer, batches, loss_fn = build_on_gpu()
     strategy, _, options = LAYOUTS[name]
