@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import leaks
+from shoal.comm.bootstrap import store_for_one_host
+from shoal.launch.forkserver import fork_server
 
 hypothesis.settings.register_profile("fast", max_examples=25, deadline=None)
 hypothesis.settings.register_profile("full", max_examples=200, deadline=None)
@@ -18,9 +20,19 @@ leaks.mark_descendants()
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cuda_is_up() -> None:
+    """What CUDA opens when it is first used stays open."""
+    if torch.cuda.is_available():
+        torch.ones(1, device="cuda").sum().item()
+
+
 @pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test that leaks a thread, a process, shared memory, a descriptor or a variable."""
+    if request.node.get_closest_marker("gpu"):  # some of these start processes, which others fork
+        fork_server()
+        store_for_one_host()
     with leaks.watched(lambda message: pytest.fail(message, pytrace=False)):
         yield
 

@@ -50,15 +50,15 @@ class Scaled(GPT):
             block.register_buffer("table", torch.rand(5))
 
 
-def build(seed: int, layout: Layout, optimizer: str) -> tuple[Any, Any]:
+def build(seed: int, layout: Layout, optimizer: str, device: str = "cpu") -> tuple[Any, Any]:
     strategy, _, options = layout
     torch.manual_seed(seed)
-    model: nn.Module = Scaled().double()
+    model: nn.Module = Scaled().double().to(device)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "lr": 0.02}, {"params": others}]
-    if optimizer == "adamw":
-        made: Any = torch.optim.AdamW(groups, lr=0.01, eps=1e-4)
+    if optimizer in ("adamw", "fused"):
+        made: Any = torch.optim.AdamW(groups, lr=0.01, eps=1e-4, fused=optimizer == "fused")
     else:
         made = torch.optim.Adafactor(groups, lr=0.01)
     if strategy == "plain":
@@ -68,7 +68,7 @@ def build(seed: int, layout: Layout, optimizer: str) -> tuple[Any, Any]:
 
 def train(model: Any, optimizer: Any, steps: Sequence[int]) -> None:
     for step in steps:
-        inputs, targets = text(step)
+        inputs, targets = text(step, device=next(model.parameters()).device.type)
         if isinstance(model, shoal.strategies.ShardedModel):
             data = model.data_group
             share = [rows.chunk(data.size)[data.rank] for rows in (inputs, targets)]
@@ -79,26 +79,29 @@ def train(model: Any, optimizer: Any, steps: Sequence[int]) -> None:
         optimizer.zero_grad()
 
 
-def write(path: Path, layout: Layout, optimizer: str) -> dict[str, Any]:
-    model, made = build(0, layout, optimizer)
+def write(path: Path, layout: Layout, optimizer: str, device: str = "cpu") -> dict[str, Any]:
+    model, made = build(0, layout, optimizer, device)
     train(model, made, BEFORE)
     shoal.save(path, model, made, step=2)
     return state(model, made)
 
 
-def read(path: Path, layout: Layout, optimizer: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    model, made = build(1, layout, optimizer)
+def read(
+    path: Path, layout: Layout, optimizer: str, device: str = "cpu"
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    model, made = build(1, layout, optimizer, device)
     assert shoal.load(path, model, made).step == 2
     loaded = state(model, made)
     train(model, made, AFTER)
     return loaded, state(model, made)
 
 
-def everywhere(fn: Any, path: Path, name: str, optimizer: str) -> list[Any]:
+def everywhere(fn: Any, path: Path, name: str, *how: str) -> list[Any]:
+    """``how``: the optimizer, and the device."""
     layout = LAYOUTS[name]
     if name == "plain":
-        return [fn(path, layout, optimizer)]
-    return on_ranks(fn, layout[1], path, layout, optimizer)
+        return [fn(path, layout, *how)]
+    return on_ranks(fn, layout[1], path, layout, *how)
 
 
 def uninterrupted(optimizer: str) -> dict[str, Any]:

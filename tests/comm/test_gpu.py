@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -78,6 +81,27 @@ def test_nccl_refuses_cpu_tensors():
         return "refused"
 
     assert shoal.run(refused, ranks=1, backend="nccl") == ["refused"]
+
+
+DRAWING = """
+import shoal, torch
+
+def draw():
+    numbers = torch.rand(3, device="cuda").tolist()
+    shoal.world().barrier()
+    return numbers + torch.rand(3, device="cuda").tolist()
+
+torch.manual_seed(5)
+first = shoal.run(draw, 3, "memory")
+torch.manual_seed(5)
+again = shoal.run(draw, 3, "memory")
+assert first == again == [first[0]] * 3, (first, again)
+"""
+
+
+def test_ranks_that_are_the_first_to_use_the_gpu_begin_alike():
+    """And draw the same when the run is repeated: threads share the generator."""
+    subprocess.run([sys.executable, "-c", DRAWING], check=True, timeout=100)
 
 
 def test_side_streams_in_threads():

@@ -32,6 +32,7 @@ ELEMENT_WISE: dict[str, Callable[[Any], Optimizer]] = {
     "AdamW fused": lambda p: torch.optim.AdamW(p, fused=True),
     "AdamW one by one": lambda p: torch.optim.AdamW(p, foreach=False),
     "AdamW with a tensor for lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01)),
+    "AdamW for graphs": lambda p: torch.optim.AdamW(p, torch.tensor(0.01), capturable=True),
     "NAdam": lambda p: torch.optim.NAdam(p),
     "RAdam": lambda p: torch.optim.RAdam(p),
     "Adamax": lambda p: torch.optim.Adamax(p),

@@ -55,6 +55,11 @@ def part(batch: Batch, index: int, count: int) -> Batch:
     return tree_map(cut, batch)
 
 
+def moved(tree: Any, device: str) -> Any:
+    """The same with all tensors on a device."""
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
+
+
 def random_numbers(step: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """Normal numbers that depend on the step and the shape only."""
     generator = torch.Generator().manual_seed(1000 * step + len(shape))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from strategies.models import OWN, TASKS, Batch
+from strategies.models import OWN, TASKS, Batch, moved
 from strategies.training import OPTIMIZERS, STRATEGIES
 
 pytestmark = [
@@ -40,18 +40,12 @@ def itself(loss: Tensor, _: object) -> Tensor:
     return loss
 
 
-def on_gpu(value: Any) -> Any:
-    return torch.utils._pytree.tree_map(
-        lambda leaf: leaf.cuda() if isinstance(leaf, Tensor) else leaf, value
-    )
-
-
 def built(task: str, optimizer: str = "adamw") -> Callable[[], Any]:
     def build() -> Any:
         torch.manual_seed(0)
         model = Judged(task).cuda()
         optimizers = OPTIMIZERS[optimizer](model)
-        batches = [(on_gpu(TASKS[task].batch(step, 12)), None) for step in range(STEPS)]
+        batches = [(moved(TASKS[task].batch(step, 12), "cuda"), None) for step in range(STEPS)]
         return model, optimizers if len(optimizers) > 1 else optimizers[0], batches, itself
 
     return build
@@ -70,6 +64,13 @@ def test_threads_as_ranks(strategy: str, task: str) -> None:
         tolerance=max(1e-9, TASKS[task].tolerance),
         min_group_bytes=1000,
     )
+    assert report.equal, str(report)
+
+
+@each
+def test_batch_norm_over_all_ranks(strategy: str) -> None:
+    options = {"tolerance": 1e-9, "sync_batchnorm": True}
+    report = shoal.verify(built("resnet"), strategy, 3, "memory", STEPS, "batch", **options)
     assert report.equal, str(report)
 
 
@@ -147,6 +148,51 @@ def test_autocast_scaler_and_clipping(strategy: str) -> None:
     alone = shoal.run(scale_and_clip, 1, "memory", args=("ddp",))[0]
     for norms in shoal.run(scale_and_clip, 2, "memory", args=(strategy,)):
         assert norms == pytest.approx(alone, rel=1e-4)
+
+
+class OnBoth(nn.Module):
+    """A large table stays on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 6)
+        self.layers = nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 3)).cuda()
+        self.register_buffer("scale", torch.ones(3).cuda())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.layers(self.table(tokens).cuda()) * self.scale
+
+
+def train_on_both(strategy: str | None) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model: Any = OnBoth().double()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+    rank, size = 0, 1
+    if strategy is not None:
+        model, optimizer = shoal.as_distributed(model, optimizer, strategy=strategy)
+        rank, size = shoal.world().rank, shoal.world().size
+    norms = []
+    for step in range(STEPS):
+        tokens = torch.randint(50, (12,), generator=torch.Generator().manual_seed(step))
+        model(tokens.chunk(size)[rank]).square().mean().backward()
+        clip = nn.utils.clip_grad_norm_
+        kind = 2.0 if step % 2 else float("inf")
+        args = (0.05, kind)
+        norm = clip(model.parameters(), *args) if size == 1 else model.clip_grad_norm_(*args)
+        norms.append(norm.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@each
+def test_models_on_two_devices(strategy: str) -> None:
+    norms, expected = train_on_both(None)
+    for own_norms, state in shoal.run(train_on_both, 3, "memory", args=(strategy,)):
+        assert own_norms == pytest.approx(norms, rel=1e-9)
+        for name, value in expected.items():
+            assert state[name].device == value.device
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-10)
 
 
 def memory_per_rank(strategy: str) -> tuple[int, int]:

@@ -61,9 +61,9 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def text(step: int, items: int = ITEMS) -> tuple[Tensor, Tensor]:
+def text(step: int, items: int = ITEMS, device: str = "cpu") -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, VOCABULARY, (items, LENGTH + 1), generator=generator)
+    tokens = torch.randint(0, VOCABULARY, (items, LENGTH + 1), generator=generator).to(device)
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -71,15 +71,15 @@ def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def build() -> Any:
+def build(device: str = "cpu") -> Any:
     torch.manual_seed(0)
-    model = GPT().double()
+    model = GPT().double().to(device)
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-4)
-    return model, optimizer, [text(step) for step in range(20)], loss_fn
+    return model, optimizer, [text(step, device=device) for step in range(20)], loss_fn
 
 
 def verify(ranks: int, backend: str = "memory", steps: int = 4, **options: Any) -> None:
@@ -133,18 +133,21 @@ def test_processes(backend: str) -> None:
 # Clipping and accumulation ----------------------------------------------------------------
 
 
-def clipped_and_accumulated(zero: int | None) -> tuple[list[float], dict[str, Tensor]]:
+def clipped_and_accumulated(
+    zero: int | None, device: str = "cpu", axes: dict[str, int] = CUBE
+) -> tuple[list[float], dict[str, Tensor]]:
     """Two batches to a step, the first without synchronization; None for one process."""
-    model, optimizer, _, _ = build()
+    model, optimizer, _, _ = build(device)
     rank, size = 0, 1
     if zero is not None:
-        options = {"micro_batches": 2, "zero": zero, **CUBE}
+        options = {"micro_batches": 2, "zero": zero, **axes}
         model, optimizer = shoal.as_distributed(model, optimizer, strategy="hybrid", **options)
         rank, size = model.data_group.rank, model.data_group.size
     norms = []
     for step in range(4):
         for number in range(2):
-            inputs, targets = (rows.chunk(size)[rank] for rows in text(2 * step + number))
+            batch = text(2 * step + number, device=device)
+            inputs, targets = (rows.chunk(size)[rank] for rows in batch)
             if zero is None:
                 loss_fn(model(inputs), targets).backward()
             elif number == 0:
@@ -162,8 +165,14 @@ def clipped_and_accumulated(zero: int | None) -> tuple[list[float], dict[str, Te
 
 @pytest.mark.parametrize("zero", [0, pytest.param(3, marks=pytest.mark.full)])
 def test_clipping_and_accumulation(zero: int) -> None:
-    norms, expected = clipped_and_accumulated(None)
-    results = pools.Team("memory", 8).run(clipped_and_accumulated, zero)
+    check_clipping_and_accumulation(zero, "cpu", CUBE, 8)
+
+
+def check_clipping_and_accumulation(
+    zero: int, device: str, axes: dict[str, int], ranks: int
+) -> None:
+    norms, expected = clipped_and_accumulated(None, device)
+    results = pools.Team("memory", ranks).run(clipped_and_accumulated, zero, device, axes)
     for own_norms, state in results:
         assert own_norms == pytest.approx(norms, rel=1e-10), "what everybody has counts once"
         for name, value in expected.items():

@@ -37,13 +37,15 @@ def check(state: Any) -> None:
     Raises:
         ValueError: If it is not.
     """
-    generator = torch.Generator()
     try:
-        generator.set_state(state["torch"])
+        torch.Generator().set_state(state["torch"])
         np.random.RandomState().set_state(_numpy(state))
         random.Random().setstate(_python(state))
         if not all(isinstance(each, torch.Tensor) for each in state["cuda"]):
             raise ValueError("no tensors")
+        if _goes_to_cuda(state):
+            for each in state["cuda"]:
+                torch.Generator("cuda").set_state(each)
     except (RuntimeError, OverflowError, TypeError, ValueError, KeyError) as error:
         raise ValueError(f"these are no states of random generators: {error}") from None
 
@@ -54,12 +56,18 @@ def restore(state: Any, num_saved: int, rank: int) -> None:
     See [Note: random numbers at another number of ranks].
     """
     torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+    if _goes_to_cuda(state):
         torch.cuda.set_rng_state_all(state["cuda"])
     np.random.set_state(_numpy(state))
     random.setstate(_python(state))
     if rank >= num_saved:
         _seed(hashlib.sha256(raw_bytes(state["torch"]) + rank.to_bytes(8, "little")).digest())
+
+
+def _goes_to_cuda(state: Any) -> bool:
+    """Whether there is a state for each GPU here."""
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return num_devices > 0 and len(state["cuda"]) == num_devices
 
 
 def _numpy(state: Any) -> Any:

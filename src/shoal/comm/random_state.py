@@ -36,5 +36,7 @@ class RandomState:
         torch.set_rng_state(self._torch_cpu)
         if self._torch_cuda is not None:
             torch.cuda.set_rng_state_all(self._torch_cuda)
+        elif torch.cuda.is_initialized():  # as its first use would have found it
+            torch.cuda.manual_seed_all(torch.initial_seed())
         np.random.set_state(self._numpy)
         random.setstate(self._python)

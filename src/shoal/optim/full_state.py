@@ -6,7 +6,7 @@ the other saved, at any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from shoal.comm import Backend
 from shoal.optim.segments import Segment
-from shoal.optim.state import State, is_per_element
+from shoal.optim.state import State, counts_on_device, is_per_element
 
 
 class Fragment(NamedTuple):
@@ -76,11 +76,11 @@ def _put(
     target[key].view(-1)[start:stop] = value
 
 
-def as_loaded(key: str, value: Any, like: Tensor) -> Any:
-    """A piece of saved state where and as the optimizer wants it."""
+def as_loaded(key: str, value: Any, like: Tensor, options: Mapping[str, Any]) -> Any:
+    """A piece of saved state where and as an optimizer with these options wants it."""
     if not isinstance(value, Tensor):
         return value
     if key == "step":
-        return value.clone()
+        return value.to(like.device, copy=True) if counts_on_device(options) else value.clone()
     dtype = like.dtype if value.is_floating_point() else value.dtype
     return value.to(device=like.device, dtype=dtype, copy=True)

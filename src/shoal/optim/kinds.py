@@ -47,9 +47,7 @@ def find_kind(optimizer: Optimizer) -> Kind:
 
 def _kind_of_group(optimizer: Optimizer, group: dict[str, Any]) -> Kind:
     def make(parameters: Sequence[nn.Parameter]) -> Optimizer:
-        # With a rate of zero, as warm-up begins with, nothing would move and all seem the same.
-        rate = {"lr": _rate(group["lr"])} if "lr" in group else {}
-        return similar(optimizer, group, parameters, **rate)
+        return similar(optimizer, group, parameters, **_changes(group))
 
     try:
         if not _is_same(_together(make), _apart(make)):
@@ -71,8 +69,16 @@ def similar(
     return type(optimizer)(list(parameters), **{**settings, **changes})
 
 
+def _changes(group: dict[str, Any]) -> dict[str, Any]:
+    """Settings that a trial, which is on the CPU whatever the model is on, has of its own."""
+    if group.get("capturable"):  # steps and the rate are on a GPU, and refused elsewhere
+        return {"capturable": False, "lr": _RATE}
+    # With a rate of zero, as warm-up begins with, nothing would move and all seem the same.
+    return {"lr": _rate(group["lr"])} if "lr" in group else {}
+
+
 def _rate(given: Any) -> Any:
-    return torch.full_like(given, _RATE) if isinstance(given, Tensor) else _RATE
+    return torch.full_like(given, _RATE, device="cpu") if isinstance(given, Tensor) else _RATE
 
 
 def _values(seed: int) -> list[Tensor]:

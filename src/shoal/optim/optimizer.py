@@ -174,13 +174,13 @@ class ShardedOptimizer(Optimizer):
                 f"the state was saved for groups of {sizes} parameters; this optimizer has groups "
                 f"of {[len(originals) for originals in self._originals]}"
             )
-        order = [number for group in saved for number in group["params"]]
+        order = [(number, group) for group in saved for number in group["params"]]
         self.optimizer.state.clear()
-        for number, parameter in zip(order, self.parameters, strict=True):
-            group, _ = self._engine.locate(parameter)
-            master = self._engine.groups[group].master
+        for (number, options), parameter in zip(order, self.parameters, strict=True):
+            which, _ = self._engine.locate(parameter)
+            master = self._engine.groups[which].master
             state = state_dict["state"].get(number, {})
-            loaded = {key: as_loaded(key, value, master) for key, value in state.items()}
+            loaded = {key: as_loaded(key, value, master, options) for key, value in state.items()}
             if loaded:
                 self.optimizer.state[parameter] = loaded
         for group, own, originals in zip(saved, self.param_groups, self._originals, strict=True):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.optim.state import State, is_per_element
+from shoal.optim.state import State, counts_on_device, is_per_element
 from shoal.sharding.extent import Extent, overlap
 from shoal.sharding.holding import FullState, Held, HeldState
 
@@ -98,15 +98,12 @@ def fresh_state(
 
 
 def _placed(key: str, value: Any, parameter: Tensor, options: Mapping[str, Any]) -> Any:
-    """A copy where the optimizer wants it: counters of steps stay on the CPU unless kernels count.
-
-    That is torch's own rule.
-    """
+    """A copy where the optimizer wants it."""
     if isinstance(value, list | tuple):
         return type(value)(_placed(key, item, parameter, options) for item in value)
     if not isinstance(value, Tensor):
         return value
-    is_counter = key == "step" and not (options.get("capturable") or options.get("fused"))
+    is_counter = key == "step" and not counts_on_device(options)
     return value.clone() if is_counter else value.to(parameter.device, copy=True)
 
 

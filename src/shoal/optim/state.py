@@ -6,7 +6,7 @@ of it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,14 @@ def is_per_element(key: str, value: Any, parameter: Tensor) -> bool:
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return False
     return value.dim() > 0 or key != _STEPS
+
+
+def counts_on_device(options: Mapping[str, Any]) -> bool:
+    """Whether kernels count the steps, so that counters are where the parameters are.
+
+    That is torch's own rule; other counters stay where they are.
+    """
+    return bool(options.get("capturable") or options.get("fused"))
 
 
 def shared_state(state: State, parameter: Tensor) -> Hashable:

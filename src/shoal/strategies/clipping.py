@@ -94,7 +94,7 @@ def clip_norm(
         total = _norm(held, norm_type, groups, like)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for gradient in held:
-        gradient.elements.mul_(factor)
+        gradient.elements.mul_(factor.to(gradient.elements.device))
     return total
 
 
@@ -129,4 +129,4 @@ def _norm(
 
 
 def _stacked(norms: Sequence[Tensor], like: Tensor) -> Tensor:
-    return torch.stack([norm.to(like.dtype) for norm in norms] or [like.new_zeros(())])
+    return torch.stack([norm.to(like) for norm in norms] or [like.new_zeros(())])

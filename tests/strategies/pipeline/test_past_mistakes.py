@@ -121,17 +121,18 @@ def test_other_values_on_one_pipeline_are_told(is_target) -> None:
         shoal.run(train, 2, "memory")
 
 
-def test_autocast_around_some_steps() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_autocast_around_some_steps(device) -> None:
     """Another precision is another way through the model."""
 
     def train():
         torch.manual_seed(0)
-        module = layers().float()
+        module = layers().float().to(device)
         plain = copy.deepcopy(module)
         model = shoal.as_distributed(module, strategy="pipeline", micro_batches=2)
-        x, y = (part.float() for part in batch())
+        x, y = (part.float().to(device) for part in batch())
         for is_on in (False, True, False):
-            with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+            with torch.autocast(device, torch.bfloat16, enabled=is_on):
                 loss = model.train_step(x, y, lambda out, y: F.mse_loss(out.float(), y))
                 torch.testing.assert_close(loss, F.mse_loss(plain(x).float(), y).detach())
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
 import shoal
+from strategies.models import moved
 from strategies.pipeline.tasks import TASKS
 
 STEPS = 20
@@ -29,6 +30,7 @@ class Case:
     mode: str = "plain"
     steps: int = STEPS
     data: int = field(default=1)
+    device: str = "cpu"
 
     @property
     def named(self) -> dict[str, Any]:
@@ -62,7 +64,7 @@ def train_rank(wanted: Case) -> dict[str, Any]:
     """What each rank does; returns the whole model's state, and the losses."""
     task = TASKS[wanted.task]
     torch.manual_seed(0)
-    module = task.build()
+    module = task.build().to(wanted.device)
     model, optimizer = shoal.as_distributed(
         module, optimizer_of(module), strategy="pipeline", **wanted.named
     )
@@ -70,7 +72,7 @@ def train_rank(wanted: Case) -> dict[str, Any]:
     losses = []
     for step in range(wanted.steps):
         group = model.data_group
-        batch = _part(task.batch(step, ITEMS * wanted.data), group.rank, group.size)
+        batch = _part(_batch(wanted, step), group.rank, group.size)
         optimizer.zero_grad()
         losses.append(_gradients(model, task, batch, wanted.mode))
         optimizer.step()
@@ -100,17 +102,22 @@ def _gradients(model, task, batch, mode) -> float:
     return total / 2
 
 
+def _batch(wanted: Case, step: int) -> Any:
+    """Of all ranks together."""
+    return moved(TASKS[wanted.task].batch(step, ITEMS * wanted.data), wanted.device)
+
+
 @functools.cache
-def train_one_process(task_name: str, mode: str, steps: int, data: int) -> dict[str, Any]:
+def train_one_process(wanted: Case) -> dict[str, Any]:
     """The state after the same training in one process."""
-    task = TASKS[task_name]
+    task, mode = TASKS[wanted.task], wanted.mode
     torch.manual_seed(0)
-    model = task.build()
+    model = task.build().to(wanted.device)
     optimizer = optimizer_of(model)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
     losses = []
-    for step in range(steps):
-        inputs, targets = task.batch(step, ITEMS * data)
+    for step in range(wanted.steps):
+        inputs, targets = _batch(wanted, step)
         optimizer.zero_grad()
         output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
         loss = task.loss(output, targets)
@@ -125,7 +132,7 @@ def train_one_process(task_name: str, mode: str, steps: int, data: int) -> dict[
 
 def check(wanted: Case, results: list[dict[str, Any]]) -> None:
     """Every rank has what one process has, under the same names."""
-    expected = dict(train_one_process(wanted.task, wanted.mode, wanted.steps, wanted.data))
+    expected = dict(train_one_process(replace(wanted, ranks=1, options=())))
     tolerance = TASKS[wanted.task].tolerance
     for result in results:
         assert list(result) == list(expected)

@@ -150,7 +150,9 @@ class GPT(nn.Module):
             self.lm_head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        x = self.tokens(tokens) + self.positions(
+            torch.arange(tokens.shape[1], device=tokens.device)
+        )
         for block in self.blocks:
             x = block(x)
         return self.lm_head(self.norm(x))
@@ -209,7 +211,9 @@ class Translator(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, source: Tensor, target: Tensor, side: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1]).double()
+        mask = nn.Transformer.generate_square_subsequent_mask(
+            target.shape[1], device=target.device, dtype=torch.float64
+        )
         embedded = self.source(source.T), self.target(target.T)
         x = self.transformer(*embedded, tgt_mask=mask, tgt_is_causal=True)
         more, weights = self.extra(x, side[..., :5], side[..., 5:])

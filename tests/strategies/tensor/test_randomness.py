@@ -17,6 +17,7 @@ from strategies.models import (
     causal_text,
     has_transformers,
     in_float64,
+    moved,
     own_loss,
     random_numbers,
 )
@@ -95,10 +96,11 @@ TASKS = {
 _NEEDED = pytest.mark.skipif(not has_transformers(), reason="needs transformers")
 
 
-def outcome(task: Task, seed: int, model: nn.Module) -> list[Tensor]:
+def outcome(task: Task, seed: int, model: nn.Module, device: str) -> list[Tensor]:
     """Two losses: generators must be alike after the first forward too."""
     torch.manual_seed(seed)
-    return [task.loss(model, task.batch(step, 3)).detach() for step in range(2)]
+    batches = [moved(task.batch(step, 3), device) for step in range(2)]
+    return [task.loss(model, batch).detach() for batch in batches]
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -113,19 +115,22 @@ def outcome(task: Task, seed: int, model: nn.Module) -> list[Tensor]:
 def test_masks_are_those_of_one_process(name: str, sequence_parallel: bool) -> None:
     if name == "own" and sequence_parallel:
         pytest.skip("is no stack")
+    check_masks(name, sequence_parallel, "cpu")
 
+
+def check_masks(name: str, sequence_parallel: bool, device: str) -> None:
     def on_ranks() -> list[Tensor]:
         torch.manual_seed(0)
-        module = TASKS[name].build()
+        module = TASKS[name].build().to(device)
         options = {"strategy": "tensor", "sequence_parallel": sequence_parallel}
         model = shoal.as_distributed(module, **options)
         # Seeds may differ: the first rank's counts.
-        return outcome(TASKS[name], 5 + shoal.world().rank, model)
+        return outcome(TASKS[name], 5 + shoal.world().rank, model, device)
 
     torch.manual_seed(0)
-    module = TASKS[name].build()
-    expected = outcome(TASKS[name], 5, module)
-    assert not torch.equal(expected[0], outcome(TASKS[name], 6, module)[0])
+    module = TASKS[name].build().to(device)
+    expected = outcome(TASKS[name], 5, module, device)
+    assert not torch.equal(expected[0], outcome(TASKS[name], 6, module, device)[0])
     for found in shoal.run(on_ranks, 3, "memory", timeout=40):
         for loss, wanted in zip(found, expected, strict=True):
             torch.testing.assert_close(loss, wanted, rtol=0, atol=TASKS[name].tolerance)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from strategies.models import part
+from strategies.models import moved, part
 from strategies.tensor.tasks import TASKS
 
 STEPS, MAX_NORM, ITEMS, MICRO_BATCHES = 20, 0.05, 8, 2
@@ -27,6 +27,7 @@ class Case:
     ranks: int = 2
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     steps: int = STEPS
+    device: str = "cpu"
 
     def __str__(self) -> str:
         options = "-".join(f"{key}{value}" for key, value in self.options.items())
@@ -45,7 +46,7 @@ def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:
 def train_rank(case: Case) -> tuple[State, list[float]]:
     """What each rank does: the whole state, and the norms of the gradients."""
     torch.manual_seed(0)
-    module = TASKS[case.task].build()
+    module = TASKS[case.task].build().to(case.device)
     optimizer = make_optimizer(module)
     torch.manual_seed(1 + shoal.world().rank)  # whoever draws by rank must not matter
     model, optimizer = shoal.as_distributed(
@@ -63,7 +64,7 @@ def train_rank(case: Case) -> tuple[State, list[float]]:
 def train_one_process(case: Case) -> tuple[State, list[float]]:
     """The same training without ranks."""
     torch.manual_seed(0)
-    module = TASKS[case.task].build()
+    module = TASKS[case.task].build().to(case.device)
     before = {name: value.detach().clone() for name, value in module.state_dict().items()}
     torch.manual_seed(1)
     norms = _train(module, make_optimizer(module), case, 0, 1, contextlib.nullcontext)
@@ -78,7 +79,7 @@ def _train(
     task, norms = TASKS[case.task], []
     for step in range(case.steps):
         task.before_step(model, step)
-        batch = part(task.batch(step, ITEMS), rank, size)
+        batch = part(moved(task.batch(step, ITEMS), case.device), rank, size)
         optimizer.zero_grad()
         pieces = MICRO_BATCHES if step % 2 else 1
         for index in range(pieces):

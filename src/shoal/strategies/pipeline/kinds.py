@@ -15,6 +15,7 @@ from shoal.errors import MismatchError
 
 # Enough to tell batches apart, few enough to cost nothing.
 _MOST_SAMPLED = 4096
+_DEVICES = ("cpu", "cuda")
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
@@ -39,10 +40,15 @@ def kind_of(inputs: Any) -> InputKind:
     return InputKind(" ".join(structure), " ".join(sizes))
 
 
-def mode_of(module: nn.Module, device: str) -> str:
+def mode_of(module: nn.Module) -> str:
     """Which parts train, in which precision, and whether there will be a backward."""
     training = "".join("t" if part.training else "e" for part in module.modules())
-    narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    # Ranks may communicate on the CPU and compute elsewhere.
+    narrow = {
+        device: torch.get_autocast_dtype(device)
+        for device in _DEVICES
+        if torch.is_autocast_enabled(device)
+    }
     return f"{_number(training.encode())} {torch.is_grad_enabled()} {narrow}"
 
 

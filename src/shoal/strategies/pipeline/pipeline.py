@@ -111,7 +111,7 @@ class Pipeline:
         """
         kinds = [kind_of(each) for each in inputs]
         wanted = agree(self.stage.group, kinds, self.stage.module, batch)
-        mode = mode_of(self.stage.module, self.stage.group.device.type)
+        mode = mode_of(self.stage.module)
         routes = []
         for number, kind in enumerate(kinds):
             key = (kind.structure, mode, wanted)
