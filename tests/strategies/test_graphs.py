@@ -214,6 +214,34 @@ def test_activation_checkpointing_of_a_block_used_again(
     )
 
 
+class RecomputingHalf(nn.Module):
+    """What is computed again begins in a group that is there already, and ends in another."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.second, self.unused = (nn.Linear(7, 7) for _ in range(4))
+        self.use_reentrant = use_reentrant
+
+    def both(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.second(torch.tanh(self.first(x))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(
+            checkpoint(self.both, x.requires_grad_(), use_reentrant=self.use_reentrant)
+        )
+
+
+@distinct
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_of_half_a_group(strategy: str, use_reentrant: bool) -> None:
+    compare_gradients(
+        strategy,
+        lambda model, x: model(x.clone()).square().mean(),
+        lambda: RecomputingHalf(use_reentrant),
+        min_group_bytes=700,
+    )
+
+
 class ReturnsParts(nn.Module):
     """Several outputs, of which the loss uses some."""
 

@@ -132,6 +132,16 @@ def test_something_that_is_no_optimizer(missing: Any) -> None:
     run(wrap)
 
 
+def test_an_optimizer_of_sparse_gradients_only_is_refused() -> None:
+    def wrap() -> None:
+        module = nn.Embedding(5, 3, sparse=True)
+        optimizer = torch.optim.SparseAdam(module.parameters())
+        with pytest.raises(TypeError, match="averaged over the ranks as dense ones"):
+            shoal.as_distributed(module, optimizer, strategy="ddp")
+
+    run(wrap)
+
+
 PAIRS = list(shoal.optim.PAIRS.items())
 
 

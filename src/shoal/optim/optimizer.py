@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ShoalError
@@ -95,6 +95,12 @@ class ShardedOptimizer(Optimizer):
             raise TypeError("the optimizer is wrapped already")
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"need a torch.optim.Optimizer to wrap; got {type(optimizer).__name__}")
+        if isinstance(optimizer, SparseAdam):
+            raise TypeError(
+                "SparseAdam steps sparse gradients only, and gradients are averaged over the ranks "
+                "as dense ones (also those of nn.Embedding(sparse=True)): use Adam, or SGD or "
+                "Adagrad, whose steps are the same for both"
+            )
         if not isinstance(model, self.model_class):
             raise TypeError(
                 f"{type(self).__name__} goes with {self.model_class.__name__}; "

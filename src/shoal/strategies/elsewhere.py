@@ -54,7 +54,8 @@ class ShardedGradient(torch.Tensor):
             f"{func} was asked of a gradient that is spread over the ranks: use "
             "model.clip_grad_norm_ or clip_grad_value_ to clip, shoal.optim.GradScaler (not "
             "torch.amp's) to scale and unscale, zero_grad() to forget or to make zero, "
-            "model.gradient_shard(name) for this rank's part, and to step the optimizer that "
+            "model.gradient_shard(name) for this rank's part, model.full_gradients() on every rank "
+            "for whole ones (to log norms, say), and to step the optimizer that "
             "shoal.as_distributed(model, optimizer) returned"
         )
 

@@ -34,6 +34,7 @@ from shoal.strategies.pins import pin_parents
 from shoal.strategies.precision import Precision
 from shoal.strategies.ranks import Ranks
 from shoal.strategies.reductions import Reductions
+from shoal.strategies.roster import Roster
 from shoal.strategies.settings import Settings, Sharding
 from shoal.strategies.steps import Steps
 
@@ -79,6 +80,7 @@ class Engine:
             for group in self.groups
             for place, parameter in enumerate(group.parameters)
         }
+        self._roster = Roster(module, lambda parameter: id(parameter) in self._place)
         self.gathering = Gathering(self.groups, self._gather_group)
         self._forward_plan = Plan([group.index for group in self.groups])
         self._backward_plan = Plan([group.index for group in reversed(self.groups)])
@@ -145,11 +147,13 @@ class Engine:
         if self._is_recomputing() or _is_transforming():
             return None
         self._steps.check()
+        if torch.is_grad_enabled():
+            self._roster.check()
         if self._common_bytes and not torch.is_grad_enabled():  # no step will find them out
             self.adopt_changes()
         if module.training and not self._is_in_parts:
             share_buffers(module, self._buffer_group)
-        self._begin_pass(self._forward_plan)
+        self._begin_pass(self._forward_plan, is_backward=False)
         saving: Any = contextlib.nullcontext()
         if self.gathering.is_needed and torch.is_grad_enabled():
             saving = self.gathering.saving()
@@ -157,8 +161,8 @@ class Engine:
         self._saving.append(saving)
         return self._precision.narrowed((args, kwargs))
 
-    def _begin_pass(self, plan: Plan) -> None:
-        self.gathering.begin_pass(plan)
+    def _begin_pass(self, plan: Plan, *, is_backward: bool) -> None:
+        self.gathering.begin_pass(plan, is_backward=is_backward)
         if self._common_bytes:
             self.backend.count_in_place(self._common_bytes)
 
@@ -197,7 +201,7 @@ class Engine:
         if self._is_recomputing():
             return
         self._in_backward = True
-        self._begin_pass(self._backward_plan)
+        self._begin_pass(self._backward_plan, is_backward=True)
         self._reductions.begin()
         for gradients in self.gradients:
             gradients.adopt()

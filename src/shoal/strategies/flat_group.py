@@ -224,12 +224,18 @@ class FlatGroup:
         with torch._C.DisableTorchFunctionSubclass():
             for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
                 parameter.data = self._nothing.expand(slot.shape)
+        self.watch(gather, using)
+        # What autograd saved of them without our hooks must not be taken for their values.
+        torch.autograd.graph.increment_version(self.parameters)
+
+    def watch(
+        self, gather: Callable[[FlatGroup], None], using: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        """Gives the parameters the class that knows when they are used; see `vanish`."""
         for parameter in self.parameters:
             parameter.__class__ = AbsentParameter
             parameter._appear = lambda: gather(self)  # type: ignore[attr-defined]
             parameter._using = using  # type: ignore[attr-defined]
-        # What autograd saved of them without our hooks must not be taken for their values.
-        torch.autograd.graph.increment_version(self.parameters)
 
     @property
     def storage_id(self) -> int:

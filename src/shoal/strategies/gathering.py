@@ -50,7 +50,7 @@ class Gathering:
         self._round = Round([])
         self._seen: list[int] = []
         self._again: set[int] = set()
-        self._keep_all = self._is_in_pass = False
+        self._keep_all = self._is_in_pass = self._is_backward = False
         self.is_needed = bool(self._groups)
         """Whether anything is sharded at all."""
         self._storages = {group.storage_id: group for group in self._groups.values()}
@@ -60,13 +60,20 @@ class Gathering:
 
     # Passes -----------------------------------------------------------------------------
 
-    def begin_pass(self, plan: Plan) -> None:
-        """Groups take their turns by a plan from now on."""
-        self._plan = plan
+    def begin_pass(self, plan: Plan, *, is_backward: bool = False) -> None:
+        """Groups take their turns by a plan from now on.
+
+        In backward, parts of forward may be computed again without hooks on what autograd saves,
+        so parameters are watched there.
+        """
+        self._plan, self._is_backward = plan, is_backward
         self._is_in_pass = True
         for group in self._groups.values():
             if group.is_present:
-                group.stop_watching()
+                if is_backward:
+                    group.watch(self.need, self._watching)
+                else:
+                    group.stop_watching()
                 self.adopt_changes(group)
         self._round = Round([])  # the first has to be voted for like any other
         self._seen, self._again = [], set()
@@ -75,7 +82,7 @@ class Gathering:
         """Joins the rounds that others still want, frees everything, and learns."""
         if not self._groups:
             return
-        self._is_in_pass = False
+        self._is_in_pass = self._is_backward = False
         self._finish_round()
         while self._vote(False):
             self._finish_round()
@@ -161,7 +168,8 @@ class Gathering:
         if work is not None:
             with torch.autograd._unsafe_preserve_version_counter(group.whole):
                 work.wait()
-            group.appear(is_watched=torch.is_grad_enabled() and not _is_saving())
+            may_save = torch.is_grad_enabled() or self._is_backward
+            group.appear(is_watched=may_save and not _is_saving())
             if not self._is_in_pass and group.changes is not None:
                 group.changes.doubt()
 

@@ -114,8 +114,9 @@ class GroupGradients:
 
     def _take_gradient(self, place: int) -> Tensor | None:
         parameter = self.group.parameters[place]
-        gradient = parameter.grad
-        parameter.grad = None  # so that nothing is added to a buffer that is being reduced
+        with torch._C.DisableTorchFunctionSubclass():  # this is no access that wants values
+            gradient = parameter.grad
+            parameter.grad = None  # so that nothing is added to a buffer that is being reduced
         if isinstance(gradient, ShardedGradient):
             gradient = gradient.arrived
         return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient

@@ -1,0 +1,53 @@
+"""Which parameters a model had when it was wrapped.
+
+[Note: late parameters]
+Memory and communication are laid out when a model is wrapped. A parameter that comes later, by
+itself or in a new layer, would be trained by each rank alone, and nobody would notice. So every
+forward with gradients looks for such: not at all names, but whether each module still has the very
+parameters and children it had, which takes a tenth of a microsecond each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from operator import is_
+from typing import Any
+
+from torch import nn
+
+from shoal.errors import ShoalError
+
+
+class Roster:
+    """The parameters and children of all parts of a module."""
+
+    def __init__(self, module: nn.Module, is_known: Callable[[nn.Parameter], bool]) -> None:
+        """``is_known``: whether a parameter is one of those that ranks train together."""
+        self._module, self._is_known = module, is_known
+        self._note()
+
+    def _note(self) -> None:
+        parts = list(self._module.modules())
+        self._places = [
+            place.values() for part in parts for place in (part._parameters, part._modules)
+        ]
+        self._members = self._present()
+
+    def _present(self) -> list[Any]:
+        return list(chain.from_iterable(self._places))
+
+    def check(self) -> None:
+        """Raises if there is a parameter that was not there; see [Note: late parameters]."""
+        present = self._present()
+        if len(present) == len(self._members) and all(map(is_, present, self._members)):
+            return
+        late = [name for name, p in self._module.named_parameters() if not self._is_known(p)]
+        if late:
+            more = f" (and {len(late) - 1} more)" if len(late) > 1 else ""
+            raise ShoalError(
+                f"the parameter {late[0]}{more} was added to the model, or put in the place of "
+                "another, after the model was wrapped: it would be trained by each rank alone. "
+                "Change the plain module first, build the optimizer, then wrap both"
+            )
+        self._note()
