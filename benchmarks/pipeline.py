@@ -32,12 +32,13 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.strategies.pipeline import SCHEDULES, bubble, make_schedule, simulate
+from shoal.strategies.pipeline.simulation import Span, needs
 
 RESULTS = Path(__file__).parent / "results" / "pipeline.json"
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
-# Long beside what a pass costs otherwise, even with more ranks than cores.
+# A pass through a chunk; long beside what it costs otherwise, even with more ranks than cores.
 SECONDS = 0.03
-SWEEPS = 3
+SWEEPS = 4
 MOST_POINTS = 3.0
 TARGET = 1.77
 MOST_SLOWDOWN = 1.02
@@ -62,7 +63,8 @@ def main() -> int:
 
 def _bubbles(console: Console, options: argparse.Namespace) -> list[dict[str, Any]]:
     counts = (1, 4) if options.quick else MICRO_BATCHES
-    table = Table("stages", "schedule", "micro-batches", "theory", "measured", "spread", "off")
+    columns = ("stages", "schedule", "micro-batches", "theory", "measured", "spread", "off", "late")
+    table = Table(*columns)
     rows = []
     for stages in options.stages:
         for schedule in SCHEDULES:
@@ -73,6 +75,10 @@ def _bubbles(console: Console, options: argparse.Namespace) -> list[dict[str, An
     worst = max(map(_points_off, rows))
     verdict = "met" if worst <= MOST_POINTS else "missed"
     console.print(f"bubble within {MOST_POINTS:g} points of theory: {verdict} (worst {worst:.1f})")
+    console.print(
+        f"a chunk sleeps {1e3 * SECONDS:g} ms forward, twice that backward (once, if weights have "
+        "passes of their own); late: how long after it could have begun a pass begins, on average"
+    )
     return rows
 
 
@@ -86,32 +92,51 @@ def _cells(row: dict[str, Any]) -> list[str]:
         str(row["stages"]), row["schedule"], str(row["micro_batches"]), f"{row['theory']:.3f}",
         f"{statistics.median(measured):.3f}", f"{min(measured):.3f} to {max(measured):.3f}",
         f"{off:.1f}{'' if off <= MOST_POINTS else ' !'}",
+        f"{1e3 * statistics.median(row['late']):.2f} ms",
     ]  # fmt: skip
 
 
 def _wait(schedule: str, counts: tuple[int, ...]) -> list[dict[str, Any]]:
     stages = shoal.world().size
     chunks = 2 if schedule == "interleaved" else 1
-    layers = [Sleeper(SECONDS / chunks) for _ in range(stages * chunks)]
+    layers = [Sleeper(SECONDS) for _ in range(stages * chunks)]
     model = shoal.as_distributed(
         nn.Sequential(*layers), strategy="pipeline", schedule=schedule, micro_batches=max(counts)
     )
-    measured: dict[int, list[float]] = {count: [] for count in counts}
+    traces: dict[int, list[list[Span]]] = {count: [] for count in counts}
     _sleep(model, 1)  # finds out the way through the model
     for count in counts * SWEEPS:
-        measured[count].append(_sleep(model, count))
+        traces[count].append(_sleep(model, count))
     theory = {n: bubble(simulate(make_schedule(schedule, stages, n, chunks))) for n in counts}
     return [
-        {"micro_batches": count, "theory": theory[count], "measured": measured[count]}
-        for count in counts
+        {
+            "micro_batches": count,
+            "theory": theory[count],
+            "measured": list(map(bubble, found)),
+            "late": [_lateness(trace, stages * chunks) for trace in found],
+        }
+        for count, found in traces.items()
     ]
 
 
-def _sleep(model: Any, count: int) -> float:
-    """A step with a micro-batch for each row; returns the bubble."""
+def _sleep(model: Any, count: int) -> list[Span]:
+    """A step with a micro-batch for each row; returns its trace."""
     x = torch.zeros(count, 4, requires_grad=True)
     model.train_step(x, x.detach(), F.mse_loss)
-    return bubble(model.gather_trace())
+    trace: list[Span] = model.gather_trace()
+    return trace
+
+
+def _lateness(trace: list[Span], num_chunks: int) -> float:
+    """How long after its rank was free and what it needs was there a pass begins, on average."""
+    ended = {span.tick: span.stop for span in trace}
+    free = dict.fromkeys({span.rank for span in trace}, min(span.start for span in trace))
+    late = []
+    for span in sorted(trace, key=lambda span: span.start):
+        there = [ended[tick] for tick in needs(span.tick, num_chunks)]
+        late.append(span.start - max([free[span.rank], *there]))
+        free[span.rank] = span.stop
+    return statistics.mean(late)
 
 
 # Speed ------------------------------------------------------------------------------------------
@@ -119,11 +144,17 @@ def _sleep(model: Any, count: int) -> float:
 
 def _speed(console: Console, is_quick: bool) -> dict[str, Any]:
     # Memory that is handed back and fetched anew would cost whoever runs first after somebody else.
-    os.environ |= {"MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
+    # Small pages make whatever does not fit into the caches depend on the neighbours.
+    os.environ |= {"MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_MMAP_THRESHOLD_": str(2**30),
+                   "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # fmt: skip
     shape = Shape(4, 128, batch=32) if is_quick else Shape(4, 256, batch=32, length=256)
-    rounds = 2 if is_quick else 5
+    rounds = 2 if is_quick else 8
     results = shoal.run(_race, 2, "shm", args=(shape, rounds))
-    times = results[0]["times"]
+    # The cores of a machine may differ, also from moment to moment: each counts as much.
+    times = {
+        name: [time for result in results for time in result["times"][name]]
+        for name in results[0]["times"]
+    }
     typical = {name: statistics.median(found) for name, found in times.items()}
     slowdown = typical["both"] / typical["alone"]
     # Beside one that waits a process is no slower than beside one that works: where it was, that
@@ -166,12 +197,13 @@ def _race(shape: Shape, rounds: int) -> dict[str, Any]:
         runners[schedule] = partial(_train_stages, model, x)
     times: dict[str, list[float]] = {name: [] for name in ("alone", *runners)}
     for number in range(rounds + 1):
-        if world.rank == 0:
-            times["alone"].append(_timed(runners["both"]))
+        for rank in range(world.size):
+            world.barrier()
+            if world.rank == rank:
+                times["alone"].append(_timed(runners["both"]))
         for name, work in runners.items():
             world.barrier()
             times[name].append(_timed(work))
-        world.barrier()
         if number == 0:  # the first finds out the way through the model
             for found in times.values():
                 found.clear()

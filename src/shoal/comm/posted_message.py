@@ -25,6 +25,8 @@ class Courier(NamedTuple):
     """Calls a function; if it gives up waiting, the others are told."""
     finish: Callable[[bytes], None]
     """Gets the receiver's header, checks it and counts the message."""
+    let_go: Callable[[], None]
+    """Called when the receiver has read everything."""
 
 
 class PostedSend(Work[None]):
@@ -75,3 +77,4 @@ class PostedSend(Work[None]):
             self._message.abandon()
             return
         self._message.finish(patience)
+        self._courier.let_go()

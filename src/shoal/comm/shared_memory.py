@@ -30,6 +30,7 @@ from shoal.comm.control.plane import Message
 from shoal.comm.copying import copy
 from shoal.comm.exposure import Exposure, Window
 from shoal.comm.header import Header, decode, encode
+from shoal.comm.message_memory import MessageMemory
 from shoal.comm.operation import Operation, Payload, Send, writing
 from shoal.comm.partition import offsets, split_sizes
 from shoal.comm.posted_message import Courier, PostedSend
@@ -73,6 +74,7 @@ class SharedMemoryBackend(SmallOperations):
         self._page_control, self._page_channel = control, channel
         self._arena, self._peers = arena, peers
         self._staging = Staging(arena)
+        self._message_memory = MessageMemory(arena)
         self._postbox = Postbox(Carrier(channel, self._patience_for, self._or_fail, self._do_part))
         self._wholes = {}
         self._recipes = {}
@@ -142,6 +144,7 @@ class SharedMemoryBackend(SmallOperations):
         key = self._message_key(operation, dst, tag)
         where = self._where(operation, key[1], site)
         self._patience(where, True).check()
+        piece = self._copy_for_message(operation)
         header = Header(operation.signature, operation.meta, self._expose_message(operation), site)
 
         def finish(theirs: bytes) -> None:
@@ -150,12 +153,25 @@ class SharedMemoryBackend(SmallOperations):
             payload = operation.prepare([other], self.rank)
             self._count(operation.kind, payload, begin, 0.0)
 
+        def let_go() -> None:
+            if piece is not None:
+                self._message_memory.give_back(piece)
+
         message = self._page_channel.post(dst, key, encode(header))
         if message is None:  # too many are open: a thread waits for a place
             task = partial(self._deliver, operation, dst, key, site, False)
             return self._start_errand(PendingWork(task, operation.signature))
-        courier = Courier(lambda: self._patience(where, True), self._or_fail, finish)
+        courier = Courier(lambda: self._patience(where, True), self._or_fail, finish, let_go)
         return PostedSend(message, self.ranks[dst], operation.signature, courier)
+
+    def _copy_for_message(self, operation: Operation) -> Tensor | None:
+        """Moves what others cannot read to where they can; returns that place."""
+        source = operation.source
+        if source is None or not source.numel() or self._arena.locate(source) is not None:
+            return None
+        piece = self._message_memory.take(source.nbytes)
+        operation.source = piece[: source.nbytes].view(source.dtype).copy_(source)
+        return piece
 
     def _patience_for(self, operation: Operation, number: int) -> Patience:
         return self._patience(self._where(operation, number, call_site()), True)
@@ -206,6 +222,7 @@ class SharedMemoryBackend(SmallOperations):
 
     def _close_transport(self) -> None:
         self._staging.close()
+        self._message_memory.close()
         self._wholes.clear()
         self._recipes.clear()
         self._arena.close()

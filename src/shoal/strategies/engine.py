@@ -210,10 +210,17 @@ class Engine:
 
     def _arrived(self, index: int, place: int) -> None:
         gradients = self.gradients[index]
+        if self._only_adds_up and gradients.was_added(place):
+            return
         gradients.arrived.append(place)
         gradients.waiting -= 1
         if gradients.waiting <= 0:
             self._group_arrived(gradients)
+
+    @property
+    def _only_adds_up(self) -> bool:
+        """Whether gradients are neither averaged nor the end of a pass that has others to tell."""
+        return self._is_in_parts and not self.auto_sync and not self.gathering.is_needed
 
     def _group_arrived(self, gradients: GroupGradients) -> None:
         if not self._in_backward:

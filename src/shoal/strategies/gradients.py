@@ -80,6 +80,16 @@ class GroupGradients:
             for place in self._collected:
                 self.group.parameters[place].grad = views[place]
 
+    def was_added(self, place: int) -> bool:
+        """Whether autograd added what has just arrived to the buffer: nothing is left to do."""
+        if not self._adds_in_place or self._work is not None or place not in self._collected:
+            return False
+        gradient = self.group.parameters[place].grad
+        if gradient is None or gradient.requires_grad:
+            return False
+        self.local.add(place)
+        return gradient.data_ptr() == self._all_views()[place].data_ptr()
+
     # Collecting ---------------------------------------------------------------------------
 
     def collect(self) -> None:

@@ -19,11 +19,11 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 
 from shoal.comm.control.page_memory import LINE, MAX_GROUPS, MESSAGES, SLOTS, WORD, Page
-from shoal.comm.control.page_message import ANSWERED, OFFERED, PageMessage
+from shoal.comm.control.page_message import ANSWERED, FREE, OFFERED, PageMessage
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Channel, Control, Failure
 from shoal.comm.control.process_watch import DeathWatch, spent_if_stopped
@@ -253,11 +253,16 @@ class PageChannel(Channel):
         return message
 
     def _claim(self, receiver: int) -> PageMessage | None:
-        for index in range(MESSAGES):
+        for index in self._messages_in(FREE, self._rank, receiver):
             message = PageMessage(self._page, (self._rank, receiver), index, is_sender=True)
             if message.claim():
                 return message
         return None
+
+    def _messages_in(self, state: int, sender: int, receiver: int) -> Iterator[int]:
+        first = self._page.layout.message_states(sender, receiver) // WORD
+        states = self._words[first : first + MESSAGES].tolist()
+        return (index for index, found in enumerate(states) if found == state)
 
     def accept(
         self, peer: int, key: tuple[int, int], header: bytes, patience: Patience
@@ -271,15 +276,10 @@ class PageChannel(Channel):
         return message
 
     def _find_offer(self, sender: int, key: tuple[int, int, int]) -> PageMessage | None:
-        layout = self._page.layout
-        first = layout.message(sender, self._rank, 0) // WORD
-        stride = layout.message_row // WORD
-        states = self._words[first : first + MESSAGES * stride : stride].tolist()
-        for index, state in enumerate(states):
-            if state == OFFERED:
-                message = PageMessage(self._page, (sender, self._rank), index, is_sender=False)
-                if message.is_offer_of(key):
-                    return message
+        for index in self._messages_in(OFFERED, sender, self._rank):
+            message = PageMessage(self._page, (sender, self._rank), index, is_sender=False)
+            if message.is_offer_of(key):
+                return message
         return None
 
 

@@ -28,11 +28,12 @@ class PageLayout:
         self.header_bytes = 1024 + 16 * size
         self.channel_row = 2 * LINE + SLOTS * self.header_bytes
         self.channel_row += -self.channel_row % LINE
-        self.message_row = LINE + 2 * MESSAGE_HEADER
+        self._message_row = LINE + 2 * MESSAGE_HEADER
         self._roster = LINE
         self._channels = self._roster + size * _ROSTER_ROW
-        self._messages = self._channels + MAX_GROUPS * size * self.channel_row
-        self.total_bytes = self._messages + size * size * MESSAGES * self.message_row
+        self._states = self._channels + MAX_GROUPS * size * self.channel_row
+        self._messages = self._states + size * size * MESSAGES * WORD
+        self.total_bytes = self._messages + size * size * MESSAGES * self._message_row
 
     def roster(self, rank: int) -> int:
         """Offset of a rank's row of the roster."""
@@ -45,7 +46,11 @@ class PageLayout:
     def message(self, source: int, destination: int, index: int) -> int:
         """Offset of one of the open messages from one rank to another."""
         box = source * self.size + destination
-        return self._messages + (box * MESSAGES + index) * self.message_row
+        return self._messages + (box * MESSAGES + index) * self._message_row
+
+    def message_states(self, source: int, destination: int) -> int:
+        """Offset of the states of all these messages, side by side: they are searched often."""
+        return self._states + (source * self.size + destination) * MESSAGES * WORD
 
 
 class Page:

@@ -17,7 +17,8 @@ class PageMessage(Message):
         self.ticket = index
         self._page, self._words = page, page.words
         self._offset = page.layout.message(*pair, index)
-        self._state = self._offset // WORD
+        self._key = self._offset // WORD
+        self._state = page.layout.message_states(*pair) // WORD + index
         self._is_sender = is_sender
         self._receiver = pair[1]
 
@@ -31,15 +32,15 @@ class PageMessage(Message):
 
     def write_offer(self, key: tuple[int, int, int], header: bytes) -> None:
         """Shows the receiver key and header."""
-        for word, part in enumerate(key, start=1):
-            self._words[self._state + word] = part
+        for word, part in enumerate(key):
+            self._words[self._key + word] = part
         self._page.write(self._offset + LINE, header, MESSAGE_HEADER)
         self._words[self._state] = OFFERED
 
     def is_offer_of(self, key: tuple[int, int, int]) -> bool:
         """Whether this is the message the receiver looks for."""
-        words, state = self._words, self._state
-        return words[state] == OFFERED and tuple(words[state + 1 : state + 4]) == key
+        words = self._words
+        return words[self._state] == OFFERED and tuple(words[self._key : self._key + 3]) == key
 
     def write_answer(self, header: bytes) -> None:
         """Shows the sender our header; from here on both know both."""

@@ -11,7 +11,7 @@ the first of these nodes the second would be reached again. Nodes written in Pyt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,9 @@ class SplitBackward:
 
     def to_inputs(self) -> None:
         """Gradients of the inputs, and of weights that come in at several places."""
+        if not self._inputs:  # the first stage: everything is for the weights
+            self._weights, self._apart = {}, list(range(len(self._tensors)))
+            return
         graph = _Graph(self._tensors, self._inputs)
         self._weights = graph.weights_by_node()
         self._apart = [
@@ -102,27 +105,33 @@ class _Graph:
 
     def _explore(self, start: Node) -> None:
         """Children before parents, without recursion: graphs are deep."""
-        stack = [(start, False)]
+        stack: list[tuple[Node, list[Node] | None]] = [(start, None)]
+        leads_back = self._leads_back
         while stack:
-            node, has_children = stack.pop()
-            if node in self._leads_back:
+            node, children = stack.pop()
+            if node in leads_back:
                 continue
-            if has_children:
-                self._judge(node)
+            if children is not None:
+                self._judge(node, children)
                 continue
-            stack.append((node, True))
-            stack += [(child, False) for child in _children(node) if child not in self._leads_back]
+            children = [child for child, _ in node.next_functions if child is not None]
+            stack.append((node, children))
+            stack += [(child, None) for child in children if child not in leads_back]
 
-    def _judge(self, node: Node) -> None:
-        variable = getattr(node, "variable", None)
-        is_input = variable is not None and id(variable) in self._inputs
-        children = list(_children(node))
-        self._leads_back[node] = is_input or any(self._leads_back[child] for child in children)
-        own = {id(variable): variable} if variable is not None and not is_input else {}
-        for child in children:
-            if not self._leads_back[child]:
-                own |= self._weights[child]
-        self._weights[node] = own
+    def _judge(self, node: Node, children: list[Node]) -> None:
+        if not children:
+            self._judge_leaf(node)
+            return
+        leads_back = self._leads_back
+        leads_back[node] = any(leads_back[child] for child in children)
+        aside = [self._weights[child] for child in children if not leads_back[child]]
+        self._weights[node] = {key: weight for weights in aside for key, weight in weights.items()}
+
+    def _judge_leaf(self, node: Node) -> None:
+        variable: Any = getattr(node, "variable", None)
+        is_input = self._leads_back[node] = variable is not None and id(variable) in self._inputs
+        has_weight = variable is not None and not is_input
+        self._weights[node] = {id(variable): variable} if has_weight else {}
 
     def _weights_aside(self, node: Node) -> dict[int, Tensor]:
         """Weights that come in at a node, beside its way back to the inputs."""
@@ -154,7 +163,3 @@ class _Graph:
 
 def _node(tensor: Tensor) -> Node:
     return torch.autograd.graph.get_gradient_edge(tensor).node
-
-
-def _children(node: Node) -> Iterator[Node]:
-    return (child for child, _ in node.next_functions if child is not None)
