@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.checksums import CHUNK_BYTES, checksum
+from shoal.checkpoint.checksums import CHUNK_BYTES, checksum, num_chunks
 from shoal.checkpoint.filesystem import FileSystem, Reading
 from shoal.checkpoint.source import Place, Source
 from shoal.errors import CorruptCheckpointError
@@ -28,8 +28,8 @@ from shoal.sharding.extent import Extent, Indices, overlap
 
 _MOST_THREADS = 4
 _FEW_RUNS = 8
-# Less than this is read before a second thread has started.
-_BATCH_BYTES = 4 << 20
+# As much as a thread reads before it asks for more; less than that is read by one.
+_BATCH_CHUNKS = 16
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -43,71 +43,109 @@ class Wanted:
     memory: Tensor
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Part:
-    """Runs of a chunk's bytes, and where they go."""
+    """Runs of a slice's bytes that somebody wants, in their order, and where they go.
+
+    Attributes:
+        target: Bytes of the memory they go to.
+        sources: Where in the slice each run begins.
+        places: Where in the memory.
+        lengths: How long each is.
+    """
 
     target: Bytes
-    sources: Indices | list[int]
-    places: Indices | list[int]
-    lengths: Indices | list[int]
+    sources: Indices
+    places: Indices
+    lengths: Indices
 
-
-@dataclass
-class _Chunk:
-    """What one checksum covers, and who wants what of it."""
-
-    tensor: str
-    path: Path
-    begin: int
-    length: int
-    checksum: int | None
-    parts: list[_Part] = field(default_factory=list)
-
-    def read(self, file: Reading, scratch: memoryview) -> None:
-        target = self._own_place() or scratch[: self.length]
-        try:
-            count = file.read_into(self.begin, target)
-        except OSError as error:
-            raise self._error(f"cannot be read: {error}") from error
-        if count != self.length:
-            raise self._error("it ends early")
-        if self.checksum is not None and checksum(target) != self.checksum:
-            raise self._error(
-                f"the checksum of bytes {self.begin} to {self.begin + self.length} is wrong"
-            )
-        if target is scratch or target.obj is scratch.obj:
-            data: Bytes = np.frombuffer(target, np.uint8)
-            for part in self.parts:
-                _scatter(data, part)
-
-    def _own_place(self) -> memoryview | None:
-        """Where all of it goes, if it goes to one place."""
-        if len(self.parts) != 1 or len(self.parts[0].lengths) != 1:
+    @cached_property
+    def single(self) -> tuple[int, int, int] | None:
+        """The run, if it is only one, as is usual; plain numbers are faster."""
+        if len(self.lengths) != 1:
             return None
-        part = self.parts[0]
-        if int(part.lengths[0]) != self.length:
+        return int(self.sources[0]), int(self.places[0]), int(self.lengths[0])
+
+    def chunks(self) -> Sequence[int]:
+        """The numbers of the chunks that have some of it."""
+        if self.single is not None:
+            source, _, length = self.single
+            return range(source // CHUNK_BYTES, num_chunks(source + length))
+        first = self.sources // CHUNK_BYTES
+        behind = (self.sources + self.lengths - 1) // CHUNK_BYTES + 1
+        return [int(number) for number in np.unique(_spelled_out(first, behind - first))]
+
+    def place_of(self, low: int, high: int) -> memoryview | None:
+        """Where these bytes of the slice go, if all of them go to one place."""
+        if self.single is None:
             return None
-        place = int(part.places[0])
-        return part.target[place : place + self.length].data
+        source, place, length = self.single
+        if low < source or high > source + length:
+            return None
+        return self.target[place + low - source : place + high - source].data
 
-    def _error(self, reason: str) -> CorruptCheckpointError:
-        return CorruptCheckpointError(str(self.path), reason, self.tensor)
-
-
-def _scatter(data: Bytes, part: _Part) -> None:
-    if len(part.lengths) <= _FEW_RUNS:
-        for source, place, length in zip(part.sources, part.places, part.lengths, strict=True):
-            part.target[place : place + length] = data[source : source + length]
-        return
-    sources, places, lengths = map(np.asarray, (part.sources, part.places, part.lengths))
-    part.target[_spelled_out(places, lengths)] = data[_spelled_out(sources, lengths)]
+    def take(self, data: Bytes, low: int) -> None:
+        """Copies what is wanted of the slice's bytes from ``low`` on."""
+        high = low + len(data)
+        ends = self.sources + self.lengths
+        which = slice(np.searchsorted(ends, low, "right"), np.searchsorted(self.sources, high))
+        sources = np.maximum(self.sources[which], low)
+        places = self.places[which] + sources - self.sources[which]
+        lengths = np.minimum(ends[which], high) - sources
+        if len(lengths) > _FEW_RUNS:
+            self.target[_spelled_out(places, lengths)] = data[_spelled_out(sources - low, lengths)]
+            return
+        for source, place, length in zip(sources - low, places, lengths, strict=True):
+            self.target[place : place + length] = data[source : source + length]
 
 
 def _spelled_out(starts: Indices, lengths: Indices) -> Indices:
     """Every index of some runs."""
     before = np.cumsum(lengths) - lengths
     return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """A stored slice, and who wants what of it."""
+
+    tensor: str
+    place: Place
+    parts: list[_Part]
+
+    def chunks(self) -> Sequence[int]:
+        """The numbers of the chunks that somebody wants some of."""
+        if len(self.parts) == 1:
+            return self.parts[0].chunks()
+        return sorted({number for part in self.parts for number in part.chunks()})
+
+    def read(self, number: int, file: Reading, scratch: memoryview) -> int:
+        """Reads a chunk, compares its checksum and hands it out; returns its size."""
+        low = number * CHUNK_BYTES
+        high = min(low + CHUNK_BYTES, self.place.end - self.place.begin)
+        own = self.parts[0].place_of(low, high) if len(self.parts) == 1 else None
+        target = scratch[: high - low] if own is None else own
+        self._read_into(target, number, file)
+        if own is None:
+            for part in self.parts:
+                part.take(np.frombuffer(target, np.uint8), low)
+        return high - low
+
+    def _read_into(self, target: memoryview, number: int, file: Reading) -> None:
+        begin = self.place.begin + number * CHUNK_BYTES
+        try:
+            count = file.read_into(begin, target)
+        except OSError as error:
+            raise self._error(f"cannot be read: {error}") from error
+        if count != len(target):
+            raise self._error("it ends early")
+        checksums = self.place.checksums
+        if checksums is not None and checksum(target) != checksums[number]:
+            end = begin + len(target)
+            raise self._error(f"the checksum of bytes {begin} to {end} is wrong")
+
+    def _error(self, reason: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(str(self.place.path), reason, self.tensor)
 
 
 def read(source: Source, wanted: Sequence[Wanted]) -> int:
@@ -117,12 +155,13 @@ def read(source: Source, wanted: Sequence[Wanted]) -> int:
         CorruptCheckpointError: Naming file and tensor, if anything is wrong; then the memory's
             content has no meaning.
     """
-    chunks = sorted(_plan(source, wanted), key=lambda chunk: (str(chunk.path), chunk.begin))
-    num_bytes = sum(chunk.length for chunk in chunks)
+    slices = sorted(
+        _plan(source, wanted), key=lambda each: (str(each.place.path), each.place.begin)
+    )
     with ExitStack() as stack:
-        files = {path: _open(source.disk, path, stack) for path in {c.path for c in chunks}}
-        _read_all(chunks, files, num_bytes)
-    return num_bytes
+        paths = dict.fromkeys(each.place.path for each in slices)
+        files = {path: _open(source.disk, path, stack) for path in paths}
+        return _read_all(slices, files)
 
 
 def _open(disk: FileSystem, path: Path, stack: ExitStack) -> Reading:
@@ -134,107 +173,68 @@ def _open(disk: FileSystem, path: Path, stack: ExitStack) -> Reading:
     return file
 
 
-def _read_all(chunks: Sequence[_Chunk], files: dict[Path, Reading], num_bytes: int) -> None:
-    num_threads = max(1, min(_MOST_THREADS, os.cpu_count() or 1, num_bytes // _BATCH_BYTES))
+def _read_all(slices: Sequence[_Slice], files: Mapping[Path, Reading]) -> int:
+    batches = [
+        (each, chunks[first : first + _BATCH_CHUNKS])
+        for each in slices
+        for chunks in [each.chunks()]
+        for first in range(0, len(chunks), _BATCH_CHUNKS)
+    ]
+    rest = iter(batches)  # threads take from it in turns
     has_failed = threading.Event()
 
-    def work(own: Iterable[_Chunk]) -> None:
+    def work() -> int:
+        num_bytes = 0
         scratch = memoryview(bytearray(CHUNK_BYTES))
         try:
-            for chunk in own:
-                if has_failed.is_set():
-                    return
-                chunk.read(files[chunk.path], scratch)
+            for each, numbers in rest:
+                file = files[each.place.path]
+                for number in numbers:
+                    if has_failed.is_set():
+                        return num_bytes
+                    num_bytes += each.read(number, file, scratch)
         except BaseException:
             has_failed.set()
             raise
+        return num_bytes
 
-    if num_threads == 1:
-        work(chunks)
-        return
-    bounds = [len(chunks) * number // num_threads for number in range(num_threads + 1)]
+    num_threads = min(_MOST_THREADS, os.cpu_count() or 1, len(batches))
+    if num_threads <= 1:
+        return work()
     with ThreadPoolExecutor(num_threads, "shoal-read") as pool:
-        runs = [chunks[low:high] for low, high in pairwise(bounds)]
-        for future in [pool.submit(work, run) for run in runs]:
-            future.result()
+        return sum(future.result() for future in [pool.submit(work) for _ in range(num_threads)])
 
 
-# Which chunks -------------------------------------------------------------------------------
+# Which slices -------------------------------------------------------------------------------
 
 
-def _plan(source: Source, wanted: Sequence[Wanted]) -> Iterator[_Chunk]:
+def _plan(source: Source, wanted: Sequence[Wanted]) -> Iterator[_Slice]:
     by_tensor: dict[str, list[Wanted]] = {}
     for each in wanted:
         by_tensor.setdefault(each.tensor, []).append(each)
     for tensor, of_tensor in by_tensor.items():
-        yield from _chunks_of(source, tensor, of_tensor)
+        yield from _slices_of(source, tensor, of_tensor)
 
 
-def _chunks_of(source: Source, tensor: str, wanted: Sequence[Wanted]) -> Iterator[_Chunk]:
+def _slices_of(source: Source, tensor: str, wanted: Sequence[Wanted]) -> Iterator[_Slice]:
     record = source.tensors[tensor]
     itemsize = record.dtype.itemsize
     found: list[list[Indices]] = [[] for _ in wanted]
-    for part in record.slices:
-        chunks: dict[int, _Chunk] = {}
-        for number, each in enumerate(wanted):
-            runs = overlap(part.extent, each.extent)
+    for stored in record.slices:
+        parts = []
+        for each, ranges in zip(wanted, found, strict=True):
+            runs = overlap(stored.extent, each.extent)
             if not runs.num_elements:
                 continue
-            found[number].append(np.stack([runs.right, runs.right + runs.lengths]))
-            place = source.place(tensor, part)
+            ranges.append(np.stack([runs.right, runs.right + runs.lengths]))
             target: Bytes = each.memory.view(torch.uint8).numpy()
             order = np.argsort(runs.left, kind="stable")
             left, right, lengths = (column[order] * itemsize for column in runs)
-            _cut(chunks, tensor, place, _Part(target, left, right, lengths))
-        yield from chunks.values()
+            parts.append(_Part(target, left, right, lengths))
+        if parts:
+            yield _Slice(tensor, source.place(tensor, stored), parts)
     for each, ranges in zip(wanted, found, strict=True):
         _check_covered(source, tensor, each.extent, ranges)
-
-
-def _cut(chunks: dict[int, _Chunk], tensor: str, place: Place, part: _Part) -> None:
-    """Hands runs of a slice, sorted by their place in it, to the chunks that they lie in."""
-    if len(part.lengths) == 1:
-        _cut_run(chunks, tensor, place, part)
-        return
-    starts, targets, sizes = map(np.asarray, (part.sources, part.places, part.lengths))
-    ends = starts + sizes
-    for number in _touched(starts, ends):
-        low = number * CHUNK_BYTES
-        high = min(low + CHUNK_BYTES, place.end - place.begin)
-        first, last = np.searchsorted(ends, low, "right"), np.searchsorted(starts, high)
-        sources = np.maximum(starts[first:last], low)
-        places = targets[first:last] + sources - starts[first:last]
-        lengths = np.minimum(ends[first:last], high) - sources
-        chunk = _chunk(chunks, number, tensor, place)
-        chunk.parts.append(_Part(part.target, sources - low, places, lengths))
-
-
-def _cut_run(chunks: dict[int, _Chunk], tensor: str, place: Place, part: _Part) -> None:
-    """The same for a single run, which is the usual case, without arrays."""
-    source, target = int(part.sources[0]), int(part.places[0])
-    end = source + int(part.lengths[0])
-    for number in range(source // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
-        chunk = _chunk(chunks, number, tensor, place)
-        low = number * CHUNK_BYTES
-        begin, stop = max(source, low), min(end, low + chunk.length)
-        own = _Part(part.target, [begin - low], [target + begin - source], [stop - begin])
-        chunk.parts.append(own)
-
-
-def _chunk(chunks: dict[int, _Chunk], number: int, tensor: str, place: Place) -> _Chunk:
-    found = chunks.get(number)
-    if found is None:
-        begin = place.begin + number * CHUNK_BYTES
-        length = min(CHUNK_BYTES, place.end - begin)
-        expected = None if place.checksums is None else place.checksums[number]
-        found = chunks[number] = _Chunk(tensor, place.path, begin, length, expected)
-    return found
-
-
-def _touched(starts: Indices, ends: Indices) -> list[int]:
-    """The numbers of the chunks that some runs touch."""
-    first, last = starts // CHUNK_BYTES, (ends - 1) // CHUNK_BYTES + 1
-    return [int(n) for n in np.unique(_spelled_out(first, last - first))]
 
 
 def _check_covered(source: Source, tensor: str, extent: Extent, ranges: Sequence[Indices]) -> None:

@@ -27,7 +27,14 @@ from shoal.optim.reception import (
     receive_whole,
 )
 from shoal.optim.segments import Segment, longest_segment, make_segments
-from shoal.optim.state import comparable, cut_state, join_states, shared_state, split_state
+from shoal.optim.state import (
+    State,
+    comparable,
+    cut_state,
+    join_states,
+    shared_state,
+    split_state,
+)
 from shoal.sharding.extent import Extent
 from shoal.sharding.holding import FullState, Held, HeldState
 from shoal.strategies.flat_group import FlatGroup
@@ -254,18 +261,17 @@ class ShardedOptimizer(Optimizer):
         """
         if self.kind is Kind.GLOBAL:
             return receive_whole(self.optimizer, self.names, saved, options)
-        old = [held for held in self.held_state() if held.name not in saved]
+        old = self._held_besides(saved)
         known = {**saved, **full_states(old)}
         segments = self._segments_for(known)
-        states: dict[Tensor, dict[str, Any]] = {}
         wanted: list[tuple[str, Held]] = []
-        for settings, own in zip(options, segments, strict=True):
-            for segment in own:
-                pieces = list(self._pieces(segment))
+        rooms: dict[tuple[int, int], tuple[Segment, State]] = {}
+        for settings, own in zip(options, self._segments_for(known, is_short=False), strict=True):
+            for run in own:
+                pieces = list(self._pieces(run))
                 full = known.get(pieces[0][0], FullState())
-                memory, state = fresh_state(full, self._state_like(segment), settings)
-                if state:
-                    states[segment.parameter] = state
+                memory, state = fresh_state(full, self._state_like(run), settings)
+                rooms |= {(run.group.index, place): (run, state) for place in run.places}
                 wanted += [
                     (key, Held(name, extent, flat[part]))
                     for key, flat in memory.items()
@@ -274,20 +280,33 @@ class ShardedOptimizer(Optimizer):
         kept = {held.name for held in old}
         copy_held(old, [each for each in wanted if each[1].name in kept])
         missing = [each for each in wanted if each[1].name not in kept]
+        states: dict[Tensor, State] = {}
+        for segment in (segment for own in segments for segment in own):
+            run, state = rooms[segment.group.index, segment.places[0]]
+            if state:
+                states[segment.parameter] = run.state_of_part(state, segment)
         return Reception(missing, lambda: self._accept(segments, states, options))
 
-    def _segments_for(self, known: Mapping[str, FullState]) -> list[list[Segment]]:
+    def _held_besides(self, saved: Mapping[str, FullState]) -> list[HeldState]:
+        """The state of parameters that nothing was saved for."""
+        if saved.keys() >= set(self.names.values()):
+            return []
+        return [held for held in self.held_state() if held.name not in saved]
+
+    def _segments_for(
+        self, known: Mapping[str, FullState], *, is_short: bool = True
+    ) -> list[list[Segment]]:
         def kind_of(which: int, group: FlatGroup, place: int) -> object:
             full = known.get(group.names[place], FullState())
             shared = [(key, comparable(value)) for key, value in sorted(full.shared.items())]
             return which, tuple(sorted(full.dtypes.items(), key=str)), tuple(shared)
 
-        return self._cut(self._originals, kind_of)
+        return self._cut(self._originals, kind_of, is_short=is_short)
 
     def _accept(
         self,
         segments: list[list[Segment]],
-        states: dict[Tensor, dict[str, Any]],
+        states: Mapping[Tensor, State],
         options: Sequence[Mapping[str, Any]],
     ) -> None:
         self.optimizer.state.clear()
@@ -411,8 +430,13 @@ class ShardedOptimizer(Optimizer):
         self,
         parameters: Sequence[Sequence[nn.Parameter]],
         kind_of: Callable[[int, FlatGroup, int], object],
+        *,
+        is_short: bool = True,
     ) -> list[list[Segment]]:
-        """Segments for each parameter group; inside of one, ``kind_of`` is the same everywhere."""
+        """Segments for each parameter group; inside of one, ``kind_of`` is the same everywhere.
+
+        They are short enough to be stepped fast, or as long as can be.
+        """
         membership = {id(p): which for which, own in enumerate(parameters) for p in own}
         segments: list[list[Segment]] = [[] for _ in parameters]
         for group in self._engine.groups:
@@ -422,7 +446,8 @@ class ShardedOptimizer(Optimizer):
                 for place, which in enumerate(belongs)
             ]
             memory, bounds = self._memory(group)
-            longest = longest_segment(memory, may_be_cut=self.kind is Kind.ELEMENT_WISE)
+            may_be_cut = is_short and self.kind is Kind.ELEMENT_WISE
+            longest = longest_segment(memory, may_be_cut=may_be_cut)
             for _, segment in make_segments(group, memory, bounds, kinds, longest):
                 if self.kind is Kind.PER_PARAMETER:
                     segment.restore_shape()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from shoal.optim.state import State, cut_state
 from shoal.strategies.elsewhere import ShardedGradient
 from shoal.strategies.flat_group import FlatGroup
 
@@ -65,6 +66,13 @@ class Segment:
             slot = self.group.layout.slots[place]
             start, stop = max(slot.start, low), min(slot.stop, high)
             yield place, start - slot.start, stop - slot.start, start - low
+
+    def state_of_part(self, state: State, part: Segment) -> State:
+        """Of a segment that lies in this one: in the same memory, as far as it is per element."""
+        if part.parameter.numel() == self.parameter.numel():
+            return state
+        start = part.start - self.start
+        return cut_state(state, self.parameter, start, start + part.parameter.numel())
 
     def restore_shape(self) -> None:
         """For a segment that is one whole parameter: that parameter's shape."""
