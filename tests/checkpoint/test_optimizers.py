@@ -15,12 +15,15 @@ from checkpoint.training import (
     Net,
     assert_same,
     build,
+    load_and_train,
     on_ranks,
     state,
     train,
+    train_and_save,
     wrap,
 )
 from shoal.errors import CheckpointMismatchError
+from shoal.optim import segments
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
@@ -242,3 +245,16 @@ def test_a_model_that_has_grown(tmp_path: Path, strategy: str) -> None:
     )
     assert full["0/0/sum"].equal(saved["0/0/sum"])
     assert [key for key in full if key.endswith("/sum")][-1] == "0/9/sum"
+
+
+@pytest.mark.parametrize(("cached_bytes", "num_ranks"), [(8, 2), (40, 3)])
+def test_state_that_is_stepped_in_short_segments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached_bytes: int, num_ranks: int
+) -> None:
+    """It is loaded in long runs: every segment has its part of them, and a counter of its own."""
+    monkeypatch.setattr(segments, "_CACHED_BYTES", cached_bytes)
+    saved = on_ranks(train_and_save, num_ranks, tmp_path, "zero1", range(3))[0]
+    loaded, after = on_ranks(load_and_train, 2, tmp_path, "zero3", range(3, 5))[0]
+    assert_same(loaded, saved)
+    monkeypatch.undo()
+    assert_same(after, on_ranks(load_and_train, 2, tmp_path, "zero3", range(3, 5))[0][1])

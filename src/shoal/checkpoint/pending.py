@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.checkpoint import strict_json
 from shoal.checkpoint.agreement import together
 from shoal.checkpoint.arena import Arena
+from shoal.checkpoint.division import caller
 from shoal.checkpoint.filesystem import read_all, write_all
 from shoal.checkpoint.manifest import checked, signed
 from shoal.checkpoint.strict_json import parse
@@ -80,29 +81,24 @@ _copies: weakref.WeakKeyDictionary[object, Arena] = weakref.WeakKeyDictionary()
 """What the last save has copied into, for the next: memory that is new takes longer to fill."""
 
 
-def _caller(ranks: Backend | None) -> object:
-    """Who saves one at a time: a rank, or a thread that has no world."""
-    return threading.current_thread() if ranks is None else ranks
-
-
 def finish_pending(ranks: Backend | None) -> None:
     """Waits for the save that goes on in the background, if there is one; all ranks call it."""
-    pending = _pending.pop(_caller(ranks), None)
+    pending = _pending.pop(caller(ranks), None)
     if pending is not None:
         pending.wait()
 
 
 def start(plan: Plan) -> PendingSave:
     """Copies what there is to write, and writes it in the background."""
-    caller = _caller(plan.ranks)
+    who = caller(plan.ranks)
 
     def copy() -> None:
-        _copies[caller] = plan.copy(_copies.pop(caller, None))
+        _copies[who] = plan.copy(_copies.pop(who, None))
 
     with plan.discarding():
         together(plan.ranks, copy, plan.doing)
     background = _Background(plan)
-    pending = _pending[caller] = PendingSave(plan.path, background.finish)
+    pending = _pending[who] = PendingSave(plan.path, background.finish)
     return pending
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from shoal.checkpoint import merging
 from shoal.checkpoint.agreement import together
 from shoal.checkpoint.arena import Arena
-from shoal.checkpoint.assignment import Claims, assign
+from shoal.checkpoint.assignment import Claim, Claims
+from shoal.checkpoint.division import digests, divide
 from shoal.checkpoint.filesystem import opened
 from shoal.checkpoint.merging import Receipt
 from shoal.checkpoint.pending import PendingSave
@@ -70,20 +71,23 @@ class Plan:
     def look(self, take: Callable[[], Snapshot]) -> None:
         """Finds out what everybody holds and who writes what; the first rank makes the folder."""
         mine: list[Snapshot] = []
+        claims: dict[str, Claim] = {}
 
-        def action() -> list[Any]:
+        def action() -> tuple[str, tuple[str, str]]:
             mine.append(take())
-            claims = {key: held.claim() for key, held in mine[0].tensors.items()}
+            claims.update({key: held.claim() for key, held in mine[0].tensors.items()})
             if self.rank == 0:
                 self._unlock = self.store.lock()
                 self.name = self.store.begin(self.step)
-            return [self.name, merging.claims_json(claims)]
+            return self.name, digests(self.ranks, claims)
 
         with self.discarding():
             answers = together(self.ranks, action, self.doing)
             self.name = answers[0][0]
-            self.claims = [merging.parse_claims(content) for _, content in answers]
-            self.outgoing = mine[0].outgoing(assign(self.claims)[self.rank])
+            shown = [own for _, own in answers]
+            division = divide(self.ranks, claims, shown, self.doing)
+            self.claims = division.claims
+            self.outgoing = mine[0].outgoing(division.work[self.rank])
             self.values = mine[0].values
 
     def complete(self) -> PendingSave:
@@ -176,8 +180,8 @@ def _copied(outgoing: Outgoing, arena: Arena) -> Tensor:
     copied = arena.take(outgoing.dtype, outgoing.extent.num_elements)
     place = 0
     for part in outgoing.parts():
-        copied[place : place + len(part)].copy_(part)
-        place += len(part)
+        copied[place : place + part.numel()].copy_(part)
+        place += part.numel()
     return copied
 
 

@@ -233,8 +233,10 @@ class ShardedOptimizer(Optimizer):
             if not state:
                 continue
             tensors, shared = divided(state, self._state_like(segment))
-            for name, extent, own in self._pieces(segment):
-                yield HeldState(name, extent, {k: v[own] for k, v in tensors.items()}, shared)
+            pieces = list(self._pieces(segment))
+            for name, extent, own in pieces:
+                part = tensors if len(pieces) == 1 else {k: v[own] for k, v in tensors.items()}
+                yield HeldState(name, extent, part, shared)
 
     def _state_like(self, segment: Segment) -> Tensor:
         """What per-element state of a segment has the shape of."""

@@ -48,7 +48,8 @@ def divided(state: State, parameter: Tensor) -> tuple[dict[str, Tensor], dict[st
     tensors, shared = {}, {}
     for key, value in state.items():
         if is_per_element(key, value, parameter):
-            tensors[key] = value.detach().reshape(-1)
+            is_flat = value.dim() == 1 and not value.requires_grad
+            tensors[key] = value if is_flat else value.detach().reshape(-1)
         else:
             shared[key] = value
     return tensors, shared
