@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
-import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpt import Block, Shape
+from pipeline_speed import measure_speed
 from report import environment
 from rich.console import Console
 from rich.table import Table
@@ -40,8 +37,6 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 SECONDS = 0.03
 SWEEPS = 4
 MOST_POINTS = 3.0
-TARGET = 1.77
-MOST_SLOWDOWN = 1.02
 
 
 def main() -> int:
@@ -51,14 +46,11 @@ def main() -> int:
     if "bubble" in options.parts:
         results["bubble"] = _bubbles(console, options)
     if "speed" in options.parts:
-        results["speed"] = _speed(console, options.quick)
+        results["speed"] = measure_speed(console, options.quick)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(results, indent=1) + "\n")
     console.print(f"written: {options.json}", soft_wrap=True)
     return 0
-
-
-# Waiting ----------------------------------------------------------------------------------------
 
 
 def _bubbles(console: Console, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -137,100 +129,6 @@ def _lateness(trace: list[Span], num_chunks: int) -> float:
         late.append(span.start - max([free[span.rank], *there]))
         free[span.rank] = span.stop
     return statistics.mean(late)
-
-
-# Speed ------------------------------------------------------------------------------------------
-
-
-def _speed(console: Console, is_quick: bool) -> dict[str, Any]:
-    # Memory that is handed back and fetched anew would cost whoever runs first after somebody else.
-    # Small pages make whatever does not fit into the caches depend on the neighbours.
-    os.environ |= {"MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_MMAP_THRESHOLD_": str(2**30),
-                   "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # fmt: skip
-    shape = Shape(4, 128, batch=32) if is_quick else Shape(4, 256, batch=32, length=256)
-    rounds = 2 if is_quick else 8
-    results = shoal.run(_race, 2, "shm", args=(shape, rounds))
-    # The cores of a machine may differ, also from moment to moment: each counts as much.
-    times = {
-        name: [time for result in results for time in result["times"][name]]
-        for name in results[0]["times"]
-    }
-    typical = {name: statistics.median(found) for name, found in times.items()}
-    slowdown = typical["both"] / typical["alone"]
-    # Beside one that waits a process is no slower than beside one that works: where it was, that
-    # was noise, and it must not count for the pipeline.
-    one_process = min(typical["alone"], typical["both"])
-    console.print(f"blocks of a GPT of {shape}, 2 stages, 32 micro-batches of one sequence")
-    table = Table("", "seconds a step", "spread", "times one process")
-    for name, found in times.items():
-        spread = f"{min(found):.3f} to {max(found):.3f}"
-        gain = one_process / typical[name]
-        table.add_row(name, f"{typical[name]:.3f}", spread, f"{gain:.2f}")
-    console.print(table)
-    best = max(SCHEDULES, key=lambda name: -typical[name])
-    speedup = one_process / typical[best]
-    verdict = "met" if speedup >= TARGET else "missed"
-    if slowdown > MOST_SLOWDOWN:
-        verdict += f", but two independent processes slow each other by {slowdown - 1:.1%}"
-    console.print(f"2 stages, {best}: {speedup:.2f} times one process (target {TARGET}): {verdict}")
-    for rank, result in enumerate(results):
-        sent, theory = result["sent_bytes"], shape.batch * shape.length * shape.width * 4
-        console.print(f"stage {rank} sends {sent:,} bytes a step, by theory {theory:,}")
-    return {"times": times, "slowdown": slowdown, "speedup": speedup,
-            "sent_bytes": [result["sent_bytes"] for result in results]}  # fmt: skip
-
-
-def _race(shape: Shape, rounds: int) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    world = shoal.world()
-    torch.manual_seed(0)
-    alone = _blocks(shape)
-    models = {
-        schedule: shoal.as_distributed(
-            _blocks(shape), strategy="pipeline", schedule=schedule, micro_batches=32
-        )
-        for schedule in SCHEDULES
-    }
-    x = torch.randn(shape.batch, shape.length, shape.width)
-    runners: dict[str, Any] = {"both": lambda: _train_alone(alone, x)}
-    for schedule, model in models.items():
-        runners[schedule] = partial(_train_stages, model, x)
-    times: dict[str, list[float]] = {name: [] for name in ("alone", *runners)}
-    for number in range(rounds + 1):
-        for rank in range(world.size):
-            world.barrier()
-            if world.rank == rank:
-                times["alone"].append(_timed(runners["both"]))
-        for name, work in runners.items():
-            world.barrier()
-            times[name].append(_timed(work))
-        if number == 0:  # the first finds out the way through the model
-            for found in times.values():
-                found.clear()
-    before = world.stats()["send"].num_bytes
-    runners["1f1b"]()
-    return {"times": times, "sent_bytes": world.stats()["send"].num_bytes - before}
-
-
-def _train_stages(model: Any, x: torch.Tensor) -> None:
-    model.zero_grad()
-    model.train_step(x, x, F.mse_loss)
-
-
-def _blocks(shape: Shape) -> nn.Module:
-    return nn.Sequential(*(Block(shape) for _ in range(shape.layers)))
-
-
-def _train_alone(model: nn.Module, x: torch.Tensor) -> None:
-    model.zero_grad()
-    for part in x.chunk(32):
-        (F.mse_loss(model(part), part) / 32).backward()
-
-
-def _timed(work: Any) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
 
 
 def _options() -> argparse.Namespace:
