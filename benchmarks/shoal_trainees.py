@@ -10,7 +10,8 @@ from trainee import Course, Trainee
 from shoal.comm import Backend
 from shoal.optim import PAIRS
 
-STRATEGIES = tuple(PAIRS)
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp")
+"""Those that divide the batch; others give all ranks of a group the same one."""
 
 
 class Held(NamedTuple):
