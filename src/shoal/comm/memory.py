@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import CompileContext
 
 from shoal.comm.backend import Backend, WorldState
 from shoal.comm.control.plane import Failure
@@ -19,7 +20,7 @@ from shoal.comm.operation import Operation
 from shoal.comm.simulator import Simulator
 from shoal.comm.site import call_site
 from shoal.comm.work import Work
-from shoal.errors import DeadlineError, DeadlockError
+from shoal.errors import DeadlineError, DeadlockError, ShoalError
 
 
 class InMemoryBackend(Backend):
@@ -84,6 +85,12 @@ class InMemoryBackend(Backend):
         return SimulatedWork(self, operation.kind, meeting)
 
     def _wait(self, meeting: Meeting) -> Tensor | None:
+        if CompileContext.current_compile_id() is not None:
+            # Only one thread at a time may trace: the others would never get there.
+            raise ShoalError(
+                "ranks that are threads cannot communicate while torch.compile traces one of them. "
+                "Compile the plain module, or parts of it, before it is wrapped, or use processes"
+            )
         try:
             self._simulator.wait(self._world_rank, meeting)
         except DeadlockError:  # nobody is ahead of anybody

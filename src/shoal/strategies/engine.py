@@ -30,7 +30,7 @@ from shoal.strategies.gathering import Gathering, Plan
 from shoal.strategies.gradients import GroupGradients
 from shoal.strategies.grouping import Grouping
 from shoal.strategies.heap import keep_freed_memory
-from shoal.strategies.pins import pin_parents
+from shoal.strategies.pins import pin_compiled, pin_parents
 from shoal.strategies.precision import Precision
 from shoal.strategies.ranks import Ranks
 from shoal.strategies.reductions import Reductions
@@ -140,9 +140,17 @@ class Engine:
         for gradients in self.gradients:
             handles += self._arrivals.watch(gradients)
         if any(group.is_sharded for group in self.groups):
-            handles += pin_parents(self.module, lambda p: self.groups[self._place[id(p)][0]])
+            handles += pin_parents(self.module, self._group_of)
+            compiled = pin_compiled(self.module, self._group_of, self.gathering.need)
+            if compiled:
+                self.gathering.hide_from_compiler()
+            handles += compiled
         return handles
 
+    def _group_of(self, parameter: nn.Parameter) -> FlatGroup:
+        return self.groups[self._place[id(parameter)][0]]
+
+    @torch._disable_dynamo
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._is_recomputing() or _is_transforming():
             return None
@@ -166,6 +174,7 @@ class Engine:
         if self._common_bytes:
             self.backend.count_in_place(self._common_bytes)
 
+    @torch._disable_dynamo
     def _end_forward(self, module: nn.Module, args: object, output: object) -> Any:
         if self._is_recomputing() or _is_transforming():
             return None

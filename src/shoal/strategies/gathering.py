@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -57,6 +57,7 @@ class Gathering:
         self.num_gathers = 0
         self._generation = self._all_changed = 0
         self._changed: dict[tuple[int, int], int] = {}
+        self._packing: Callable[[Tensor], object] = self._pack
 
     # Passes -----------------------------------------------------------------------------
 
@@ -217,7 +218,11 @@ class Gathering:
 
     def saving(self) -> saved_tensors_hooks:
         """While this is on, what autograd saves of sharded parameters is gathered when needed."""
-        return saved_tensors_hooks(self._pack, self._unpack)
+        return saved_tensors_hooks(self._packing, self._unpack)
+
+    def hide_from_compiler(self) -> None:
+        """For models with compiled parts: `torch.compile` leaves alone what is done with them."""
+        self._packing = torch.compiler.disable(self._pack)
 
     def _watching(self) -> AbstractContextManager[Any]:
         """Around one use of a parameter; whoever has hooks of their own knows what to save."""
