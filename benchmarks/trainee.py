@@ -16,7 +16,7 @@ from gpt import GPT, VOCABULARY, Shape
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-ADAMW = ("loop", "fused", "foreach")
+ADAMW = ("default", "loop", "fused", "foreach")
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Course:
 
     Attributes:
         shape: Of the model, and of the batch on one rank.
-        adamw: Which of torch's implementations of AdamW; "loop" goes parameter by parameter.
+        adamw: Which of torch's implementations of AdamW; "loop" goes parameter by parameter,
+            "default" is that of a script that does not choose: torch loops then, and shoal fuses.
         lr: The rate.
     """
 
@@ -40,8 +41,9 @@ class Course:
 
     @property
     def adamw_options(self) -> dict[str, Any]:
-        """Arguments of AdamW; what is not chosen is refused, so that torch does not choose."""
-        chosen = {name: name == self.adamw for name in ADAMW[1:]}
+        """Arguments of AdamW; of what can be chosen, all else is refused then."""
+        is_chosen = self.adamw != "default"
+        chosen = {name: name == self.adamw for name in ("fused", "foreach") if is_chosen}
         return {"lr": self.lr, **chosen}
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> AdamW:

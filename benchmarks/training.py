@@ -62,7 +62,7 @@ def _options() -> argparse.Namespace:
     add("--contenders", type=_contenders, default=choose("*"), help="names or patterns")
     add("--rounds", type=int, help=f"turns of each contender, default {ROUNDS}")
     add("--steps", type=int, help="steps in a turn, default 1, and 2 for 40x64")
-    add("--adamw", choices=ADAMW, default=ADAMW[0], help="default: loop, torch's choice on CPUs")
+    add("--adamw", choices=ADAMW, default=ADAMW[0], help="default: AdamW(parameters, lr)")
     add("--check", action="store_true", help="exit with 1 if a target is missed")
     add("--json", type=Path, default=RESULTS, help="where results go")
     options = parser.parse_args()
