@@ -54,12 +54,12 @@ def build(megabytes: int) -> Any:
 
 
 def own_tensors(model: Any, optimizer: Any) -> dict[str, Tensor]:
-    """This rank's shard as contenders get it: the same bytes, in tensors of their own."""
-    tensors = {held.name: held.memory.clone() for held in model.held()}
-    for number, held in enumerate(optimizer.held_state()):
+    """This rank's shard as contenders get it: the same bytes, in a tensor for each parameter."""
+    parts: dict[str, list[Tensor]] = {held.name: [held.memory] for held in model.held()}
+    for held in optimizer.held_state():
         for key, memory in held.tensors.items():
-            tensors[f"{held.name}.{key}.{number}"] = memory.clone()
-    return tensors
+            parts.setdefault(f"{held.name}.{key}", []).append(memory)
+    return {name: torch.cat(own) for name, own in parts.items()}
 
 
 def synced(path: Path) -> None:
