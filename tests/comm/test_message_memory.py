@@ -10,6 +10,7 @@ import torch
 import leaks
 import shoal
 from shoal.comm import message_memory
+from shoal.comm.bootstrap import store_for_one_host
 from shoal.comm.message_memory import MessageMemory
 from shoal.comm.segments import Arena
 from shoal.launch.forkserver import fork_server
@@ -67,6 +68,7 @@ def post_in_rounds(rounds):
 
 def test_messages_are_not_overwritten_before_they_are_read() -> None:
     fork_server()
+    store_for_one_host()  # the first of a process leaves a pipe of libuv's behind
     leaks.baseline()
     received = shoal.run(post_in_rounds, 2, "shm", args=(4,), timeout=20)[1]
     assert received == [[[turn * 100.0 + n] for n in range(12)] for turn in range(4)]
