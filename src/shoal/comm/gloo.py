@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 # A process group that the script made may carry its messages as well, under other tags.
 _FIRST_TAG = 1 << 30
+# How long works whose connections are closed are waited for.
+_END_S = timedelta(seconds=2)
 _ABORT_TAG = (1 << 30) - 16
 # Below, one exchange beats a broadcast from each rank though everybody sends copies.
 _SMALL_BYTES = 64 << 10
@@ -140,9 +142,10 @@ class GlooBackend(ProcessGroupBackend):
 
 
 def _await_end(works: Iterable[Work]) -> None:
+    """Connections are closed, so works end; one that met that at a bad moment never does."""
     for work in works:
         with contextlib.suppress(RuntimeError):
-            work.wait()
+            work.wait(_END_S)
 
 
 def _on_host(payload: Payload) -> Payload:
