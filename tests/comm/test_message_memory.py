@@ -7,13 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import leaks
 import shoal
+from pools import Team
 from shoal.comm import message_memory
-from shoal.comm.bootstrap import store_for_one_host
 from shoal.comm.message_memory import MessageMemory
 from shoal.comm.segments import Arena
-from shoal.launch.forkserver import fork_server
 
 
 @pytest.fixture
@@ -67,8 +65,5 @@ def post_in_rounds(rounds):
 
 
 def test_messages_are_not_overwritten_before_they_are_read() -> None:
-    fork_server()
-    store_for_one_host()  # the first of a process leaves a pipe of libuv's behind
-    leaks.baseline()
-    received = shoal.run(post_in_rounds, 2, "shm", args=(4,), timeout=20)[1]
+    received = Team("shm", 2).run(post_in_rounds, 4)[1]
     assert received == [[[turn * 100.0 + n] for n in range(12)] for turn in range(4)]
