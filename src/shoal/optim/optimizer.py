@@ -359,9 +359,13 @@ class ShardedOptimizer(Optimizer):
     def _inner_step(self) -> None:
         """The user's optimizer, on this rank's memory."""
         with contextlib.ExitStack() as stack:
-            if self._engine.settings.compute_dtype is None:  # where a last bit may become more
+            if self._may_fuse():
                 stack.enter_context(fused_where_free(self.optimizer))
             self.optimizer.step()
+
+    def _may_fuse(self) -> bool:
+        """Not in mixed precision: a last bit of a master may be more in its copy."""
+        return self._engine.settings.compute_dtype is None
 
     def _account(self) -> None:
         """Says how much memory the state takes, when there is more of it than before."""

@@ -85,6 +85,13 @@ class TensorParallelOptimizer(ShardedOptimizer):
         with self._whole_segments():
             super()._inner_step()
 
+    def _may_fuse(self) -> bool:
+        """Not where ranks cut memory in different places: fused kernels round by place.
+
+        What every rank has of a parameter that is not split would drift apart by last bits.
+        """
+        return super()._may_fuse() and all(map(self._parts.is_even, self._parts.splits))
+
     @contextmanager
     def _whole_segments(self) -> Iterator[None]:
         own = {}
