@@ -30,6 +30,8 @@ class Buffers(NamedTuple):
 class Contender(ABC):
     """One way to carry out the operations."""
 
+    operations = OPERATIONS
+
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
@@ -91,6 +93,20 @@ class ShoalOnItsOwnMemory(Shoal):
     def empty(self, numel: int) -> Tensor:
         """Memory that the transport reaches without a copy."""
         return self._backend.empty(numel, torch.float32)
+
+
+class ShoalInPlace(ShoalOnItsOwnMemory):
+    """As above; what comes out takes the place of this rank's part of what went in.
+
+    An addition into other memory first fetches what it overwrites, a third more than it needs.
+    """
+
+    operations = ("reduce_scatter",)
+
+    def buffers(self, operation: str, num_bytes: int) -> Buffers:
+        """One piece of memory; the part of it is a view."""
+        source, target = super().buffers(operation, num_bytes)
+        return Buffers(source, source.view(self.size, target.numel())[self.rank])
 
 
 class TorchGloo(Contender):

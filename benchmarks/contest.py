@@ -10,6 +10,7 @@ from contenders import (
     Contender,
     RawMPI,
     Shoal,
+    ShoalInPlace,
     ShoalOnItsOwnMemory,
     TorchGloo,
     copy_calls,
@@ -65,6 +66,7 @@ def _contenders(plan: Plan, stack: contextlib.ExitStack) -> tuple[Backend, dict[
     contenders: dict[str, Contender] = {
         "shm": Shoal(shm),
         "shm, own memory": ShoalOnItsOwnMemory(shm),
+        "shm, in place": ShoalInPlace(shm),
         "torch gloo": TorchGloo(world.rank, world.size),
         "gloo": Shoal(gloo),
     }
@@ -87,6 +89,8 @@ def _measure(
     copies = copy_calls(num_bytes)
     calls = dict(copies)
     for name, contender in contenders.items():
+        if operation not in contender.operations:
+            continue
         calls[name] = contender.prepare(operation, num_bytes)
     alternate(calls, meeting, 2)  # the first calls pay for what is made on demand
     by_the_wall = tuple(copies) if meeting.size > num_cores() else ()

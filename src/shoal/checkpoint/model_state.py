@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm import Backend
+from shoal.comm.copying import copy
 from shoal.comm.world import find_current
 from shoal.errors import CheckpointMismatchError
 from shoal.sharding.extent import Extent
@@ -70,7 +71,7 @@ def receiving(model: nn.Module) -> Iterator[None]:
 def put_parameter(model: nn.Module, held: Held, values: Tensor) -> None:
     """Gives this rank's elements of a parameter new values."""
     if isinstance(model, ShardedModel):
-        held.memory.copy_(values)
+        copy(held.memory, values)
     else:
         parameter = model.get_parameter(held.name)
         parameter.copy_(values.view(parameter.shape))

@@ -23,6 +23,7 @@ from shoal.checkpoint.snapshot import Snapshot
 from shoal.checkpoint.store import Store
 from shoal.checkpoint.writing import Outgoing, write_file
 from shoal.comm import Backend
+from shoal.comm.copying import copy
 from shoal.errors import CheckpointError
 
 
@@ -180,7 +181,7 @@ def _copied(outgoing: Outgoing, arena: Arena) -> Tensor:
     copied = arena.take(outgoing.dtype, outgoing.extent.num_elements)
     place = 0
     for part in outgoing.parts():
-        copied[place : place + part.numel()].copy_(part)
+        copy(copied[place : place + part.numel()], part)
         place += part.numel()
     return copied
 

@@ -80,9 +80,9 @@ def test_no_matrix_product_is_done_twice() -> None:
     layers = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
     x = torch.randn(4, 8, requires_grad=True)
     halves = SplitBackward([layers(x)], [torch.ones(4, 8)], [x])
-    with torch.profiler.profile() as first:
+    with torch.profiler.profile(acc_events=True) as first:
         halves.to_inputs()
-    with torch.profiler.profile() as second:
+    with torch.profiler.profile(acc_events=True) as second:
         halves.to_weights()
     assert _products(first) == 3
     assert _products(second) == 3
