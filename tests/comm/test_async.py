@@ -181,3 +181,35 @@ def for_inference():
 @pytest.mark.parametrize("backend", ["memory", "shm"])
 def test_tensors_made_for_inference(backend) -> None:
     assert Team(backend, 2).run(for_inference) == [[[2.0] * 4] * 2] * 2
+
+
+def first_for_inference():
+    """All operations, at sizes that go several ways, before anything was done outside."""
+    backend = shoal.world().backend
+    results = []
+    for is_inference in (True, False):
+        with torch.inference_mode(is_inference):
+            for numel in (6, 6000, 600_000):
+                ones = torch.ones(numel)
+                one = ones[: numel // backend.size]
+                results.append(
+                    [
+                        backend.all_reduce(ones.clone()).sum().item(),
+                        backend.reduce_scatter(ones).sum().item() * backend.size,
+                        backend.all_gather(one).sum().item() * backend.size,
+                        backend.all_to_all(ones).sum().item() * backend.size,
+                        backend.broadcast(ones.clone()).sum().item() * backend.size,
+                    ]
+                )
+                other = 1 - backend.rank
+                work = backend.send(ones, other, async_op=True)
+                results[-1].append(backend.recv(src=other).sum().item() * 2)
+                work.wait()
+    return results
+
+
+@pytest.mark.parametrize("backend", ["memory", "shm", "gloo", "mpi"])
+def test_memory_first_used_for_inference_trains_as_well(backend) -> None:
+    """What a transport kept for later was of inference mode, and nobody else could write to it."""
+    expected = [[2.0 * numel] * 6 for numel in (6, 6000, 600_000)] * 2
+    assert shoal.run(first_for_inference, 2, backend) == [expected] * 2

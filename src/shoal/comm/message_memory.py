@@ -30,8 +30,7 @@ class MessageMemory:
         try:
             piece = self._idle[rounded].pop()
         except (KeyError, IndexError):
-            with torch.inference_mode(mode=False):  # whoever is next may not be in it
-                return self._arena.empty(rounded)
+            return self._arena.empty(rounded)
         self._idle_bytes -= rounded
         return piece
 

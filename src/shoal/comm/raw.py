@@ -10,5 +10,15 @@ from torch import Tensor
 
 
 def as_bytes(memory: mmap.mmap | bytearray) -> Tensor:
-    """The same memory as a tensor on the CPU, also under ``with torch.device(...)``."""
-    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
+    """The same memory as a tensor on the CPU, also under ``with torch.device(...)``.
+
+    Nor is it a tensor of inference mode: memory is kept, and the next may train in it.
+    """
+    with torch.inference_mode(mode=False):
+        return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
+
+
+def of_dtype(memory: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same memory as numbers; like `as_bytes` not of inference mode, whose views are."""
+    with torch.inference_mode(mode=False):
+        return memory.view(dtype)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.comm.raw import as_bytes
+from shoal.comm.raw import as_bytes, of_dtype
 
 _ALIGNMENT = 128
 _SLAB_BYTES = 8 << 20
@@ -150,7 +150,7 @@ class Peer:
         view = self._views.get(key)
         if view is None:
             with self._lock:
-                view = self._find(Location.decode(wire), num_bytes).view(dtype)
+                view = of_dtype(self._find(Location.decode(wire), num_bytes), dtype)
                 if len(self._views) >= _MOST_VIEWS:
                     self._views.clear()
                 self._views[key] = view

@@ -226,5 +226,6 @@ def is_all_staged(payload: Payload) -> bool:
 
 
 @lru_cache
+@torch.inference_mode(mode=False)
 def _nothing(dtype: torch.dtype) -> Tensor:
     return torch.empty(0, dtype=dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shoal.comm.raw import of_dtype
 from shoal.comm.segments import Arena
 
 HALF_BYTES = 1 << 20
@@ -35,7 +36,7 @@ class Staging:
         view = self._views.get(key)
         if view is None:
             self._allocate()
-            view = self._halves[key[0]][: source.nbytes].view(source.dtype)
+            view = of_dtype(self._halves[key[0]][: source.nbytes], source.dtype)
             if len(self._views) < 1024:
                 self._views[key] = view
         return view
