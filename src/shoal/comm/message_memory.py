@@ -6,7 +6,6 @@ it again at once.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from shoal.comm.segments import Arena
