@@ -73,6 +73,23 @@ def test_nothing_is_gathered(strategy: str) -> None:
         assert set(residences) == {"common"}
 
 
+def num_bytes_of_a_step(strategy: str) -> dict[str, int]:
+    model, optimizer = wrap(strategy)
+    one_step(model, optimizer, local(0, items=12))
+    shoal.world().reset_stats()
+    one_step(model, optimizer, local(1, items=12))
+    return {name: counter.num_bytes for name, counter in shoal.world().stats().items()}
+
+
+@each
+def test_what_is_read_from_others_counts_as_if_it_were_sent(strategy: str) -> None:
+    (expected, *_) = shoal.run(num_bytes_of_a_step, 2, "memory", args=(strategy,))
+    for counted in team(num_bytes_of_a_step, strategy):
+        if "gather_in_place" in counted:
+            counted["all_gather"] = counted.pop("gather_in_place")
+        assert counted == expected
+
+
 @shared
 def test_small_parameters_may_stay_with_every_rank(strategy: str) -> None:
     for *_, residences in team(train, strategy, {"resident_below": 10}):

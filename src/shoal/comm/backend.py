@@ -364,6 +364,10 @@ class Backend(ABC):
         """
         self._state.statistics.count("gather_in_place", num_bytes, 0.0, 0.0)
 
+    def count_reading(self, num_bytes: int, seconds: float) -> None:
+        """Counts an all-gather for which this rank has read the memory of others."""
+        self._state.statistics.count("all_gather", num_bytes, seconds, 0.0)
+
     def open_account(self) -> Account:
         """For a holder of memory that `stats` should know of."""
         return self._state.statistics.memory.account()

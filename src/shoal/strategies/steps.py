@@ -9,6 +9,7 @@ some new. Whoever survives it must not go on with them: forward refuses.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
@@ -81,10 +82,15 @@ class Steps:
     def _spread(self) -> None:
         """Where every rank has all parameters and steps its part, the parts are exchanged."""
         for group, others in zip(self._divided, self._others, strict=True):
-            if not others:
+            if others:
+                self._read(group, others)
+            else:
                 self._backend.all_gather(group.shard, out=group.whole)
-                continue
-            for rank, other in enumerate(others):
-                part = slice(*group.layout.bounds[rank : rank + 2])
-                if rank != self._backend.rank:
-                    copy(group.whole[part], other[part])
+
+    def _read(self, group: FlatGroup, others: Sequence[Tensor]) -> None:
+        begin = time.perf_counter()
+        for rank, other in enumerate(others):
+            part = slice(*group.layout.bounds[rank : rank + 2])
+            if rank != self._backend.rank:
+                copy(group.whole[part], other[part])
+        self._backend.count_reading(group.whole.nbytes, time.perf_counter() - begin)
