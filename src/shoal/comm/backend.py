@@ -74,6 +74,8 @@ class Backend(ABC):
     """What users call this backend: "memory", "shm", "gloo", "nccl" or "mpi"."""
     shares_memory: ClassVar[bool] = False
     """Whether `reach` gives access to the other ranks' memory."""
+    worthwhile_bytes: ClassVar[int] = 1 << 20
+    """How long a message should be, so that what it costs to begin with hardly matters."""
 
     def __init__(self, state: WorldState, ranks: Sequence[int], rank: int) -> None:
         """``ranks`` are the members' world ranks in order, ``rank`` is this one's place."""

@@ -42,6 +42,7 @@ _MOST_AGREED = 1024
 class ProcessBackend(Backend):
     """A backend over a control plane and a transport."""
 
+    worthwhile_bytes = 4 << 20
     _is_through_at_once: ClassVar[bool] = True
     """Whether a transfer is over when the call returns, not only queued on a device."""
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from shoal.comm import Backend, World
 from shoal.comm.world import current
 from shoal.errors import ShoalError
-from shoal.sharding.analyzer import MIN_GROUP_BYTES
 from shoal.sharding.extent import Extent
 from shoal.sharding.holding import Held
 from shoal.sharding.split import Split
@@ -73,8 +72,8 @@ class ShardedModel(nn.Module):
         Args:
             module: The user's; what it has on the meta device is initialised here.
             world: The ranks that train it; the current world by default.
-            min_group_bytes: See `ParameterAnalyzer`; by default 1 MiB, and more where only
-                gradients travel.
+            min_group_bytes: See `ParameterAnalyzer`; by default 1 MiB between threads and
+                4 MiB between processes, and more where only gradients travel.
             auto_sync: Whether each backward averages the gradients over the ranks.
             sync_batchnorm: Whether BatchNorm sees the rows of all ranks instead of this one's.
             seed: For the values of what is on the meta device.
@@ -121,7 +120,7 @@ class ShardedModel(nn.Module):
         if backend.shares_memory:
             return _IN_PLACE_BYTES
         if self.sharding.parameters:
-            return MIN_GROUP_BYTES
+            return backend.worthwhile_bytes
         return _SHARDED_BUCKET_BYTES if self.sharding.gradients else _BUCKET_BYTES
 
     def keep_whole(self, parameters: Sequence[nn.Parameter]) -> None:
