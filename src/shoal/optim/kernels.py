@@ -36,6 +36,11 @@ def fused_where_free(optimizer: Optimizer) -> Iterator[None]:
             group["fused"] = None
 
 
+def is_one_pass(optimizer: Optimizer) -> bool:
+    """Whether a step goes over the memory once, if it may be fused where the user left it open."""
+    return all(group.get("fused") or _is_free(optimizer, group) for group in optimizer.param_groups)
+
+
 def _is_free(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     options = {name: value for name, value in group.items() if name != "params"}
     return (

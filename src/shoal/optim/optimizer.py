@@ -13,9 +13,9 @@ from torch.optim import Optimizer, SparseAdam
 from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ShoalError
+from shoal.optim import kernels
 from shoal.optim.fresh_state import renew_state
 from shoal.optim.full_state import as_loaded, assemble, fragments
-from shoal.optim.kernels import fused_where_free
 from shoal.optim.kinds import Kind, find_kind
 from shoal.optim.reception import (
     Reception,
@@ -360,7 +360,7 @@ class ShardedOptimizer(Optimizer):
         """The user's optimizer, on this rank's memory."""
         with contextlib.ExitStack() as stack:
             if self._may_fuse():
-                stack.enter_context(fused_where_free(self.optimizer))
+                stack.enter_context(kernels.fused_where_free(self.optimizer))
             self.optimizer.step()
 
     def _may_fuse(self) -> bool:
@@ -443,6 +443,7 @@ class ShardedOptimizer(Optimizer):
 
         They are short enough to be stepped fast, or as long as can be.
         """
+        is_one_pass = self._may_fuse() and kernels.is_one_pass(self.optimizer)
         membership = {id(p): which for which, own in enumerate(parameters) for p in own}
         segments: list[list[Segment]] = [[] for _ in parameters]
         for group in self._engine.groups:
@@ -452,7 +453,7 @@ class ShardedOptimizer(Optimizer):
                 for place, which in enumerate(belongs)
             ]
             memory, bounds = self._memory(group)
-            may_be_cut = is_short and self.kind is Kind.ELEMENT_WISE
+            may_be_cut = is_short and self.kind is Kind.ELEMENT_WISE and not is_one_pass
             longest = longest_segment(memory, may_be_cut=may_be_cut)
             for _, segment in make_segments(group, memory, bounds, kinds, longest):
                 if self.kind is Kind.PER_PARAMETER:

@@ -3,7 +3,8 @@
 [Note: segments]
 An optimizer that works element by element does not care where parameters begin and end. So it
 is given *segments*: runs of this rank's memory whose parameters have the same hyperparameters.
-Few long tensors are stepped faster than many short ones, up to what the cache holds. When some
+Few long tensors are stepped faster than many short ones, up to what the cache holds; a fused step,
+which goes over the memory once, has no such limit. When some
 parameters of a segment have a gradient and others have not, it is cut there, its state with it,
 and stays so.
 """
