@@ -74,6 +74,7 @@ def test_batch_norm_over_all_ranks(strategy: str) -> None:
     assert report.equal, str(report)
 
 
+@pytest.mark.filterwarnings("ignore:LBFGS may couple")
 @each
 @pytest.mark.parametrize("optimizer", ["sgd", "adafactor", "muon", "lbfgs"])
 def test_optimizers(strategy: str, optimizer: str) -> None:
