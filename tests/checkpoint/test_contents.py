@@ -304,3 +304,45 @@ def test_a_plain_model_in_odd_memory(tmp_path: Path) -> None:
     shoal.load(tmp_path, model)
     assert_same(dict(model.state_dict()), expected)
     assert model.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("numel", [10, 200_000])
+def test_conjugated_buffers_are_saved_as_what_they_stand_for(
+    tmp_path: Path, numel: int, wait: bool
+) -> None:
+    """torch only takes note of a conjugation, and the bytes of such a tensor are of another."""
+    value = torch.randn(numel, dtype=torch.complex64)
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    model.register_buffer("phase", value.conj())
+    other.register_buffer("phase", torch.zeros_like(value))
+    shoal.save(tmp_path, model, wait=wait).wait()
+    shoal.load(tmp_path, other)
+    assert torch.equal(other.phase, value.conj().resolve_conj())
+
+
+def _loaded_in_inference_mode(strategy: str, path: Path, is_from_file: bool) -> Any:
+    model, optimizer = wrap(strategy, *build())
+    train(model, optimizer, [0])
+    shoal.save(path, model, optimizer)
+    content = optimizer.state_dict()
+    with torch.inference_mode():
+        if is_from_file:
+            shoal.load(path, model, optimizer)
+        else:
+            optimizer.load_state_dict(content)
+    train(model, optimizer, [1])
+    return state(model, optimizer)
+
+
+@pytest.mark.parametrize("is_from_file", [True, False])
+@pytest.mark.parametrize("strategy", ["plain", "ddp", "zero2", "zero3"])
+def test_state_loaded_in_inference_mode_is_trained_afterwards(
+    tmp_path: Path, strategy: str, is_from_file: bool
+) -> None:
+    """Its tensors were of that mode, and no step outside could change them."""
+    ranks = 1 if strategy == "plain" else 2
+    for found in on_ranks(_loaded_in_inference_mode, ranks, strategy, tmp_path, is_from_file):
+        expected_model, expected_optimizer = build()
+        train(expected_model, expected_optimizer, [0, 1])
+        assert_same(found, state(expected_model, expected_optimizer), 1e-10)

@@ -12,6 +12,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 import shoal
 from shoal.optim.kernels import fused_where_free
+from shoal.optim.state import split_state
 
 
 class _OwnAdamW(AdamW):
@@ -119,3 +120,19 @@ def test_wrapped_optimizer_steps_fused(strategy: str, monkeypatch: pytest.Monkey
 
     assert shoal.run(train, ranks=2, backend="memory") == [None, None]
     assert len(calls) == 2
+
+
+def test_a_hook_may_choose_inside_a_step() -> None:
+    optimizer = AdamW([_parameter()])
+    with fused_where_free(optimizer):
+        optimizer.param_groups[0]["fused"] = False
+    assert optimizer.param_groups[0]["fused"] is False
+
+
+def test_state_is_cut_without_a_copy() -> None:
+    """It may be all there is of it, and twice that may be more than there is room for."""
+    state = {"step": torch.tensor(3.0), "exp_avg": torch.arange(5.0)}
+    first, second = split_state(state, [2, 3])
+    assert second["exp_avg"].tolist() == [2, 3, 4]
+    assert first["exp_avg"].data_ptr() == state["exp_avg"].data_ptr()
+    assert first["step"] is not second["step"]

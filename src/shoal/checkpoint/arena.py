@@ -36,7 +36,8 @@ class Arena:
         if old is not None and is_enough:
             self._memory = old._memory
         else:
-            self._memory = torch.empty(total, dtype=torch.uint8)
+            with torch.inference_mode(mode=False):  # the next save may not be in it
+                self._memory = torch.empty(total, dtype=torch.uint8)
         self._used = 0
 
     @property

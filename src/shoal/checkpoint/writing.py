@@ -162,7 +162,8 @@ def as_memory(tensor: Tensor) -> memoryview:
     """The bytes of a tensor; its own memory where that is contiguous and the CPU's."""
     if not tensor.numel():
         return memoryview(b"")
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    flat = plain.to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
 

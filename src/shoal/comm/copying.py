@@ -31,6 +31,8 @@ def _is_memory_like(target: Tensor, source: Tensor) -> bool:
         and target.dtype is source.dtype
         and target.is_contiguous()
         and source.is_contiguous()
+        and not (source.is_conj() or source.is_neg())
+        and not (target.is_conj() or target.is_neg())
     )
 
 

@@ -33,7 +33,25 @@ def fused_where_free(optimizer: Optimizer) -> Iterator[None]:
         yield
     finally:
         for group in groups:
-            group["fused"] = None
+            if group["fused"] is True:  # and nobody has changed it meanwhile
+                group["fused"] = None
+
+
+@contextlib.contextmanager
+def unfused_on_cpu(optimizer: Optimizer) -> Iterator[None]:
+    """Steps inside of it use no fused kernels on CPUs, also if the user chose them."""
+    groups = [
+        group
+        for group in optimizer.param_groups
+        if group.get("fused") and all(each.is_cpu for each in group["params"])
+    ]
+    for group in groups:
+        group["fused"] = False
+    try:
+        yield
+    finally:
+        for group in groups:
+            group["fused"] = True
 
 
 def is_one_pass(optimizer: Optimizer) -> bool:

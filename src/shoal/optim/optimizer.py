@@ -175,6 +175,7 @@ class ShardedOptimizer(Optimizer):
         whole = assemble(self._engine.shards, own, self.parameters)
         return {"state": whole, "param_groups": groups}
 
+    @torch.inference_mode(mode=False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a whole state, of this optimizer or a plain one; every rank calls it."""
         if self.kind is Kind.GLOBAL:
@@ -251,6 +252,7 @@ class ShardedOptimizer(Optimizer):
             extent = Extent(shape, start, stop, split)
             yield slot.name, extent, slice(offset, offset + stop - start)
 
+    @torch.inference_mode(mode=False)
     def receive(
         self, saved: Mapping[str, FullState], options: Sequence[Mapping[str, Any]]
     ) -> Reception:
@@ -358,10 +360,13 @@ class ShardedOptimizer(Optimizer):
 
     def _inner_step(self) -> None:
         """The user's optimizer, on this rank's memory."""
-        with contextlib.ExitStack() as stack:
-            if self._may_fuse():
-                stack.enter_context(kernels.fused_where_free(self.optimizer))
+        with self._kernels():
             self.optimizer.step()
+
+    def _kernels(self) -> contextlib.AbstractContextManager[None]:
+        """Around a step: which kernels make it."""
+        may_fuse = self._may_fuse()
+        return kernels.fused_where_free(self.optimizer) if may_fuse else contextlib.nullcontext()
 
     def _may_fuse(self) -> bool:
         """Not in mixed precision: a last bit of a master may be more in its copy."""

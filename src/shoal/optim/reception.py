@@ -55,6 +55,7 @@ def divided(state: State, parameter: Tensor) -> tuple[dict[str, Tensor], dict[st
     return tensors, shared
 
 
+@torch.inference_mode(mode=False)
 def receive_whole(
     optimizer: Optimizer,
     names: Mapping[int, str],

@@ -72,13 +72,13 @@ def join_states(parts: Sequence[State], parameter: Tensor) -> State:
 
 
 def split_state(state: State, sizes: Sequence[int]) -> list[State]:
-    """The state of a flat tensor, for the parts it was cut into."""
+    """The state of a flat tensor, for the parts it was cut into, in the same memory."""
     total = sum(sizes)
     parts: list[State] = [{} for _ in sizes]
     for key, value in state.items():
         if isinstance(value, Tensor) and value.dim() > 0 and value.numel() == total:
             for part, piece in zip(parts, value.split(list(sizes)), strict=True):
-                part[key] = piece.clone()
+                part[key] = piece
         else:
             for part in parts:
                 part[key] = _copied(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import ShoalError
+from shoal.optim.kernels import unfused_on_cpu
 from shoal.optim.kinds import Kind, find_kind
 from shoal.optim.optimizer import ShardedOptimizer
 from shoal.optim.segments import Segment
@@ -90,7 +91,13 @@ class TensorParallelOptimizer(ShardedOptimizer):
 
         What every rank has of a parameter that is not split would drift apart by last bits.
         """
-        return super()._may_fuse() and all(map(self._parts.is_even, self._parts.splits))
+        return super()._may_fuse() and self._is_even()
+
+    def _is_even(self) -> bool:
+        return all(map(self._parts.is_even, self._parts.splits))
+
+    def _kernels(self) -> AbstractContextManager[None]:
+        return super()._kernels() if self._is_even() else unfused_on_cpu(self.optimizer)
 
     @contextmanager
     def _whole_segments(self) -> Iterator[None]:
@@ -155,6 +162,7 @@ class TensorParallelOptimizer(ShardedOptimizer):
             for key, value in state.items()
         }
 
+    @torch.inference_mode(mode=False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a whole state, of this optimizer or a plain one; every rank calls it."""
         if self.kind is Kind.PER_PARAMETER:  # it keeps the state of wholes

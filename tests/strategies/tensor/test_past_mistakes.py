@@ -151,7 +151,8 @@ def test_other_batches_in_one_tensor_group_are_refused() -> None:
             shoal.run(forward, 2, "memory", args=(is_plain,))
 
 
-def test_what_every_rank_has_stays_the_same_where_layers_are_split_unevenly() -> None:
+@pytest.mark.parametrize("fused", [None, True])
+def test_what_every_rank_has_stays_the_same_where_layers_are_split_unevenly(fused: Any) -> None:
     """Fused kernels round the last elements of a piece of memory differently from the others.
 
     Ranks with parts of different sizes have other elements there, and drifted apart.
@@ -159,15 +160,16 @@ def test_what_every_rank_has_stays_the_same_where_layers_are_split_unevenly() ->
 
     def train() -> dict[str, Tensor]:
         torch.manual_seed(0)
-        norms = nn.LayerNorm(12), nn.LayerNorm(12)
-        plain = nn.Sequential(norms[0], nn.Linear(12, 27), nn.ReLU(), nn.Linear(27, 12), norms[1])
-        adamw = torch.optim.AdamW(plain.parameters(), 0.01)
+        norms = nn.LayerNorm(13), nn.LayerNorm(13)
+        plain = nn.Sequential(norms[0], nn.Linear(13, 27), nn.ReLU(), nn.Linear(27, 13), norms[1])
+        adamw = torch.optim.AdamW(plain.parameters(), 0.01, fused=fused)
         model, optimizer = shoal.as_distributed(plain, adamw, strategy="tensor")
         assert not any(map(model.parts.is_even, model.parts.splits))
-        for _ in range(20):
+        for _ in range(40):
             optimizer.zero_grad()
-            model(torch.randn(8, 12)).pow(2).sum().backward()
+            model(torch.randn(8, 13)).pow(2).sum().backward()
             optimizer.step()
+        assert optimizer.param_groups[0]["fused"] is fused
         return model.state_dict()
 
     one, other = run(train, ranks=2)
