@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -136,3 +137,16 @@ def test_state_is_cut_without_a_copy() -> None:
     assert second["exp_avg"].tolist() == [2, 3, 4]
     assert first["exp_avg"].data_ptr() == state["exp_avg"].data_ptr()
     assert first["step"] is not second["step"]
+
+
+def _num_stepped(make: Callable[..., Optimizer]) -> int:
+    model = nn.Linear(512, 512, bias=False)
+    _, optimizer = shoal.as_distributed(model, make(model.parameters()), strategy="ddp")
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def test_only_what_takes_several_passes_is_cut_to_fit_the_cache() -> None:
+    """One long tensor is stepped, copied and saved faster than many short ones."""
+    assert shoal.run(_num_stepped, 2, "memory", args=(AdamW,)) == [1, 1]
+    loop = partial(AdamW, fused=False)
+    assert min(shoal.run(_num_stepped, 2, "memory", args=(loop,))) > 1

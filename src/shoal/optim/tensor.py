@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -91,13 +92,14 @@ class TensorParallelOptimizer(ShardedOptimizer):
 
         What every rank has of a parameter that is not split would drift apart by last bits.
         """
-        return super()._may_fuse() and self._is_even()
+        return super()._may_fuse() and self._is_even
 
+    @cached_property
     def _is_even(self) -> bool:
         return all(map(self._parts.is_even, self._parts.splits))
 
     def _kernels(self) -> AbstractContextManager[None]:
-        return super()._kernels() if self._is_even() else unfused_on_cpu(self.optimizer)
+        return super()._kernels() if self._is_even else unfused_on_cpu(self.optimizer)
 
     @contextmanager
     def _whole_segments(self) -> Iterator[None]:
