@@ -3,7 +3,9 @@
 Two processes train a model with AdamW under ZeRO-3; each has half of its state. Measured is how
 long all ranks together take until the state is safe on disk (everybody syncs), and until it is
 back in the model and the optimizer: from what the system still has in memory, and from the disk.
-Contenders write and read the same tensors: a shard each. And how long training stands still for a
+Contenders write and read the same tensors: a shard each, to a new file each time, and the file of
+before is removed once the new one is safe. They take turns at being the first: memory that the
+system has not used for a while takes it longer to fill. And how long training stands still for a
 save in the background, against one copy of the same memory.
 
     python benchmarks/checkpoint.py [--quick] [--json FILE]
@@ -19,7 +21,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,6 +39,7 @@ import shoal
 from shoal.comm import Backend
 
 RESULTS = Path(__file__).parent / "results" / "checkpoint.json"
+CONTENDERS = ("shoal", "safetensors", "torch", "dcp")
 LEAST_SHARE = 0.8
 RANKS = 2
 
@@ -88,6 +92,7 @@ class Contest:
         self.tensors = own_tensors(self.model, self.optimizer)
         self.num_bytes = sum(tensor.nbytes for tensor in self.tensors.values())
         self.copies: list[Tensor] = []
+        self.paths: dict[str, Path] = {}
 
     def time(self, action: Callable[[], object]) -> float:
         """Until the slowest rank is done."""
@@ -105,33 +110,40 @@ class Contest:
 
     def save_safetensors(self) -> None:
         """A file of this rank's own, synced."""
-        path = self.fresh("safetensors", f"{self.rank}.safetensors")
-        save_file(self.tensors, path)
-        synced(path)
+        with self.replacing("safetensors") as path:
+            save_file(self.tensors, path)
+            synced(path)
 
     def save_safetensors_unsynced(self) -> None:
         """What a loss of power may take back."""
-        save_file(self.tensors, self.fresh("unsynced", f"{self.rank}.safetensors"))
+        with self.replacing("safetensors_unsynced") as path:
+            save_file(self.tensors, path)
 
     def save_torch(self) -> None:
         """A pickle of this rank's own, synced."""
-        path = self.fresh("torch", f"{self.rank}.pt")
-        torch.save(self.tensors, path)
-        synced(path)
+        with self.replacing("torch") as path:
+            torch.save(self.tensors, path)
+            synced(path)
 
     def save_dcp(self) -> None:
         """A folder of this rank's own, synced."""
         import torch.distributed.checkpoint as dcp
 
-        writer = dcp.FileSystemWriter(self.fresh("dcp", f"{self.rank}"), sync_files=True)
-        dcp.save({"state": self.tensors}, storage_writer=writer, no_dist=True)
+        with self.replacing("dcp") as path:
+            writer = dcp.FileSystemWriter(path, sync_files=True)
+            dcp.save({"state": self.tensors}, storage_writer=writer, no_dist=True)
 
-    def fresh(self, kind: str, name: str) -> Path:
-        """A name that is not taken."""
-        path = self.folder / kind / name
+    @contextmanager
+    def replacing(self, kind: str) -> Iterator[Path]:
+        """A name that is not taken; what was saved before goes when the new one is there."""
+        old = self.paths.get(kind)
+        number = 0 if old is None else int(old.suffix[1:]) + 1
+        path = self.folder / kind / f"{self.rank}.{number}"
         path.parent.mkdir(exist_ok=True)
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        return path
+        yield path
+        self.paths[kind] = path
+        if old is not None:
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
 
     # Loading ----------------------------------------------------------------------------
 
@@ -141,19 +153,18 @@ class Contest:
 
     def load_safetensors(self) -> None:
         """No checksums."""
-        self._take(load_file(self.folder / "safetensors" / f"{self.rank}.safetensors"))
+        self._take(load_file(self.paths["safetensors"]))
 
     def load_torch(self) -> None:
         """No checksums of tensors."""
-        path = self.folder / "torch" / f"{self.rank}.pt"
-        self._take(torch.load(path, weights_only=True))
+        self._take(torch.load(self.paths["torch"], weights_only=True))
 
     def load_dcp(self) -> None:
         """No checksums."""
         import torch.distributed.checkpoint as dcp
 
         target = {name: torch.empty_like(tensor) for name, tensor in self.tensors.items()}
-        reader = dcp.FileSystemReader(self.folder / "dcp" / f"{self.rank}")
+        reader = dcp.FileSystemReader(self.paths["dcp"])
         dcp.load({"state": target}, storage_reader=reader, no_dist=True)
         self._take(target, is_own=True)
 
@@ -187,10 +198,10 @@ def measure(folder: str, megabytes: int, repetitions: int) -> dict[str, Any]:
     """Called on every rank."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     contest = Contest(Path(folder), megabytes)
-    names = ("shoal", "safetensors", "torch", "dcp")
     times: dict[str, list[float]] = {}
     for turn in range(repetitions + 1):
         measured: dict[str, float] = {}
+        names = CONTENDERS[turn % len(CONTENDERS) :] + CONTENDERS[: turn % len(CONTENDERS)]
         for name in (*names, "safetensors_unsynced"):
             measured[f"save {name}"] = contest.time(getattr(contest, f"save_{name}"))
         for name in names:
@@ -214,7 +225,7 @@ def table(result: dict[str, Any]) -> Table:
     shown = Table(title=title, title_justify="left")
     for name in ("", "save, synced", "load, from memory", "load, from the disk"):
         shown.add_column(name, justify="right")
-    for name in ("shoal", "safetensors", "torch", "dcp"):
+    for name in CONTENDERS:
         cells = (_rate(result, f"{kind} {name}") for kind in ("save", "load", "cold load"))
         shown.add_row(name, *(f"{rate:.2f}" for rate in cells))
     unsynced = _rate(result, "save safetensors_unsynced")
@@ -245,7 +256,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a small model: does it run?")
     parser.add_argument("--json", type=Path, default=RESULTS, help="where results go")
     options = parser.parse_args()
-    megabytes, repetitions = (8, 1) if options.quick else (256, 5)
+    megabytes, repetitions = (8, 1) if options.quick else (256, 12)
     about = environment()
     with tempfile.TemporaryDirectory() as folder:
         result = shoal.run(measure, RANKS, "shm", args=(folder, megabytes, repetitions))[0]

@@ -11,7 +11,8 @@ import leaks
 from shoal.comm.bootstrap import store_for_one_host
 from shoal.launch.forkserver import fork_server
 
-hypothesis.settings.register_profile("fast", max_examples=25, deadline=None)
+# The same examples every time, so that a change alone can break them; the full run looks further.
+hypothesis.settings.register_profile("fast", max_examples=25, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("full", max_examples=200, deadline=None)
 hypothesis.settings.load_profile("fast")
 

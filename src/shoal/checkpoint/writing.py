@@ -1,16 +1,18 @@
 """Writes one safetensors file, with its checksums computed on the way.
 
-sha256 is slower than writing, so a thread of its own takes it of what another has just taken up; a
-few blocks are on their way at any time, never the file.
+[Note: what the disk's time is good for]
+sha256 is slower than writing to the system's memory, and the disk is slower still. So a stretch of
+the file is written first and hashed afterwards, while the disk is busy with it. Hashing and writing
+at once would have the disk wait for a processor.
 """
 
 from __future__ import annotations
 
 import hashlib
-import queue
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -25,7 +27,7 @@ from shoal.checkpoint.manifest import FileRecord, SliceRecord
 from shoal.sharding.extent import Extent
 
 BLOCK_BYTES = 4 * CHUNK_BYTES
-_BLOCKS_AHEAD = 16
+_STRETCH_BYTES = 1 << 26
 
 Parts = Callable[[], Iterator[Tensor]]
 """The elements of a slice, in order, as tensors on any device."""
@@ -100,20 +102,22 @@ def write_file(
     keys = [rename(each.key) for each in outgoing]
     shapes = [(key, each.dtype, each.shape) for key, each in zip(keys, outgoing, strict=True)]
     head = header.encode(shapes, metadata or {})
+    sums = _Sums(head)
     file = disk.create(folder / name)
     try:
-        with Hashing() as hashing:
-            hashing.take(memoryview(head))
-            file.write(head)
-            slices = [
-                (each.tensor, SliceRecord(each.extent, 0, key, _write_slice(file, each, hashing)))
-                for key, each in zip(keys, outgoing, strict=True)
-            ]
-            file.sync()
+        file.write(head)
+        for each in outgoing:
+            _write_slice(file, each, sums)
+        with _meanwhile(file.sync):
+            sums.catch_up()
     finally:
         file.close()
     num_bytes = len(head) + sum(each.num_bytes for each in outgoing)
-    record = FileRecord(name, num_bytes, hashing.sha256, zlib.crc32(head))
+    record = FileRecord(name, num_bytes, sums.sha256, zlib.crc32(head))
+    slices = [
+        (each.tensor, SliceRecord(each.extent, 0, key, tuple(own)))
+        for key, each, own in zip(keys, outgoing, sums.checksums, strict=True)
+    ]
     return Written(record, tuple(slices))
 
 
@@ -122,19 +126,15 @@ def numbered(written: Written, number: int) -> list[tuple[str, SliceRecord]]:
     return [(tensor, replace(each, file=number)) for tensor, each in written.slices]
 
 
-def _write_slice(file: Writing, outgoing: Outgoing, hashing: Hashing) -> tuple[int, ...]:
-    """Returns the checksums."""
+def _write_slice(file: Writing, outgoing: Outgoing, sums: _Sums) -> None:
     num_bytes = 0
-    checksums: list[int] = []
+    sums.begin_slice()
     for block in _blocks(outgoing.parts()):
-        hashing.take(block)
-        for chunk in chunks(block):  # still in the cache when it is written
-            checksums.append(checksum(chunk))
-            file.write(chunk)
+        file.write(block)
+        sums.wrote(block)
         num_bytes += len(block)
     if num_bytes != outgoing.num_bytes:
         raise AssertionError(f"{outgoing.key}: {num_bytes} bytes of {outgoing.num_bytes}")
-    return tuple(checksums)
 
 
 def _blocks(parts: Iterator[Tensor]) -> Iterator[memoryview]:
@@ -167,31 +167,57 @@ def as_memory(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-class Hashing:
-    """A thread that takes the sha256 of blocks as they come."""
+class _Sums:
+    """The sha256 of a file and the checksums of its slices, of what was written a while ago."""
 
-    def __init__(self) -> None:
-        """Starts nothing yet."""
-        self.sha256 = ""
-        self._blocks = queue.Queue[memoryview | None](_BLOCKS_AHEAD)
-        self._thread = threading.Thread(target=self._work, name="shoal-sha256", daemon=True)
+    def __init__(self, head: bytes) -> None:
+        self.checksums: list[list[int]] = []
+        self._digest = hashlib.sha256(head)
+        self._waiting: list[tuple[memoryview, list[int]]] = []
+        self._num_bytes = 0
 
-    def take(self, block: memoryview) -> None:
-        """Hands a block over; it must not change until the end."""
-        self._blocks.put(block)
+    @property
+    def sha256(self) -> str:
+        """As far as it has caught up."""
+        return self._digest.hexdigest()
 
-    def __enter__(self) -> Hashing:
-        """Starts the thread."""
-        self._thread.start()
-        return self
+    def begin_slice(self) -> None:
+        """What comes now belongs to the next one."""
+        self.checksums.append([])
 
-    def __exit__(self, *exc_info: object) -> None:
-        """Waits until everything is hashed."""
-        self._blocks.put(None)
-        self._thread.join()
+    def wrote(self, block: memoryview) -> None:
+        """Takes note of what was written; it must not change until the end."""
+        self._waiting.append((block, self.checksums[-1]))
+        self._num_bytes += len(block)
+        if self._num_bytes >= _STRETCH_BYTES:
+            self.catch_up()
 
-    def _work(self) -> None:
-        digest = hashlib.sha256()
-        while (block := self._blocks.get()) is not None:
-            digest.update(block)
-        self.sha256 = digest.hexdigest()
+    def catch_up(self) -> None:
+        """See [Note: what the disk's time is good for]."""
+        for block, checksums in self._waiting:
+            for chunk in chunks(block):
+                self._digest.update(chunk)
+                checksums.append(checksum(chunk))  # of what is in the cache by now
+        self._waiting.clear()
+        self._num_bytes = 0
+
+
+@contextmanager
+def _meanwhile(action: Callable[[], None]) -> Iterator[None]:
+    """Has a thread do it while the block runs; what it raises is raised in the end."""
+    errors: list[Exception] = []
+
+    def work() -> None:
+        try:
+            action()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="shoal-sync", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+    if errors:
+        raise errors[0]
