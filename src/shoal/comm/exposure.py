@@ -51,20 +51,18 @@ class Exposure:
         first = part * (window.stop - window.start)
         return self._memory[window.number % 2][first : first + stop - start]
 
-    def stage(self, source: Tensor, window: Window) -> None:
-        """Copies the window of each part of the private source to where others see it."""
-        for piece, private in self._pairs(source, window):
-            piece.copy_(private)
+    def private(self, source: Tensor, part: int, window: Window) -> Tensor:
+        """The same elements where their owner has them: it need not look at its own copy."""
+        start, stop = (min(edge, self._parts[part]) for edge in (window.start, window.stop))
+        return source[self._starts[part] + start : self._starts[part] + stop]
+
+    def stage(self, source: Tensor, window: Window, but: int | None = None) -> None:
+        """Copies the window of each part to where others see it, ``but`` one that nobody reads."""
+        for part in range(len(self._parts)):
+            if part != but:
+                self.piece(part, window).copy_(self.private(source, part, window))
 
     def unstage(self, target: Tensor, window: Window) -> None:
         """Copies the window back, after others have written to it."""
-        for piece, private in self._pairs(target, window):
-            private.copy_(piece)
-
-    def _pairs(self, tensor: Tensor, window: Window) -> list[tuple[Tensor, Tensor]]:
-        pairs = []
         for part in range(len(self._parts)):
-            piece = self.piece(part, window)
-            start = self._starts[part] + window.start
-            pairs.append((piece, tensor[start : start + piece.numel()]))
-        return pairs
+            self.private(target, part, window).copy_(self.piece(part, window))

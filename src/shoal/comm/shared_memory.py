@@ -277,11 +277,16 @@ class SharedMemoryBackend(SmallOperations):
         return self._peers[self.ranks[rank]].view(wire, num_bytes, dtype)
 
     def _windows(
-        self, exposures: Sequence[Exposure], source: Tensor | None, patience: Patience
+        self,
+        exposures: Sequence[Exposure],
+        source: Tensor | None,
+        patience: Patience,
+        kept: int | None = None,
     ) -> Iterator[Window]:
         """Stages what is windowed here, meets the others, and says what to work on, in turn.
 
-        What is shared stays readable until everybody is through: hence the meeting at the end.
+        ``kept`` is a part that only this rank reads. What is shared stays readable until everybody
+        is through: hence the meeting at the end.
         """
         windowed = [exposure for exposure in exposures if exposure.is_windowed]
         if not windowed:
@@ -293,13 +298,24 @@ class SharedMemoryBackend(SmallOperations):
         for number in range(rounds):
             window = Window(number, number * width, (number + 1) * width)
             if exposures[self.rank].is_windowed and source is not None:
-                exposures[self.rank].stage(source, window)
+                exposures[self.rank].stage(source, window, but=kept)
             self._page_channel.sync(patience)
             yield window
         if exposures[self.rank].is_windowed:
             self._staging.turn += rounds - 1
         if any(exposure.is_shared for exposure in exposures):
             self._page_channel.sync(patience)
+
+    def _pieces(
+        self, exposures: Sequence[Exposure], source: Tensor, part: int, window: Window
+    ) -> list[Tensor]:
+        """One part of everybody's source; this rank's own where it always was."""
+        return [
+            exposure.private(source, part, window)
+            if rank == self.rank
+            else exposure.piece(part, window)
+            for rank, exposure in enumerate(exposures)
+        ]
 
     # Collectives ------------------------------------------------------------------------
 
@@ -321,7 +337,7 @@ class SharedMemoryBackend(SmallOperations):
         """Each rank reduces everything for itself: more work, but one meeting less."""
         exposures = self._exposures(payload, [[source.numel()]] * self.size)
         for window in self._windows(exposures, source, patience):
-            inputs = [exposure.piece(0, window) for exposure in exposures]
+            inputs = self._pieces(exposures, source, 0, window)
             reduce_into(payload.op, inputs, target[window.start : window.stop])
 
     def _reduce_in_slices(
@@ -344,7 +360,8 @@ class SharedMemoryBackend(SmallOperations):
         self._reduce_in_slices(payload, payload.source, [payload.root], patience)
 
     def _reduce_scatter(self, payload: Payload, patience: Patience) -> None:
-        target = payload.target
+        source, target = payload.source, payload.target
+        assert source is not None
         assert target is not None
         if is_all_staged(payload):
             start, stop = offsets(payload.counts)[self.rank : self.rank + 2]
@@ -352,10 +369,9 @@ class SharedMemoryBackend(SmallOperations):
             reduce_into(payload.op, [whole[start:stop] for whole in wholes], target)
             return
         exposures = self._exposures(payload, [payload.counts] * self.size)
-        for window in self._windows(exposures, payload.source, patience):
-            inputs = [exposure.piece(self.rank, window) for exposure in exposures]
-            out = target[window.start : window.stop]
-            reduce_in_blocks(payload.op, inputs, out)
+        for window in self._windows(exposures, source, patience, kept=self.rank):
+            inputs = self._pieces(exposures, source, self.rank, window)
+            reduce_in_blocks(payload.op, inputs, target[window.start : window.stop])
 
     def _broadcast(self, payload: Payload, patience: Patience) -> None:
         assert payload.source is not None
@@ -395,11 +411,17 @@ class SharedMemoryBackend(SmallOperations):
     def _scatter(self, payload: Payload, patience: Patience) -> None:
         parts = [payload.counts if wire else [] for wire in payload.wires]
         counts = [payload.counts[self.rank]]
-        self._collect(payload, parts, [payload.root], self.rank, counts, patience)
+        self._collect(payload, parts, [payload.root], self.rank, counts, patience, self.rank)
 
     def _all_to_all(self, payload: Payload, patience: Patience) -> None:
         self._collect(
-            payload, payload.matrix, range(self.size), self.rank, payload.arriving, patience
+            payload,
+            payload.matrix,
+            range(self.size),
+            self.rank,
+            payload.arriving,
+            patience,
+            self.rank,
         )
 
     def _collect(
@@ -410,6 +432,7 @@ class SharedMemoryBackend(SmallOperations):
         part: int,
         counts: Sequence[int],
         patience: Patience,
+        kept: int | None = None,
     ) -> None:
         """Copies one part of each sender's source into the target, one after the other."""
         starts = offsets(counts)
@@ -417,23 +440,17 @@ class SharedMemoryBackend(SmallOperations):
             self._collect_staged(payload, parts, senders, part, starts)
             return
         exposures = self._exposures(payload, parts)
-        for window in self._windows(exposures, payload.source, patience):
+        for window in self._windows(exposures, payload.source, patience, kept):
             for place, sender in enumerate(senders):
                 assert payload.target is not None
-                piece = exposures[sender].piece(part, window)
+                if sender == self.rank and payload.source is not None:
+                    piece = exposures[sender].private(payload.source, part, window)
+                else:
+                    piece = exposures[sender].piece(part, window)
                 start = starts[place] + window.start
                 out = payload.target[start : start + piece.numel()]
-                if not self._is_own(sender, payload, out):
+                if out.data_ptr() != piece.data_ptr():  # rows may lie in their place already
                     copy(out, piece)
-
-    def _is_own(self, sender: int, payload: Payload, out: Tensor) -> bool:
-        """Whether the rank would copy its own source onto itself."""
-        source = payload.source
-        return (
-            sender == self.rank
-            and source is not None
-            and source.data_ptr() <= out.data_ptr() < source.data_ptr() + source.nbytes
-        )
 
     # Messages ---------------------------------------------------------------------------
 
