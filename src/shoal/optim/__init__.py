@@ -1,15 +1,15 @@
 """Optimizers that step only what their rank owns, around any torch optimizer."""
 
-from shoal.optim.hybrid import HybridShardedOptimizer
-from shoal.optim.kinds import Kind, find_kind
-from shoal.optim.optimizer import (
+from shoal.optim.data_parallel import (
     DDPOptimizer,
     FSDPOptimizer,
-    ShardedOptimizer,
     ZeRO1Optimizer,
     ZeRO2Optimizer,
     ZeRO3Optimizer,
 )
+from shoal.optim.hybrid import HybridShardedOptimizer
+from shoal.optim.kinds import Kind, find_kind
+from shoal.optim.optimizer import ShardedOptimizer
 from shoal.optim.pipeline import PipelineParallelOptimizer
 from shoal.optim.scaler import GradScaler
 from shoal.optim.tensor import TensorParallelOptimizer

@@ -26,26 +26,13 @@ from shoal.optim.reception import (
     held_whole,
     receive_whole,
 )
-from shoal.optim.segments import Segment, longest_segment, make_segments
-from shoal.optim.state import (
-    State,
-    comparable,
-    cut_state,
-    join_states,
-    shared_state,
-    split_state,
-)
+from shoal.optim.segmentation import Segmentation
+from shoal.optim.segments import Segment
+from shoal.optim.state import State, comparable
 from shoal.sharding.extent import Extent
 from shoal.sharding.holding import FullState, Held, HeldState
 from shoal.strategies.flat_group import FlatGroup
-from shoal.strategies.model import (
-    DDPModel,
-    FSDPModel,
-    ShardedModel,
-    ZeRO1Model,
-    ZeRO2Model,
-    ZeRO3Model,
-)
+from shoal.strategies.model import ShardedModel
 
 
 class ShardedOptimizer(Optimizer):
@@ -94,7 +81,9 @@ class ShardedOptimizer(Optimizer):
                 stacklevel=2,
             )
         self._num_states = self._state_bytes = 0
-        self._segments = [] if self.kind is Kind.GLOBAL else self._make_segments()
+        self._segments = Segmentation(optimizer, model.engine, self.kind, may_fuse=self._may_fuse())
+        if self.kind is not Kind.GLOBAL:
+            self._segments.replace_parameters()
         model.optimizers.append(self)
 
     def _check_pair(self, optimizer: Optimizer, model: ShardedModel) -> None:
@@ -165,8 +154,7 @@ class ShardedOptimizer(Optimizer):
         if self.kind is Kind.GLOBAL:
             return self.optimizer.state_dict()
         numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
-        segments = [segment for own in self._segments for segment in own]
-        own = list(fragments(self.optimizer, segments, numbers))
+        own = list(fragments(self.optimizer, list(self._segments), numbers))
         groups = [
             {key: value for key, value in group.items() if key != "params"}
             | {"params": [numbers[id(parameter)] for parameter in originals]}
@@ -200,7 +188,7 @@ class ShardedOptimizer(Optimizer):
         for group, own, originals in zip(saved, self.param_groups, self._originals, strict=True):
             own.update({key: value for key, value in group.items() if key != "params"})
             own["params"] = list(originals)
-        self._segments = self._make_segments()
+        self._segments.replace_parameters()
 
     # What this rank holds -----------------------------------------------------------------
 
@@ -229,7 +217,7 @@ class ShardedOptimizer(Optimizer):
         if self.kind is Kind.GLOBAL:
             yield from held_whole(self.optimizer, self.names)
             return
-        for segment in (segment for own in self._segments for segment in own):
+        for segment in self._segments:
             state = self.optimizer.state.get(segment.parameter, {})
             if not state:
                 continue
@@ -305,7 +293,7 @@ class ShardedOptimizer(Optimizer):
             shared = [(key, comparable(value)) for key, value in sorted(full.shared.items())]
             return which, tuple(sorted(full.dtypes.items(), key=str)), tuple(shared)
 
-        return self._cut(self._originals, kind_of, is_short=is_short)
+        return self._segments.cut(self._originals, kind_of, is_short=is_short)
 
     def _accept(
         self,
@@ -315,10 +303,9 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         self.optimizer.state.clear()
         self.optimizer.state.update(states)
-        self._segments = segments
-        for group, settings, own in zip(self.param_groups, options, segments, strict=True):
+        for group, settings in zip(self.param_groups, options, strict=True):
             group.update(settings)
-            group["params"] = [segment.parameter for segment in own]
+        self._segments.adopt(segments)
         self._num_states = -1
         self._account()
 
@@ -347,9 +334,8 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = self._mean(closure())
         self._engine.adopt_gradients()
-        for which in range(len(self._segments)):
-            for segment in list(self._segments[which]):
-                self._hand_out(which, segment)
+        for which, segment in self._segments.by_group():
+            self._hand_out(which, segment)
         try:
             with self._engine.stepping(self.parameters):
                 self._inner_step()
@@ -409,9 +395,8 @@ class ShardedOptimizer(Optimizer):
 
     def _hide_gradients(self) -> None:
         """See `Segment.hide`."""
-        for segments in self._segments:
-            for segment in segments:
-                segment.hide()
+        for segment in self._segments:
+            segment.hide()
 
     def _hand_out(self, which: int, segment: Segment) -> None:
         """Gives a segment its gradient, if its parameters have one."""
@@ -419,145 +404,8 @@ class ShardedOptimizer(Optimizer):
         gradients.check_averaged(segment.places)
         used = [place in gradients.used for place in segment.places]
         if any(used) and not all(used):
-            for part in self._split(which, segment, used):
+            for part in self._segments.divide(which, segment, used):
                 self._hand_out(which, part)
             return
         buffer = gradients.own() if self._engine.sharding.optimizer else gradients.held()
         segment.show(buffer if used[0] else None)
-
-    # Segments -----------------------------------------------------------------------------
-
-    def _make_segments(self) -> list[list[Segment]]:
-        segments = self._cut([group["params"] for group in self.param_groups], self._kind_at)
-        moved = self._moved_state(segments)
-        for param_group, own in zip(self.param_groups, segments, strict=True):
-            for parameter in param_group["params"]:
-                self.optimizer.state.pop(parameter, None)
-            param_group["params"] = [segment.parameter for segment in own]
-        self.optimizer.state.update(moved)
-        return segments
-
-    def _cut(
-        self,
-        parameters: Sequence[Sequence[nn.Parameter]],
-        kind_of: Callable[[int, FlatGroup, int], object],
-        *,
-        is_short: bool = True,
-    ) -> list[list[Segment]]:
-        """Segments for each parameter group; inside of one, ``kind_of`` is the same everywhere.
-
-        They are short enough to be stepped fast, or as long as can be.
-        """
-        is_one_pass = self._may_fuse() and kernels.is_one_pass(self.optimizer)
-        membership = {id(p): which for which, own in enumerate(parameters) for p in own}
-        segments: list[list[Segment]] = [[] for _ in parameters]
-        for group in self._engine.groups:
-            belongs = [membership.get(id(parameter)) for parameter in group.parameters]
-            kinds = [
-                None if which is None else self._kind_in(which, group, place, kind_of)
-                for place, which in enumerate(belongs)
-            ]
-            memory, bounds = self._memory(group)
-            may_be_cut = is_short and self.kind is Kind.ELEMENT_WISE and not is_one_pass
-            longest = longest_segment(memory, may_be_cut=may_be_cut)
-            for _, segment in make_segments(group, memory, bounds, kinds, longest):
-                if self.kind is Kind.PER_PARAMETER:
-                    segment.restore_shape()
-                which = belongs[segment.places[0]]
-                assert which is not None
-                segments[which].append(segment)
-        return segments
-
-    def _kind_in(
-        self,
-        which: int,
-        group: FlatGroup,
-        place: int,
-        kind_of: Callable[[int, FlatGroup, int], object],
-    ) -> object:
-        if self.kind is Kind.PER_PARAMETER:
-            return which, place
-        return kind_of(which, group, place)
-
-    def _kind_at(self, which: int, group: FlatGroup, place: int) -> object:
-        """What must be equal inside a segment: settings, and state that is not per element."""
-        parameter = group.parameters[place]
-        return which, shared_state(self.optimizer.state.get(parameter, {}), parameter)
-
-    def _moved_state(self, segments: list[list[Segment]]) -> dict[Tensor, dict[str, Any]]:
-        """State from before the wrapping, for what takes the parameters' place."""
-        moved: dict[Tensor, dict[str, Any]] = {}
-        for segment in (segment for own in segments for segment in own):
-            state = self._state_of(segment)
-            if state:
-                moved[segment.parameter] = state
-        return moved
-
-    def _state_of(self, segment: Segment) -> dict[str, Any]:
-        if self.kind is Kind.PER_PARAMETER:  # it is that parameter, in other memory
-            (place,) = segment.places
-            return dict(self.optimizer.state.get(segment.group.parameters[place], {}))
-        memory_start = self._memory(segment.group)[1][0] + segment.start
-        bounds = (memory_start, memory_start + segment.parameter.numel())
-        parts = []
-        for place in segment.places:
-            parameter, slot = segment.group.parameters[place], segment.group.layout.slots[place]
-            start, stop = (min(max(edge - slot.start, 0), parameter.numel()) for edge in bounds)
-            state = self.optimizer.state.get(parameter, {})
-            parts.append(cut_state(state, parameter, start, stop))
-        return join_states(parts, segment.parameter)
-
-    def _memory(self, group: FlatGroup) -> tuple[Tensor, tuple[int, int]]:
-        """What this rank steps of a group, and where that lies in the group's buffer."""
-        return group.master, group.master_bounds
-
-    def _split(self, which: int, segment: Segment, used: list[bool]) -> list[Segment]:
-        """See [Note: segments]."""
-        kinds: list[object] = [None] * len(segment.group.parameters)
-        for place, is_used in zip(segment.places, used, strict=True):
-            kinds[place] = ("used" if is_used else "unused",)
-        memory, (base, _) = self._memory(segment.group)
-        bounds = (base + segment.start, base + segment.start + segment.parameter.numel())
-        own = memory[segment.start :]
-        parts = [part for _, part in make_segments(segment.group, own, bounds, kinds)]
-        for part in parts:
-            part.start += segment.start
-        state = self.optimizer.state.pop(segment.parameter, {})
-        sizes = [part.parameter.numel() for part in parts]
-        for part, part_state in zip(parts, split_state(state, sizes), strict=True):
-            if part_state:
-                self.optimizer.state[part.parameter] = part_state
-        place = self._segments[which].index(segment)
-        self._segments[which][place : place + 1] = parts
-        self.param_groups[which]["params"] = [s.parameter for s in self._segments[which]]
-        return parts
-
-
-class DDPOptimizer(ShardedOptimizer):
-    """The same step everywhere, on averaged gradients."""
-
-    model_class = DDPModel
-
-
-class ZeRO1Optimizer(ShardedOptimizer):
-    """Each rank steps its part and has its part of the state; new parameters are gathered."""
-
-    model_class = ZeRO1Model
-
-
-class ZeRO2Optimizer(ShardedOptimizer):
-    """As `ZeRO1Optimizer`, on gradients that were only kept for the rank's part."""
-
-    model_class = ZeRO2Model
-
-
-class ZeRO3Optimizer(ShardedOptimizer):
-    """Parameters, gradients and state are all the rank's part."""
-
-    model_class = ZeRO3Model
-
-
-class FSDPOptimizer(ZeRO3Optimizer):
-    """The partner of `FSDPModel`."""
-
-    model_class = FSDPModel

@@ -121,7 +121,7 @@ class TensorParallelOptimizer(ShardedOptimizer):
     def _split_segments(self) -> list[tuple[str, nn.Parameter]]:
         """In the order of the model, because parts of other sizes are in memory in another one."""
         found = {}
-        for segment in (segment for own in self._segments for segment in own):
+        for segment in self._segments:
             (place,) = segment.places
             name = self._split_name(segment.group.parameters[place])
             if name is not None:
