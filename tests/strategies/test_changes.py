@@ -62,7 +62,20 @@ def initialised(model: Any) -> None:
         nn.init.normal_(parameter, std=0.1)
 
 
-EDITS = [in_place, through_data, other_memory, one_row, initialised]
+def all_at_once(model: Any) -> None:
+    """Memory of all groups is asked for before any of it is written to."""
+    torch._foreach_mul_([parameter.data for parameter in model.parameters()], 0.9)
+    torch._foreach_add_([parameter.detach() for parameter in model.parameters()], 0.01)
+
+
+def by_another(model: Any) -> None:
+    """As targets follow: the left side's memory is asked for first, then the right side's."""
+    parameters = list(model.parameters())
+    for target, other in zip(parameters, reversed(parameters), strict=True):
+        target.data.mul_(0.9).add_(other.data.mean(), alpha=0.1)
+
+
+EDITS = [in_place, through_data, other_memory, one_row, initialised, all_at_once, by_another]
 
 
 def train(model: Any, optimizer: Any, batch: Callable[[int], Any], edit: Edit) -> None:
@@ -89,6 +102,61 @@ def test_changes_count(strategy: str, edit: Edit) -> None:
     expected = edited_alone(edit)
     for state in run(edited_on_ranks, edit, strategy):
         assert_same(state, expected)
+
+
+# What is looked at before a step is gathered, after those whose turn comes before it. These were
+# on their way during the step, and forward took them for the new ones.
+
+
+class WithTarget(nn.Module):
+    """A frozen copy, which backward does not need, so that all others come before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online = nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 3))
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.online(x) - 0.5 * self.target(x)
+
+
+def train_looking(model: Any, optimizer: Any, batch: Callable[[int], Any]) -> None:
+    for step in range(3):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        next(model.target.parameters()).data.sum()
+        optimizer.step()
+
+
+def looked_at_on_ranks(strategy: str) -> Any:
+    model, optimizer = wrapped(strategy, WithTarget)
+    train_looking(model, optimizer, local)
+    return model.state_dict()
+
+
+@each
+def test_parameters_are_looked_at_between_backward_and_step(strategy: str) -> None:
+    model = seeded(WithTarget)
+    train_looking(model, momentum(model), data)
+    for state in run(looked_at_on_ranks, strategy):
+        assert_same(state, whole_state(model))
+
+
+def written_late(strategy: str) -> str:
+    model, optimizer = wrapped(strategy)
+    memory = [parameter.data for parameter in model.parameters()]
+    one_step(model, optimizer, local(0))
+    torch._foreach_mul_(memory, 0.9)
+    with pytest.raises(ShoalError) as refused:
+        model.state_dict()
+    return str(refused.value)
+
+
+@gathered
+def test_memory_of_before_a_step_cannot_be_written_to(strategy: str) -> None:
+    for message in run(written_late, strategy):
+        assert "ask for .data anew after each step" in message
 
 
 class Constrained(nn.Module):

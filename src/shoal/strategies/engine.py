@@ -439,11 +439,14 @@ class Engine:
         """Around an optimizer's step on masters of some parameters; then everybody has them all."""
         if any(group.exposed is not None for group in self.groups):
             raise ShoalError("an optimizer cannot step inside of full_parameters(): leave it first")
+        self.gathering.finish_coming()
         self.adopt_changes()
         with self._steps.taking():
             yield
         self._tell_autograd(changing)
-        self.gathering.free_all()
+        self.gathering.free_all(may_lend=True)
+        for group in self.groups:
+            group.age()
 
     def _tell_autograd(self, changed: Sequence[nn.Parameter]) -> None:
         """A backward that still needs the old values must fail, as it does in plain PyTorch."""

@@ -31,6 +31,7 @@ from shoal.errors import ShoalError
 from shoal.sharding.layout import GroupLayout
 from shoal.strategies.absent_parameter import AbsentParameter
 from shoal.strategies.changes import Changes
+from shoal.strategies.lent import Lent, is_held
 
 
 class Residence(StrEnum):
@@ -75,6 +76,7 @@ class FlatGroup:
         self.is_present = True
         self.exposed: Tensor | None = None
         self.pins = 0
+        self.lent: list[Lent] = []
         self._classes = [type(parameter) for parameter in parameters]
         first = parameters[0].detach()
         self.master_dtype = first.dtype
@@ -208,22 +210,28 @@ class FlatGroup:
     # What is made in inference mode could not be trained with afterwards.
     @torch.inference_mode(False)
     def vanish(
-        self, gather: Callable[[FlatGroup], None], using: Callable[[], AbstractContextManager[Any]]
+        self,
+        gather: Callable[[FlatGroup], None],
+        using: Callable[[], AbstractContextManager[Any]],
+        *,
+        may_lend: bool = False,
     ) -> None:
         """Frees the whole.
 
         ``gather`` is called when somebody wants it nevertheless; what is then done with it is done
-        inside of ``using``.
+        inside of ``using``. ``may_lend``: see [Note: lent memory].
         """
         if not self.is_present or not self.is_sharded:
             return
         self.adopt_changes()
         self.is_present = False
         self.account.add("parameters", -self.whole.nbytes)
-        self.whole = self._nothing
         with torch._C.DisableTorchFunctionSubclass():
             for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
                 parameter.data = self._nothing.expand(slot.shape)
+        if may_lend and is_held(self.whole):
+            self.lent.append(Lent(self))
+        self.whole = self._nothing
         self.watch(gather, using)
         # What autograd saved of them without our hooks must not be taken for their values.
         torch.autograd.graph.increment_version(self.parameters)
@@ -281,9 +289,33 @@ class FlatGroup:
 
     def adopt_changes(self) -> bool:
         """Makes what was changed by hand count, and returns whether anything was."""
-        if self.exposed is not None or not self.is_present:
+        if self.exposed is not None:
             return False
-        return self.take_back() if self.changes is None else self.changes.adopt()
+        is_seen = self._adopt_lent()
+        if not self.is_present:
+            return is_seen
+        own = self.take_back() if self.changes is None else self.changes.adopt()
+        return own or is_seen
+
+    def _adopt_lent(self) -> bool:
+        seen = [each.adopt() for each in self.lent]
+        self.lent = [each for each in self.lent if each.is_held]
+        return any(seen)
+
+    def age(self) -> None:
+        """The optimizer has made a step: what was lent before is old."""
+        for lent in self.lent:
+            lent.is_old = True
+
+    def overwrite(self, is_new: Tensor, buffer: Tensor) -> None:
+        """Takes some elements of a buffer over into what is stepped, and into the whole."""
+        own = self.own_slice if self.owns_part else lambda whole: whole
+        chosen, values = own(is_new), own(buffer)
+        if self.is_mixed:
+            self.master.copy_(torch.where(chosen, values.to(self.master_dtype), self.master))
+        self.shard.copy_(torch.where(chosen, values, self.shard))
+        if self.whole is not self._nothing:  # it was gathered again in the meantime
+            self.whole.copy_(torch.where(is_new, buffer, self.whole))
 
     def keep_changes(self) -> None:
         """Takes what was written to the whole over into what is stepped."""

@@ -75,7 +75,7 @@ class Gathering:
                     group.watch(self.need, self._watching)
                 else:
                     group.stop_watching()
-                self.adopt_changes(group)
+            self.adopt_changes(group)
         self._round = Round([])  # the first has to be voted for like any other
         self._seen, self._again = [], set()
 
@@ -94,8 +94,7 @@ class Gathering:
     def _finish_round(self) -> None:
         for index in self._round.rest():
             self._start(index)
-        for group in self._groups.values():
-            self._finish(group)
+        self.finish_coming()
 
     def _vote(self, wish: bool) -> bool:
         """Whether there is another round; if so it begins."""
@@ -113,20 +112,25 @@ class Gathering:
         self._plan.order = [*seen, *(index for index in self._plan.order if index not in seen)]
         self._plan.is_learned = True
 
-    def free_all(self) -> None:
-        """Frees every group that nobody holds on to."""
+    def free_all(self, *, may_lend: bool = False) -> None:
+        """Frees every group that nobody holds on to; ``may_lend``: see [Note: lent memory]."""
         for group in self._groups.values():
             if not group.pins and group.index not in self._coming:
-                self._free(group)
+                self._free(group, may_lend=may_lend)
+
+    def finish_coming(self) -> None:
+        """Nothing is on its way any more: it would arrive with values of before."""
+        for group in self._groups.values():
+            self._finish(group)
 
     def free_unless_kept(self) -> None:
         """Frees what nobody holds on to, outside of `keeping`."""
         if not self._keep_all:
             self.free_all()
 
-    def _free(self, group: FlatGroup) -> None:
+    def _free(self, group: FlatGroup, *, may_lend: bool = False) -> None:
         self._storages.pop(group.storage_id, None)
-        group.vanish(self.need, self._watching)
+        group.vanish(self.need, self._watching, may_lend=may_lend)
 
     # Groups -----------------------------------------------------------------------------
 
@@ -186,7 +190,7 @@ class Gathering:
         for group in self._groups.values():
             is_idle = group.is_present and not group.pins and group.index not in self._coming
             if is_idle and group is not needed and group.index not in self._plan.lasting:
-                self._free(group)
+                self._free(group, may_lend=not self._is_in_pass)
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
@@ -211,6 +215,8 @@ class Gathering:
 
     def adopt_changes(self, group: FlatGroup) -> None:
         """What a user did to a group's parameters counts; see [Note: changes by hand]."""
+        if group.lent and group.index in self._coming:
+            self._coming[group.index].wait()  # what is written now must not be overwritten
         if group.adopt_changes():
             self.changed((group.index, place) for place in range(len(group.parameters)))
 
