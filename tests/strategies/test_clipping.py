@@ -52,6 +52,26 @@ def test_clipping_by_norm(strategy: str, norm_type: float, max_norm: float) -> N
 
 
 @each
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_gradients_without_a_finite_norm_are_an_error_on_request(
+    strategy: str, norm_type: float
+) -> None:
+    def clip_nothing() -> dict[str, Any]:
+        model, _ = wrapped(strategy)
+        x, y = local(0)
+        (F.mse_loss(model(x), y) * (float("inf") if shoal.world().rank else 1.0)).backward()
+        before = full_gradients(model)
+        with pytest.raises(RuntimeError, match="cannot be clipped"):
+            model.clip_grad_norm_(1.0, norm_type, error_if_nonfinite=True)
+        after = full_gradients(model)
+        return {name: (before[name], after[name]) for name in before}
+
+    for gradients in run(clip_nothing):
+        for before, after in gradients.values():
+            assert torch.allclose(before, after, equal_nan=True)
+
+
+@each
 def test_clipping_by_value(strategy: str) -> None:
     def clip_value() -> dict[str, Any]:
         model, _ = wrapped(strategy)

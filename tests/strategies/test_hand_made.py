@@ -22,7 +22,6 @@ from strategies.loops import (
     data,
     distinct,
     each,
-    gathered,
     local,
     momentum,
     run,
@@ -190,13 +189,15 @@ def test_attributes_are_the_modules(strategy: str) -> None:
     assert run(scale) == pytest.approx([3.0] * 3)
 
 
-@gathered
-def test_a_wrapped_model_says_that_it_cannot_be_copied(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "tensor", "pipeline"])
+@pytest.mark.parametrize("copying", [copy.deepcopy, lambda model: copy.deepcopy(model.module)])
+def test_a_wrapped_model_says_that_it_cannot_be_copied(strategy: str, copying: Any) -> None:
     def copied() -> None:
-        copy.deepcopy(shoal.as_distributed(seeded(), strategy=strategy))
+        module = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 2))
+        copying(shoal.as_distributed(module, strategy=strategy))
 
     with pytest.raises(ShoalError, match="cannot be copied or pickled"):
-        run(copied)
+        run(copied, ranks=2)
 
 
 def change_at_once(strategy: str) -> Any:

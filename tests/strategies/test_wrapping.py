@@ -336,3 +336,17 @@ def test_the_optimizer_is_an_optimizer() -> None:
         )
 
     run(look)
+
+
+def looking_up(ranks: int) -> Any:
+    def wrap() -> None:
+        shoal.as_distributed(nn.Sequential(nn.Embedding(5, 3, max_norm=1.0)), strategy="ddp")
+
+    return run(wrap, ranks=ranks)
+
+
+def test_an_embedding_that_shortens_its_rows_is_refused() -> None:
+    """Each rank would shorten those of its own batch, and their parameters would drift apart."""
+    looking_up(1)
+    with pytest.raises(ShoalError, match="0 is an Embedding with max_norm"):
+        looking_up(2)

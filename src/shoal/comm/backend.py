@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from shoal.comm.raw import as_bytes
 from shoal.comm.reduction import ReduceOp
 from shoal.comm.statistics import Snapshot, Statistics
 from shoal.comm.work import Work
-from shoal.errors import ClosedError
+from shoal.errors import ClosedError, ShoalError
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -385,6 +385,13 @@ class Backend(ABC):
     def __exit__(self, *exc_info: object) -> None:
         """Shuts down."""
         self.shutdown()
+
+    def __reduce__(self) -> NoReturn:
+        """Refused: it has connections to other ranks."""
+        raise ShoalError(
+            "a group of ranks cannot be copied or pickled, nor a model that was wrapped for it: "
+            "build another module and load the wrapped model's state_dict() into it"
+        )
 
     def __repr__(self) -> str:
         """Which rank of how many, over what."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from itertools import zip_longest
+from typing import NoReturn
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shoal.comm import Backend
 from shoal.comm.header import spec
-from shoal.errors import MismatchError
+from shoal.errors import MismatchError, ShoalError
 from shoal.strategies.arrivals import is_watched
 
 
@@ -35,3 +36,26 @@ def check_models(module: nn.Module, backend: Backend) -> None:
                     f"the ranks' models differ: rank {backend.rank} has {mine} where rank {rank} "
                     f"has {theirs}. Build the same model on every rank."
                 )
+
+
+def check_trains_alike(module: nn.Module, backend: Backend) -> None:
+    """Refuses layers that change their parameters in forward, by what a rank's own rows are."""
+    if backend.size == 1:
+        return
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
+            raise ShoalError(
+                f"{name or 'the model'} is an {type(layer).__name__} with max_norm: forward "
+                "shortens the rows that it looks up, on each rank those of its own batch, so the "
+                "ranks' parameters would drift apart. Build it without max_norm and shorten all "
+                "rows after each step on every rank, as in `with model.full_parameters(), "
+                "torch.no_grad(): weight.copy_(torch.renorm(weight, 2, 0, max_norm))`"
+            )
+
+
+def refuse_copy() -> NoReturn:
+    """Memory that ranks hold together cannot be copied by one of them."""
+    raise ShoalError(
+        "a wrapped model, or its module, cannot be copied or pickled: build another module and "
+        "load the wrapped model's state_dict() into it"
+    )

@@ -72,6 +72,8 @@ def clip_norm(
     norm_type: float,
     groups: Sequence[Backend],
     like: Tensor,
+    *,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scales gradients so that their norm over all elements is at most ``max_norm``.
 
@@ -81,6 +83,7 @@ def clip_norm(
         norm_type: 2 for the Euclidean norm, infinity for the largest element.
         groups: The ranks that hold other parts, group by group.
         like: Has the dtype and the device that the norm is wanted in.
+        error_if_nonfinite: Whether gradients without a finite norm are an error.
 
     Returns:
         The norm before scaling, the same on every rank.
@@ -92,6 +95,11 @@ def clip_norm(
         total = _largest(held, groups, like)
     else:
         total = _norm(held, norm_type, groups, like)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"the norm of order {norm_type:g} of the gradients is {total.item()}, so they cannot "
+            "be clipped"
+        )
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for gradient in held:
         gradient.elements.mul_(factor.to(gradient.elements.device))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ShoalError
-from shoal.strategies.admission import check_models
+from shoal.strategies.admission import check_models, check_trains_alike, refuse_copy
 from shoal.strategies.arrivals import Arrivals
 from shoal.strategies.buffer_pool import BufferPool
 from shoal.strategies.buffers import share_buffers
@@ -65,6 +65,7 @@ class Engine:
         self.holders = Holders()
         """Who holds the rest of the model, where these ranks have a part of it only."""
         check_models(module, self.backend)
+        check_trains_alike(module, self.backend)
         if any(parameter.is_cpu for parameter in module.parameters()):
             keep_freed_memory()
         self._gather_group, reduce_group = self.shards.lane(self), self.shards.lane(self)
@@ -118,11 +119,8 @@ class Engine:
         self.account.close()
 
     def __reduce__(self) -> NoReturn:
-        """Refused: memory that ranks hold together cannot be copied by one of them."""
-        raise ShoalError(
-            "a wrapped model, or its module, cannot be copied or pickled: build another module and "
-            "load the wrapped model's state_dict() into it"
-        )
+        """Refused."""
+        refuse_copy()
 
     def locate(self, parameter: nn.Parameter) -> tuple[int, int] | None:
         """Group and place of a parameter of the model; None for a stranger."""
@@ -329,14 +327,18 @@ class Engine:
                 return own[piece.offset : piece.offset + piece.stop - piece.start]
         return own[:0]
 
-    def clip_norm(self, max_norm: float, norm_type: float) -> Tensor:
+    def clip_norm(
+        self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
         """Scales the gradients so that their norm over all elements is at most ``max_norm``."""
         self.adopt_gradients()
         held = held_gradients(self.groups, self.gradients, self.holders)
         groups = [self.shards] if self.sharding.gradients else []
         groups += self.holders.axes
         like = norm_like(self.groups, self.backend.device)
-        return clip_norm(held, max_norm, norm_type, groups, like)
+        return clip_norm(
+            held, max_norm, norm_type, groups, like, error_if_nonfinite=error_if_nonfinite
+        )
 
     def clear_gradients(self) -> None:
         """Forgets all gradients."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from shoal.errors import ShoalError
 from shoal.sharding.extent import Extent
 from shoal.sharding.holding import Held
 from shoal.sharding.split import Split
+from shoal.strategies.admission import refuse_copy
 from shoal.strategies.batch_norm import check_layers, check_plain_layers, synchronize
 from shoal.strategies.engine import Engine
 from shoal.strategies.materialization import materialize
@@ -187,12 +188,21 @@ class ShardedModel(nn.Module):
         else:
             self.engine.zero_gradients(list(self.module.parameters()), set_to_none=False)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scales the gradients so that their norm over all ranks is at most ``max_norm``."""
-        return self.engine.clip_norm(max_norm, norm_type)
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Scales the gradients so that their norm over all ranks is at most ``max_norm``.
 
-    def clip_grad_value_(self, clip_value: float) -> None:
-        """Clamps every element of the gradients."""
+        As `torch.nn.utils.clip_grad_norm_`; ``foreach`` makes no difference.
+        """
+        return self.engine.clip_norm(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def clip_grad_value_(self, clip_value: float, foreach: bool | None = None) -> None:
+        """Clamps every element of the gradients; ``foreach`` makes no difference."""
         for buffer in self.engine.gradient_buffers():
             buffer.clamp_(-clip_value, clip_value)
 
@@ -302,6 +312,10 @@ class ShardedModel(nn.Module):
             yield
 
     # The module's own -------------------------------------------------------------------
+
+    def __reduce__(self) -> NoReturn:
+        """Refused."""
+        refuse_copy()
 
     def train(self, mode: bool = True) -> ShardedModel:
         """Sets the mode of the module."""
