@@ -60,6 +60,26 @@ def compare_gradients(
         assert_same_gradients(second, gradients_of(model))
 
 
+@distinct
+def test_learning_to_learn(strategy: str) -> None:
+    """Each item is a task: the model with parameters that made a step on it (MAML)."""
+
+    def loss_of(model: Any, x: Tensor) -> Tensor:
+        parameters = dict(model.named_parameters())
+        losses = []
+        for item in x.split(1):
+            before = torch.func.functional_call(model, parameters, (item,)).square().mean()
+            gradients = torch.autograd.grad(before, list(parameters.values()), create_graph=True)
+            stepped = {
+                name: parameter - 0.1 * gradient
+                for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True)
+            }
+            losses.append(torch.func.functional_call(model, stepped, (item + 1,)).square().mean())
+        return torch.stack(losses).mean()
+
+    compare_gradients(strategy, loss_of)
+
+
 def several_forwards(model: Any, x: Tensor) -> Tensor:
     first, second = model(x), model(x * 2)
     return (first * second + model(x - 1)).square().mean()

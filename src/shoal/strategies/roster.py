@@ -42,7 +42,10 @@ class Roster:
         present = self._present()
         if len(present) == len(self._members) and all(map(is_, present, self._members)):
             return
-        late = [name for name, p in self._module.named_parameters() if not self._is_known(p)]
+        found = list(self._module.named_parameters())
+        if not all(isinstance(parameter, nn.Parameter) for _, parameter in found):
+            return  # `torch.func.functional_call` has put tensors of its caller's in their place
+        late = [name for name, parameter in found if not self._is_known(parameter)]
         if late:
             more = f" (and {len(late) - 1} more)" if len(late) > 1 else ""
             raise ShoalError(
