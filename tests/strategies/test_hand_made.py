@@ -189,6 +189,19 @@ def test_attributes_are_the_modules(strategy: str) -> None:
     assert run(scale) == pytest.approx([3.0] * 3)
 
 
+@each
+def test_what_is_registered_later_is_the_modules(strategy: str) -> None:
+    def registered() -> list[str]:
+        model = shoal.as_distributed(seeded(), strategy=strategy)
+        model.register_buffer("count", torch.zeros(2))
+        model.add_module("noise", nn.Dropout(0.1))
+        assert isinstance(model.module.noise, nn.Dropout)
+        return list(model.state_dict())
+
+    for names in run(registered):
+        assert "count" in names
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "tensor", "pipeline"])
 @pytest.mark.parametrize("copying", [copy.deepcopy, lambda model: copy.deepcopy(model.module)])
 def test_a_wrapped_model_says_that_it_cannot_be_copied(strategy: str, copying: Any) -> None:

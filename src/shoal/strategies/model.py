@@ -33,7 +33,8 @@ from shoal.strategies.training import (
 _DELEGATED = (
     "parameters", "named_parameters", "buffers", "named_buffers", "children", "named_children",
     "modules", "named_modules", "get_parameter", "get_buffer", "get_submodule", "requires_grad_",
-    "extra_repr", "__getitem__", "__len__", "__iter__",
+    "extra_repr", "__getitem__", "__len__", "__iter__", "register_buffer", "register_parameter",
+    "register_module", "add_module", "set_submodule",
 )  # fmt: skip
 
 # What travels at once where every rank has all gradients anyway; and where it keeps its part only.
