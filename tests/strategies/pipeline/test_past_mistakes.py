@@ -242,3 +242,45 @@ def test_uneven_batches_whose_parameters_are_shared_out() -> None:
                 torch.testing.assert_close(found[name], parameter.grad)
 
     shoal.run(train, 4, "memory")
+
+
+def test_learning_leaves_no_trace_in_attributes() -> None:
+    """A forward that counts, collects and caches is called as often as in one process."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+            self.calls, self.sizes, self.seen = 0, [], {"rows": 0}
+            self.written, self.cache = torch.zeros(()), None
+            self.register_buffer("replaced", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            self.sizes.append(len(x))
+            self.seen["rows"] += len(x)
+            self.written += 1
+            self.replaced = self.replaced + 1
+            self.cache = torch.ones(len(x)) if self.cache is None else self.cache * 2
+            if not hasattr(self, "first"):
+                self.first = self.calls
+            for block in self.blocks:
+                x = block(x)
+            return x * 0.5 if self.calls > 2 else x
+
+        def kept(self):
+            numbers = [float(each) for each in (self.written, self.replaced, self.cache[0])]
+            return [self.calls, self.sizes, self.seen["rows"], self.first, *numbers]
+
+    def train():
+        torch.manual_seed(0)
+        module = Counting().double()
+        plain = copy.deepcopy(module)
+        model = shoal.as_distributed(module, strategy="pipeline", micro_batches=1)
+        x, y = batch()
+        for _ in range(3):
+            loss = model.train_step(x, y, F.mse_loss)
+            torch.testing.assert_close(loss, F.mse_loss(plain(x), y).detach())
+        assert module.kept() == plain.kept()
+
+    shoal.run(train, 2, "memory")

@@ -2,7 +2,7 @@
 
 Whoever has the chunk walks, and the others attend: they answer when a parameter of theirs is asked
 for, and get what the walk returned. Afterwards all of them have the same `Itinerary`. Random
-numbers and buffers are afterwards as before.
+numbers, buffers and what modules keep in attributes are afterwards as before.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from shoal.comm.random_state import RandomState
 from shoal.strategies.pipeline.absent_value import AbsentValue, Learner, Source
+from shoal.strategies.pipeline.attributes import tensors_in
 from shoal.strategies.pipeline.itinerary import Call, Itinerary, Root, Shape
 from shoal.strategies.pipeline.stage import Stage
 from shoal.strategies.pipeline.units import Unit
 from shoal.strategies.pipeline.walk import LearningWalk
+from shoal.strategies.snapshot import Snapshot
 
 
 def learn(stage: Stage, call: Callable[[], Any]) -> Itinerary:
@@ -56,17 +58,26 @@ def _share_trainability(stage: Stage) -> None:
 
 @contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Random numbers and buffers are afterwards as before."""
-    generators = RandomState.capture()
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if 0 not in buffer.stride()]
+    """Random numbers, buffers and attributes are afterwards as before: nothing was trained yet."""
+    generators, attributes = RandomState.capture(), Snapshot(module)
+    contents = [(tensor, tensor.detach().clone()) for tensor in _writable_tensors(module)]
     try:
         yield
     finally:
         generators.restore()
+        attributes.restore()
         with torch.no_grad():
-            for buffer, before in buffers:
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)
+            for tensor, before in contents:
+                if not torch.equal(tensor, before):
+                    tensor.copy_(before)
+
+
+def _writable_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Buffers and tensors in attributes, as far as forward may write into them."""
+    for tensor in (*module.buffers(), *tensors_in(module).values()):
+        is_here = tensor.layout is torch.strided and not isinstance(tensor, AbsentValue)
+        if is_here and 0 not in tensor.stride() and not tensor.is_inference():
+            yield tensor
 
 
 class _Exploration:

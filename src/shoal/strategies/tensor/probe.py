@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from shoal.comm.random_state import RandomState
 from shoal.sharding.split import Split
+from shoal.strategies.snapshot import Snapshot
 from shoal.strategies.tensor.calling import SHAPES, Way, arguments, random_weights, switches
 from shoal.strategies.tensor.linear import sizes_of
-from shoal.strategies.tensor.snapshot import Snapshot
 from shoal.strategies.tensor.trial_run import Trial, TrialRun, Unlike
 
 # Relative to the largest number there is: what is zero but for rounding has no size of its own.

@@ -13,9 +13,9 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
 from shoal.sharding.split import Split
+from shoal.strategies.snapshot import Snapshot
 from shoal.strategies.tensor.calling import Way, is_hugging_face
 from shoal.strategies.tensor.randomness import Undropped
-from shoal.strategies.tensor.snapshot import Snapshot
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ what a trial left there: of other lengths, in another precision.
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}
+_CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
 
 
 class Snapshot:
@@ -31,7 +33,7 @@ class Snapshot:
             (value, value.copy())
             for _, own, _ in self._parts
             for value in own.values()
-            if type(value) in (list, dict, set)
+            if type(value) in _CONTAINERS
         ]
         self._tensors = [leaf for _, own, _ in self._parts for leaf in _tensors(own)]
 
@@ -39,7 +41,7 @@ class Snapshot:
         """Everything is as it was."""
         for value, content in self._contents:
             value.clear()
-            (value.extend if isinstance(value, list) else value.update)(content)
+            (value.extend if isinstance(value, list | deque) else value.update)(content)
         for module, own, buffers in self._parts:
             for key in _own(module).keys() - own.keys():
                 del vars(module)[key]
