@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import rnn
 
 import shoal
 from shoal.errors import MismatchError, ShoalError
@@ -284,3 +286,83 @@ def test_learning_leaves_no_trace_in_attributes() -> None:
         assert module.kept() == plain.kept()
 
     shoal.run(train, 2, "memory")
+
+
+@pytest.mark.parametrize("cut", ["encoder", "head"])
+def test_results_that_look_at_what_they_are_made_of(cut) -> None:
+    """A packed sequence refuses to be made of numbers: between units, and as an output."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.rnn, self.encoder = (nn.LSTM(4, 4, batch_first=True) for _ in range(2))
+
+        def forward(self, x):
+            steps = self.embedding(x)[:, None].repeat(1, 3, 1)
+            packed = rnn.pack_padded_sequence(steps, torch.tensor([3, 1]), batch_first=True)
+            packed, _ = self.encoder(self.rnn(packed)[0])
+            return packed, self.head(rnn.unpack_sequence(packed)[0][-1:])
+
+    def loss_fn(output, y):
+        return output[0].data.square().mean() + F.mse_loss(output[1], y[:1])
+
+    def train():
+        torch.manual_seed(0)
+        module = Recurrent().double()
+        plain = copy.deepcopy(module)
+        model = shoal.as_distributed(module, strategy="pipeline", micro_batches=3, cut=[cut])
+        x, y = batch()
+        model.train_step(x, y, loss_fn)
+        for inputs, targets in zip(x.chunk(3), y.chunk(3), strict=True):
+            (loss_fn(plain(inputs), targets) / 3).backward()
+        found = dict(model.full_gradients())
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad)
+        with torch.no_grad():
+            torch.testing.assert_close(model(x[:2]), plain(x[:2]))
+
+    shoal.run(train, 2, "memory")
+
+
+@dataclass
+class _Checked:
+    """Looks at what it is made of."""
+
+    x: torch.Tensor
+    count: int
+
+    def __post_init__(self) -> None:
+        assert isinstance(self.x, torch.Tensor)
+
+
+@dataclass
+class _Unknown(_Checked):
+    """One that torch is not told of."""
+
+
+torch.utils._pytree.register_dataclass(_Checked)
+
+
+class _Handing(nn.Module):
+    """Blocks that hand such objects on."""
+
+    class Block(nn.Linear):
+        def forward(self, state):
+            return type(state)(super().forward(state.x), state.count + 1)
+
+    def __init__(self, kind) -> None:
+        super().__init__()
+        self.kind, self.blocks = kind, nn.ModuleList(_Handing.Block(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        state = self.kind(x, 0)
+        for block in self.blocks:
+            state = block(state)
+        return state.x * state.count
+
+
+def test_dataclasses_between_units() -> None:
+    check_gradients(lambda: _Handing(_Checked).double(), 3)
+    with pytest.raises(ShoalError, match=r"register_dataclass\(_Unknown\)"):
+        check_gradients(lambda: _Handing(_Unknown).double(), 3)

@@ -179,7 +179,7 @@ def _learn(
     func: Any, args: Any, kwargs: Any, absent: Sequence[AbsentValue], learner: Learner, is_use: bool
 ) -> Any:
     is_write = func._schema.is_mutable
-    if is_use or is_write or func in _VALUES:
+    if is_use or is_write or func in _VALUES or _needs_values(func, args, kwargs):
         for value in absent:
             learner.used |= value.sources
     sources = frozenset().union(*(value.sources for value in absent))
@@ -203,19 +203,28 @@ def _learn(
     return tree_map(wrap, result)
 
 
+def _shadow(leaf: Any) -> Any:
+    if isinstance(leaf, AbsentValue):
+        return leaf.shadow
+    if isinstance(leaf, Tensor):
+        return torch.empty_like(leaf, device="meta")
+    return torch.device("meta") if isinstance(leaf, torch.device) else leaf
+
+
+def _needs_values(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether even the shape of a result depends on values, as when sequences are packed."""
+    try:
+        func(*tree_map(_shadow, args), **tree_map(_shadow, kwargs))
+    except Exception:  # whatever an operation raises that finds no values
+        return True
+    return False
+
+
 def _shadowed(func: Any, args: Any, kwargs: Any, absent: Sequence[AbsentValue]) -> Any:
     device = kwargs.get("device", absent[0].device)
     sources = frozenset().union(*(value.sources for value in absent))
-
-    def shadow(leaf: Any) -> Any:
-        if isinstance(leaf, AbsentValue):
-            return leaf.shadow
-        if isinstance(leaf, Tensor):
-            return torch.empty_like(leaf, device="meta")
-        return torch.device("meta") if isinstance(leaf, torch.device) else leaf
-
     try:
-        result = func(*tree_map(shadow, args), **tree_map(shadow, kwargs))
+        result = func(*tree_map(_shadow, args), **tree_map(_shadow, kwargs))
     except Exception as error:  # its shape depends on values
         raise absent_error(absent) from error
     if func._schema.is_mutable:

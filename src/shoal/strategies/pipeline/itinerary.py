@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import TreeSpec
 
 Root = tuple[int, int]
 """A value that a call returned: the number of the call and of the leaf."""
@@ -30,7 +31,8 @@ class Call:
     Attributes:
         unit: Its name.
         chunk: Where it runs.
-        skeleton: What it returns and what it leaves in attributes, with numbers for leaves.
+        skeleton: The structure of what it returns and of what it leaves in attributes.
+        left: The names of these attributes.
         leaves: For each leaf its shape, or what it is if it is not a tensor.
         needs_grad: The leaves that gradients are wanted of.
         rewritten: The leaves that the model writes into afterwards.
@@ -38,7 +40,8 @@ class Call:
 
     unit: str
     chunk: int
-    skeleton: Any
+    skeleton: TreeSpec
+    left: list[str]
     leaves: list[Any]
     needs_grad: set[int]
     rewritten: set[int]

@@ -19,6 +19,7 @@ from shoal.strategies.pipeline.absent_value import AbsentValue, Learner, Source
 from shoal.strategies.pipeline.attributes import tensors_in
 from shoal.strategies.pipeline.itinerary import Call, Itinerary, Root, Shape
 from shoal.strategies.pipeline.stage import Stage
+from shoal.strategies.pipeline.structures import example_of, structure_of
 from shoal.strategies.pipeline.units import Unit
 from shoal.strategies.pipeline.walk import LearningWalk
 from shoal.strategies.snapshot import Snapshot
@@ -108,7 +109,10 @@ class _Exploration:
         used = sorted(self._learner.used)
         rewritten = walk.rewritten()
         record = {
-            "calls": [_encoded_call(call) for call in itinerary.calls[first:]],
+            "calls": [
+                _encoded_call(call, _leaves(walk, number, call))
+                for number, call in enumerate(itinerary.calls[first:], first)
+            ],
             "values": list(walk.produced.items()),
             "wanted": [(source.call, source.leaf) for source in used if source.call >= 0],
             "overwritten": [root[1:] for root in rewritten if root[0] == "in"],
@@ -173,16 +177,22 @@ def _broadcast_parameter(stage: Stage, name: str) -> Tensor:
     return value
 
 
-def _encoded_call(call: Call) -> tuple[Any, ...]:
-    leaves = [encode_leaf(leaf) for leaf in call.leaves]
-    return (call.unit, call.chunk, call.skeleton, leaves, call.needs_grad)
+def _leaves(walk: LearningWalk, number: int, call: Call) -> list[Any]:
+    """What a call returned and left, tensors included."""
+    return [walk.produced.get((number, place), leaf) for place, leaf in enumerate(call.leaves)]
+
+
+def _encoded_call(call: Call, leaves: list[Any]) -> tuple[Any, ...]:
+    example = example_of(call.skeleton, leaves)
+    shapes = [encode_leaf(leaf) for leaf in call.leaves]
+    return (call.unit, call.chunk, example, call.left, shapes, call.needs_grad)
 
 
 def _decoded_call(
-    unit: str, chunk: int, skeleton: Any, leaves: list[Any], needs_grad: set[int]
+    unit: str, chunk: int, example: Any, left: list[str], shapes: list[Any], needs_grad: set[int]
 ) -> Call:
-    decoded = [decode_leaf(leaf) for leaf in leaves]
-    return Call(unit, chunk, skeleton, decoded, set(needs_grad), set())
+    decoded = [decode_leaf(leaf) for leaf in shapes]
+    return Call(unit, chunk, structure_of(example), left, decoded, set(needs_grad), set())
 
 
 def encode_leaf(leaf: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from shoal.errors import ShoalError
 from shoal.strategies.pipeline.absent_value import (
@@ -32,6 +32,7 @@ from shoal.strategies.pipeline.absent_value import (
 )
 from shoal.strategies.pipeline.attributes import left_since, read, tensors_in, write
 from shoal.strategies.pipeline.itinerary import Call, Itinerary, Root, Shape, Shapes
+from shoal.strategies.pipeline.structures import check_known
 from shoal.strategies.pipeline.units import Unit
 
 
@@ -149,10 +150,10 @@ class Walk:
     def _ran(self, number: int, unit: Unit, forward: Any, args: Any, kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
         call = self._expected(number, unit)
-        left = read(unit.module, call.skeleton[1])
+        left = read(unit.module, call.left)
         leaves, spec = tree_flatten((output, left))
         described = self._described(number, call, leaves)
-        _check_same(unit, call, described, tree_unflatten(list(range(len(leaves))), spec))
+        _check_same(unit, call, described, spec)
         self.shapes.append(described)
         for place, leaf in enumerate(leaves):
             root = (number, place)
@@ -164,7 +165,7 @@ class Walk:
 
     def _described(self, number: int, call: Call, leaves: Sequence[Any]) -> list[Any]:
         """What others are told; of attributes that nobody else reads what they know already."""
-        num_returned = len(leaves) - len(call.skeleton[1])
+        num_returned = len(leaves) - len(call.left)
         return [
             describe(leaf)
             if place < num_returned or (number, place) in self._exported
@@ -200,7 +201,7 @@ class Walk:
             device = self._path_device()
             return absent_like(shape.size, shape.dtype, device, Source(number, place, unit.name))
 
-        return _left_out(unit, tree_map(leaf, call.skeleton))
+        return _left_out(unit, call, leaf)
 
     def _path_device(self) -> torch.device:
         return next((value.device for value in self._values.values()), torch.device("cpu"))
@@ -262,20 +263,23 @@ class LearningWalk(Walk):
             self._versions["in", *root] = (value.behind, value.behind._version)
             return value
 
-        return _left_out(unit, tree_map(leaf, call.skeleton))
+        return _left_out(unit, call, leaf)
 
     def _ran(self, number: int, unit: Unit, forward: Any, args: Any, kwargs: Any) -> Any:
         self._borrow(unit)
         before = [(leaf, _version(leaf)) for leaf in tree_leaves((args, kwargs))]
         attributes = tensors_in(unit.module)
         output = self._real(forward(*args, **kwargs))
-        leaves, spec = tree_flatten((output, left_since(unit.module, attributes)))
+        left = left_since(unit.module, attributes)
+        leaves, spec = tree_flatten((output, left))
         _check_arguments(unit, before, tree_leaves((args, kwargs)), leaves)
+        check_known(unit.name, leaves)
         self.units.append(unit)
         call = Call(
             unit.name,
             self.chunk,
-            tree_unflatten(list(range(len(leaves))), spec),
+            spec,
+            list(left),
             [describe(leaf) for leaf in leaves],
             {n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad},
             set(),
@@ -304,9 +308,10 @@ class LearningWalk(Walk):
         }
 
 
-def _left_out(unit: Unit, result: Any) -> Any:
+def _left_out(unit: Unit, call: Call, leaf: Callable[[int], Any]) -> Any:
     """What a unit that is not run returns; what it leaves in attributes is there as well."""
-    output, left = result
+    leaves = [leaf(place) for place in range(len(call.leaves))]
+    output, left = tree_unflatten(leaves, call.skeleton)
     write(unit.module, left)
     return output
 
@@ -322,7 +327,7 @@ def _version(leaf: Any) -> int:
     return leaf._version
 
 
-def _check_same(unit: Unit, call: Call, leaves: Sequence[Any], skeleton: Any) -> None:
+def _check_same(unit: Unit, call: Call, leaves: Sequence[Any], skeleton: TreeSpec) -> None:
     is_same = len(leaves) == len(call.leaves) and all(
         _is_alike(one, other) for one, other in zip(leaves, call.leaves, strict=True)
     )
