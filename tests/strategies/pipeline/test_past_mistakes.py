@@ -3,47 +3,16 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import rnn
 
 import shoal
 from shoal.errors import MismatchError, ShoalError
 from shoal.strategies.pipeline.units import find_units
-from strategies.models import random_numbers
-
-
-def layers(count=4):
-    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(count))).double()
-
-
-def batch(step=0, items=6):
-    numbers = random_numbers(step, items, 8)
-    return numbers[:, :4], numbers[:, 4:]
-
-
-def check_gradients(build, ranks, **options) -> None:
-    """All ranks have the loss and the gradients of one process."""
-
-    def train():
-        torch.manual_seed(0)
-        module = build()
-        plain = copy.deepcopy(module)
-        model = shoal.as_distributed(module, strategy="pipeline", micro_batches=3, **options)
-        x, y = batch()
-        loss = model.train_step(x, y, F.mse_loss)
-        expected = F.mse_loss(plain(x), y)
-        expected.backward()
-        torch.testing.assert_close(loss, expected.detach())
-        found = dict(model.full_gradients())
-        for name, parameter in plain.named_parameters():
-            torch.testing.assert_close(found[name], parameter.grad)
-
-    shoal.run(train, ranks, "memory")
+from strategies.pipeline.comparison import batch, check_gradients, layers
 
 
 @pytest.mark.parametrize("data", [1, 2])
@@ -244,125 +213,3 @@ def test_uneven_batches_whose_parameters_are_shared_out() -> None:
                 torch.testing.assert_close(found[name], parameter.grad)
 
     shoal.run(train, 4, "memory")
-
-
-def test_learning_leaves_no_trace_in_attributes() -> None:
-    """A forward that counts, collects and caches is called as often as in one process."""
-
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-            self.calls, self.sizes, self.seen = 0, [], {"rows": 0}
-            self.written, self.cache = torch.zeros(()), None
-            self.register_buffer("replaced", torch.zeros(()))
-
-        def forward(self, x):
-            self.calls += 1
-            self.sizes.append(len(x))
-            self.seen["rows"] += len(x)
-            self.written += 1
-            self.replaced = self.replaced + 1
-            self.cache = torch.ones(len(x)) if self.cache is None else self.cache * 2
-            if not hasattr(self, "first"):
-                self.first = self.calls
-            for block in self.blocks:
-                x = block(x)
-            return x * 0.5 if self.calls > 2 else x
-
-        def kept(self):
-            numbers = [float(each) for each in (self.written, self.replaced, self.cache[0])]
-            return [self.calls, self.sizes, self.seen["rows"], self.first, *numbers]
-
-    def train():
-        torch.manual_seed(0)
-        module = Counting().double()
-        plain = copy.deepcopy(module)
-        model = shoal.as_distributed(module, strategy="pipeline", micro_batches=1)
-        x, y = batch()
-        for _ in range(3):
-            loss = model.train_step(x, y, F.mse_loss)
-            torch.testing.assert_close(loss, F.mse_loss(plain(x), y).detach())
-        assert module.kept() == plain.kept()
-
-    shoal.run(train, 2, "memory")
-
-
-@pytest.mark.parametrize("cut", ["encoder", "head"])
-def test_results_that_look_at_what_they_are_made_of(cut) -> None:
-    """A packed sequence refuses to be made of numbers: between units, and as an output."""
-
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
-            self.rnn, self.encoder = (nn.LSTM(4, 4, batch_first=True) for _ in range(2))
-
-        def forward(self, x):
-            steps = self.embedding(x)[:, None].repeat(1, 3, 1)
-            packed = rnn.pack_padded_sequence(steps, torch.tensor([3, 1]), batch_first=True)
-            packed, _ = self.encoder(self.rnn(packed)[0])
-            return packed, self.head(rnn.unpack_sequence(packed)[0][-1:])
-
-    def loss_fn(output, y):
-        return output[0].data.square().mean() + F.mse_loss(output[1], y[:1])
-
-    def train():
-        torch.manual_seed(0)
-        module = Recurrent().double()
-        plain = copy.deepcopy(module)
-        model = shoal.as_distributed(module, strategy="pipeline", micro_batches=3, cut=[cut])
-        x, y = batch()
-        model.train_step(x, y, loss_fn)
-        for inputs, targets in zip(x.chunk(3), y.chunk(3), strict=True):
-            (loss_fn(plain(inputs), targets) / 3).backward()
-        found = dict(model.full_gradients())
-        for name, parameter in plain.named_parameters():
-            torch.testing.assert_close(found[name], parameter.grad)
-        with torch.no_grad():
-            torch.testing.assert_close(model(x[:2]), plain(x[:2]))
-
-    shoal.run(train, 2, "memory")
-
-
-@dataclass
-class _Checked:
-    """Looks at what it is made of."""
-
-    x: torch.Tensor
-    count: int
-
-    def __post_init__(self) -> None:
-        assert isinstance(self.x, torch.Tensor)
-
-
-@dataclass
-class _Unknown(_Checked):
-    """One that torch is not told of."""
-
-
-torch.utils._pytree.register_dataclass(_Checked)
-
-
-class _Handing(nn.Module):
-    """Blocks that hand such objects on."""
-
-    class Block(nn.Linear):
-        def forward(self, state):
-            return type(state)(super().forward(state.x), state.count + 1)
-
-    def __init__(self, kind) -> None:
-        super().__init__()
-        self.kind, self.blocks = kind, nn.ModuleList(_Handing.Block(4, 4) for _ in range(3))
-
-    def forward(self, x):
-        state = self.kind(x, 0)
-        for block in self.blocks:
-            state = block(state)
-        return state.x * state.count
-
-
-def test_dataclasses_between_units() -> None:
-    check_gradients(lambda: _Handing(_Checked).double(), 3)
-    with pytest.raises(ShoalError, match=r"register_dataclass\(_Unknown\)"):
-        check_gradients(lambda: _Handing(_Unknown).double(), 3)

@@ -104,8 +104,10 @@ class Learner:
     def value_of(self, value: AbsentValue) -> Tensor:
         """The hidden value."""
         if value.behind is None:
-            (source,) = value.sources
-            value.behind = self._fetch(source.name)
+            found = [self._fetch(source.name) for source in sorted(value.sources)]
+            if len(found) > 1:  # computed before there was a learner
+                raise absent_error([value])
+            value.behind = found[0]
         return value.behind
 
     def use(self, value: AbsentValue) -> Tensor:

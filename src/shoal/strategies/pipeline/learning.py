@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.random_state import RandomState
+from shoal.errors import ShoalError
 from shoal.strategies.pipeline.absent_value import AbsentValue, Learner, Source
 from shoal.strategies.pipeline.attributes import tensors_in
 from shoal.strategies.pipeline.itinerary import Call, Itinerary, Root, Shape
@@ -154,6 +155,12 @@ class _Exploration:
                 holdings.show(name, value.requires_grad_(holdings.parameters[name].requires_grad))
 
     def _fetch(self, name: str) -> Tensor:
+        if name not in self._stage.holdings.parameters:
+            raise ShoalError(
+                f"another rank of the pipeline has the buffer {name}, and only parameters are "
+                "lent: use it in its own module's forward only, and register modules in the order "
+                "they are called, or cut the model elsewhere (cut=)"
+            )
         if name not in self._fetched:
             self._stage.group.broadcast_object(("fetch", name), root=self._stage.rank)
             self._fetched[name] = _broadcast_parameter(self._stage, name)

@@ -41,14 +41,23 @@ class _Leave(BaseException):
 
 
 class Path:
-    """Where a model's units are called: their forwards are replaced while the path exists."""
+    """Where a model's units are called: that is diverted while the path exists.
+
+    Hooks of a unit run where the unit runs, for they may need its parameters and buffers. A model
+    may also call a unit's forward itself, without hooks.
+    """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], chunks: Mapping[str, int]) -> None:
         """``chunks`` says where each unit's parameters are."""
         self.walk: Walk | None = None
         self._chunks = chunks
         for unit in units:
-            unit.module.forward = self._diverted(unit, _own_forward(unit.module))
+            for method in ("_call_impl", "forward"):
+                own = _own_method(unit.module, method)
+                setattr(unit.module, method, self._diverted(unit, own))
+            compiled = unit.module._compiled_call_impl
+            if compiled is not None:  # takes the place of the first
+                unit.module._compiled_call_impl = self._diverted(unit, compiled)
         model.forward = self._left_early(model.forward)
 
     def _diverted(self, unit: Unit, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,17 +88,17 @@ class Path:
         return max(self._chunks[unit.name], frontier) if unit.is_link else frontier
 
 
-def _own_forward(module: nn.Module) -> Callable[..., Any]:
-    """A module's forward, whatever class it is of when that is called: it may be given another."""
-    if "forward" in vars(module):
-        given: Callable[..., Any] = module.forward
+def _own_method(module: nn.Module, name: str) -> Callable[..., Any]:
+    """A module's method, whatever class it is of when that is called: it may be given another."""
+    given: Callable[..., Any] = getattr(module, name)
+    if name in vars(module):
         return given
 
-    @functools.wraps(module.forward)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return type(module).forward(module, *args, **kwargs)
+    @functools.wraps(given)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return getattr(type(module), name)(module, *args, **kwargs)
 
-    return forward
+    return method
 
 
 class Walk:
