@@ -230,3 +230,47 @@ def test_buffers_of_other_ranks_are_named(order) -> None:
 
     with pytest.raises(ShoalError, match=r"has the buffer blocks\.[01] \(running_"):
         check_gradients(lambda: Net().double(), 2)
+
+
+class _Penalized(nn.Module):
+    """Looks at the parameters of all its layers, before and after it calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        x = x.to(next(self.blocks[0].parameters()).dtype)
+        names = [name for name, _ in self.named_parameters()]
+        assert names[0] == "scale"
+        assert len(names) == len(set(names)) == 9
+        for block in self.blocks:
+            assert sum(p.numel() for p in block.parameters()) == 20
+            x = block(x).tanh()
+        return x + 0.1 * sum(p.square().sum() for p in self.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"schedule": "interleaved"}, {"schedule": "zero-bubble"}, {"data": 2, "zero": 3}],
+)
+def test_parameters_inside_of_forward(options) -> None:
+    """They are those of all ranks, with gradients; outside they are this rank's."""
+    ranks = 4 if "data" in options else 2
+    check_gradients(lambda: _Penalized().double(), ranks, min_group_bytes=100, **options)
+
+
+def test_parameters_outside_of_forward_are_this_ranks() -> None:
+    def train():
+        module = _Penalized().double()
+        model = shoal.as_distributed(module, strategy="pipeline", micro_batches=2)
+        before = len(list(module.parameters()))
+        model.train_step(*batch(), F.mse_loss)
+        assert len(list(module.parameters())) == before
+        with model.full_parameters():
+            whole = len(list(module.parameters()))
+        model.train_step(*batch(), F.mse_loss)  # nobody takes those of others for new ones
+        return before, whole
+
+    assert shoal.run(train, 2, "memory") == [(5, 9), (4, 9)]

@@ -78,6 +78,13 @@ class Holdings:
             if any(id(place.module) in parts for place in places)
         ]
 
+    def shown_in(self, module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
+        """A module's own parameters in their order, with what is shown for those of others."""
+        present = module._parameters
+        order = self._orders.get(module, [])
+        for key in (*order, *(key for key in present if key not in order)):
+            yield key, present[key] if key in present else vars(module).get(key)
+
     # Going and coming -----------------------------------------------------------------------
 
     def release(self) -> None:

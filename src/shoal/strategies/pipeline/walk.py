@@ -76,12 +76,18 @@ class Path:
             walk = self.walk
             if walk is None:
                 return forward(*args, **kwargs)
+            walk.has_begun = True
             try:
                 return walk.arrived(forward(*args, **kwargs))
             except _Leave:
                 return None
 
         return call
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether the model's own code is running, and not only hooks in front of it."""
+        return self.walk is not None and self.walk.has_begun
 
     def chunk_of(self, unit: Unit, frontier: int) -> int:
         """Where a call runs, if forward has got to the chunk ``frontier``."""
@@ -117,7 +123,7 @@ class Walk:
         self._itinerary, self._values = itinerary, values
         self._exported = itinerary.exported(chunk)
         self._frontier = self._num_calls = 0
-        self.is_inside = False
+        self.has_begun = self.is_inside = False
         self.produced: dict[Root, Tensor] = {}
         self.shapes: list[list[Any]] = []
 
