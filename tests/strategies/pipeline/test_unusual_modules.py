@@ -274,3 +274,55 @@ def test_parameters_outside_of_forward_are_this_ranks() -> None:
         return before, whole
 
     assert shoal.run(train, 2, "memory") == [(5, 9), (4, 9)]
+
+
+class _Weighted(nn.Module):
+    """A loss with a parameter of its own, in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.log_var = layers(), nn.Parameter(torch.ones(4))
+
+    def forward(self, x, y=None):
+        x = self.blocks(x)
+        return x if y is None else self.loss(x, y)
+
+    def loss(self, x, y):
+        return ((x - y).square().mean(0) * (-self.log_var).exp() + self.log_var).sum()
+
+
+def test_a_loss_with_parameters_inside_of_forward() -> None:
+    def train():
+        torch.manual_seed(0)
+        module = _Weighted().double()
+        plain = copy.deepcopy(module)
+        model = shoal.as_distributed(module, strategy="pipeline", micro_batches=3)
+        x, y = batch()
+        loss = model.train_step((x, y), y, lambda loss, _: loss)
+        expected = plain(x, y)
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+        found = dict(model.full_gradients())
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad)
+
+    shoal.run(train, 2, "memory")
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda model, x, y: model.loss(x, y),
+        lambda model, x, y: F.mse_loss(x, y) * float(model.log_var.sum()),
+        lambda model, x, y: F.mse_loss(x, y) + sum(p.square().sum() for p in model.parameters()),
+    ],
+)
+def test_a_loss_function_with_parameters_of_other_ranks(loss_fn) -> None:
+    """The error says where such a loss belongs; a sum over this rank's would be wrong silently."""
+
+    def train():
+        model = shoal.as_distributed(_Weighted().double(), strategy="pipeline", micro_batches=3)
+        model.train_step(*batch(), lambda x, y: loss_fn(model, x, y))
+
+    with pytest.raises(ShoalError, match=r"pipeline have .*A loss .* belongs into its forward"):
+        shoal.run(train, 2, "memory")

@@ -162,7 +162,9 @@ def absent_error(values: Sequence[AbsentValue]) -> ShoalError:
         owned = _listed(sorted(source.name for source in sources))
         return ShoalError(
             f"other ranks of the pipeline have {owned}: call the wrapped model itself, on every "
-            "rank, or use its parts inside of model.full_parameters()"
+            "rank, or use its parts inside of model.full_parameters(). A loss that uses parameters "
+            "of the model belongs into its forward: call train_step((inputs, targets), targets, "
+            "lambda loss, _: loss) with a forward(inputs, targets) that returns the loss"
         )
     return ShoalError(
         f"this stage of the pipeline needs a value that {_listed(computed)} computed on another "

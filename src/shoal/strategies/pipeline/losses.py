@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm import Backend
+from shoal.strategies.pipeline.absent_value import AbsentValue, absent_error
 from shoal.strategies.pipeline.micro_batches import MicroBatch
 from shoal.strategies.pipeline.stage import Stage
 from shoal.strategies.training import LossFunction, nothing
@@ -33,6 +34,8 @@ class Losses:
         """
         batch = self._batches[number]
         loss = self._loss_fn(output, batch.targets)
+        if isinstance(loss, AbsentValue):
+            raise absent_error([loss])
         if not self._weight:
             self._add(torch.zeros_like(loss.detach()))
             return nothing(output)

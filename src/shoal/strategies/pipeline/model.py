@@ -20,7 +20,7 @@ from shoal.strategies.materialization import materialize
 from shoal.strategies.model import ShardedModel
 from shoal.strategies.pipeline.holdings import Holdings
 from shoal.strategies.pipeline.itinerary import Itinerary
-from shoal.strategies.pipeline.listing import list_all_in_forward
+from shoal.strategies.pipeline.listing import list_all_in_users_code
 from shoal.strategies.pipeline.pipeline import Pipeline, Work
 from shoal.strategies.pipeline.schedules import check_schedule
 from shoal.strategies.pipeline.simulation import Span
@@ -306,7 +306,7 @@ def _make_stage(
     holdings = Holdings(module, units, places, group.rank, group.size)
     _without_cache(module)
     path = Path(module, units, places)
-    list_all_in_forward(module, holdings, path)
+    list_all_in_users_code(module, holdings, path)
     return Stage(group, num_chunks, module, path, holdings, places)
 
 

@@ -145,7 +145,8 @@ class Runner:
         self._check_gradients(itinerary, walk)
         passage = _Passage(arrived, walk.produced)
         if chunk == self._stage.num_chunks - 1:
-            passage.loss = self._jobs.loss(tick.micro_batch, output)
+            with self._stage.path.in_loss():
+                passage.loss = self._jobs.loss(tick.micro_batch, output)
         for target, roots in itinerary.outgoing(chunk).items():
             self._mail.send(VALUES, chunk, target, [walk.produced[root] for root in roots])
         self._jobs.watch([value for value in walk.produced.values() if value.requires_grad])

@@ -14,7 +14,8 @@ its parameters are then borrowed. Units that are not part of the chain run where
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class Path:
     def __init__(self, model: nn.Module, units: Sequence[Unit], chunks: Mapping[str, int]) -> None:
         """``chunks`` says where each unit's parameters are."""
         self.walk: Walk | None = None
+        self._is_in_loss = False
         self._chunks = chunks
         for unit in units:
             for method in ("_call_impl", "forward"):
@@ -85,9 +87,18 @@ class Path:
         return call
 
     @property
-    def is_in_forward(self) -> bool:
-        """Whether the model's own code is running, and not only hooks in front of it."""
-        return self.walk is not None and self.walk.has_begun
+    def is_in_users_code(self) -> bool:
+        """Whether a loss or the model's own forward is running, and not hooks in front of it."""
+        return self._is_in_loss or (self.walk is not None and self.walk.has_begun)
+
+    @contextmanager
+    def in_loss(self) -> Iterator[None]:
+        """Around a loss function."""
+        self._is_in_loss = True
+        try:
+            yield
+        finally:
+            self._is_in_loss = False
 
     def chunk_of(self, unit: Unit, frontier: int) -> int:
         """Where a call runs, if forward has got to the chunk ``frontier``."""
