@@ -57,7 +57,9 @@ def test_impossible_cuts_name_the_units(cut) -> None:
 
 
 def test_too_many_stages() -> None:
-    with pytest.raises(ValueError, match="3 are needed"):
+    with pytest.raises(ValueError, match=r"into 2 parts \(0, 1\), and 3 are needed"):
+        cut_chain(find_units(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 3), 3)
+    with pytest.raises(ValueError, match=r"cannot be cut into parts, of which 3 are"):
         cut_chain(find_units(nn.Linear(2, 2), 3), 3)
 
 

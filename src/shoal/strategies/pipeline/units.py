@@ -158,10 +158,7 @@ def cut_chain(
     """
     links = [unit for unit in units if unit.is_link]
     if len(links) < num_chunks:
-        raise ValueError(
-            f"the model can be cut into {len(links)} parts, {', '.join(u.name for u in links)}; "
-            f"{num_chunks} are needed (stages times chunks). Use fewer stages"
-        )
+        raise _too_few(links, num_chunks)
     costs = _costs(units, balance)
     firsts = (
         _named_cuts(links, num_chunks, cut) if cut else _balanced_cuts(units, costs, num_chunks)
@@ -174,6 +171,20 @@ def cut_chain(
             num_seen += 1
         chunks[unit.name] = chunk
     return chunks
+
+
+def _too_few(links: Sequence[Unit], num_chunks: int) -> ValueError:
+    needed = f"{num_chunks} are needed (stages times chunks)"
+    if not links:
+        return ValueError(
+            f"the model has no modules inside and cannot be cut into parts, of which {needed}: "
+            "build it of modules, as in nn.Sequential or nn.ModuleList, or use a single stage"
+        )
+    names = ", ".join(unit.name for unit in links)
+    return ValueError(
+        f"the model can be cut into {len(links)} part{'s' * (len(links) > 1)} ({names}), and "
+        f"{needed}: use fewer stages, or build the model of more modules"
+    )
 
 
 def _costs(units: Sequence[Unit], balance: Mapping[str, float] | None) -> list[float]:
