@@ -56,11 +56,13 @@ class Verdict:
         proposal: The way.
         partial: Parameters that get partial gradients, by name in the block.
         inside: Modules that work on parts of activations, by name in the block.
+        drops: Whether something of parts of activations may be dropped in training.
     """
 
     proposal: Proposal
     partial: tuple[str, ...] = ()
     inside: tuple[str, ...] = ()
+    drops: bool = False
 
 
 class Draft:
@@ -252,7 +254,7 @@ def try_proposal(
         return None
     inside = [name for name, part in block.named_modules() if part in found.inside]
     partial = [name for name, _ in block.named_parameters() if name in found.partial]
-    return Verdict(proposal, tuple(partial), tuple(inside))
+    return Verdict(proposal, tuple(partial), tuple(inside), found.drops)
 
 
 def between(block: nn.Module, candidate: Candidate) -> tuple[str, ...]:
@@ -281,6 +283,7 @@ def make_block(candidate: Candidate, verdict: Verdict) -> Block:
         tuple(join_names(name, path) for path in verdict.partial),
         proposal.heads,
         tuple(join_names(name, path) for path in verdict.inside),
+        verdict.drops,
     )
 
 

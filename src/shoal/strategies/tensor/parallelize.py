@@ -17,7 +17,7 @@ from shoal.strategies.tensor.group import Entry, TensorGroup
 from shoal.strategies.tensor.linear import make_column, make_row
 from shoal.strategies.tensor.parts import TensorParts
 from shoal.strategies.tensor.plan import Block, Layer, Plan, Style
-from shoal.strategies.tensor.randomness import SplitDropout, during, may_drop
+from shoal.strategies.tensor.randomness import SplitDropout, during, has_rate
 from shoal.strategies.tensor.sequence import (
     Rehearsal,
     Stack,
@@ -83,7 +83,7 @@ def parallelize(
     for parameter in _partial(module, chosen, stacks, splits):
         _sum_gradients(parameter, group)
     for stack in stacks:
-        install(module, stack, group)
+        install(module, stack, group, drops=rehearsal.drops)
     module.register_forward_pre_hook(_beginning(group), prepend=True, with_kwargs=True)
     return TensorParts(module, shared, chosen, splits)
 
@@ -169,7 +169,7 @@ def _sum_gradients(parameter: nn.Parameter, group: Backend) -> None:
 
 def _watch_dropout(part: nn.Module, block: Block, row: Layer, group: Backend, entry: Entry) -> None:
     """While a block is called in training, what it drops of split activations fits together."""
-    if not may_drop(part):
+    if not (block.drops or has_rate(part)):
         return
 
     def mode() -> SplitDropout:

@@ -74,6 +74,8 @@ class Block:
             its part of the activations only, so they are summed.
         heads: How many heads there are and who has which; for attention.
         inside: Modules in between: they work on parts of activations and must not be split.
+        drops: Whether a trial found that something of the split activations is dropped in
+            training; where a user's plan cannot be tried, it may be.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Block:
     partial: tuple[str, ...] = ()
     heads: Cut | None = None
     inside: tuple[str, ...] = ()
+    drops: bool = False
 
 
 @dataclass

@@ -38,11 +38,13 @@ class Finding:
         partial: Parameters that get partial gradients, by name in the block.
         whole: Those that every rank gets the whole gradient of.
         inside: Modules that are called with parts of activations, and so must stay whole.
+        drops: Whether something of parts of activations is dropped in training.
     """
 
     partial: frozenset[str]
     whole: frozenset[str]
     inside: frozenset[nn.Module]
+    drops: bool
 
 
 def may_split(trial: Trial, num_ranks: int) -> Finding | None:
@@ -97,7 +99,7 @@ def _together(findings: Sequence[Finding]) -> Finding:
     )
     if partial & whole:  # to be summed for some calls, and not for others
         raise Unlike
-    return Finding(partial, whole, inside)
+    return Finding(partial, whole, inside, any(found.drops for found in findings))
 
 
 def _dtypes(block: nn.Module) -> list[torch.dtype]:
@@ -130,7 +132,7 @@ class _Comparison:
             partial, unsplit = self._compare(whole, outputs, call)
         except Exception as error:  # whatever the parts do, they do not do what the whole does
             raise Unlike from error
-        return Finding(partial, unsplit - partial, frozenset(whole.inside))
+        return Finding(partial, unsplit - partial, frozenset(whole.inside), whole.drops)
 
     def _compare(
         self, whole: TrialRun, outputs: list[Tensor], call: dict[str, Any]

@@ -215,8 +215,11 @@ def during(module: nn.Module, make: Callable[[], TorchFunctionMode]) -> None:
     module.register_forward_hook(end, always_call=True)
 
 
-def may_drop(module: nn.Module) -> bool:
-    """Whether a module has anything that looks like a rate of dropout above zero."""
+def has_rate(module: nn.Module) -> bool:
+    """Whether a module has anything that looks like a rate of dropout above zero.
+
+    A trial sees rates wherever they are written, but not those of calls unlike the ones it tries.
+    """
     for part in module.modules():
         if any("drop" in name and _is_rate(value) for name, value in vars(part).items()):
             return True

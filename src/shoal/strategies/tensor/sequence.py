@@ -23,13 +23,15 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from shoal.comm import Backend
 from shoal.comm import differentiable as collective
 from shoal.comm.partition import split_sizes
+from shoal.comm.random_state import RandomState
 from shoal.errors import ShoalError
 from shoal.strategies.tensor.calling import arguments, evaluating, random_weights
 from shoal.strategies.tensor.cut import Cut
 from shoal.strategies.tensor.drafting import describe
 from shoal.strategies.tensor.linear import sizes_of
 from shoal.strategies.tensor.plan import Block, Plan, Style
-from shoal.strategies.tensor.randomness import SequenceDropout, during, may_drop
+from shoal.strategies.tensor.randomness import SequenceDropout, Undropped, during, has_rate
+from shoal.strategies.tensor.snapshot import Snapshot
 
 _TOLERANCE = 1e-3
 
@@ -84,11 +86,16 @@ class _Run(NamedTuple):
 
 
 class Rehearsal:
-    """Blocks of stacks, run before anything is split, to be compared with afterwards."""
+    """Blocks of stacks, run before anything is split, to be compared with afterwards.
+
+    Attributes:
+        drops: Whether any of them drops something in training.
+    """
 
     def __init__(self, module: nn.Module, stacks: list[Stack], plan: Plan) -> None:
         """Runs one block of each kind."""
         self._module, self._plan = module, plan
+        self.drops = False
         self._runs = [self._run(stack, name) for stack in stacks for name in self._kinds(stack)]
 
     def _kinds(self, stack: Stack) -> list[str]:
@@ -109,6 +116,7 @@ class Rehearsal:
             weights = random_weights(block, parameter.dtype)
             with evaluating(block), torch.no_grad():
                 output = functional_call(block, weights, (), call)
+            self.drops = self.drops or _drops(block, weights, call)
         except Exception as error:
             raise ShoalError(
                 f"sequence_parallel=True needs blocks that can be tried with one tensor; "
@@ -154,6 +162,21 @@ class Rehearsal:
                 )
 
 
+def _drops(block: nn.Module, weights: dict[str, Tensor], call: dict[str, Any]) -> bool:
+    """Whether a block drops something in training, wherever the rate is written."""
+    outside, snapshot = RandomState.capture(), Snapshot(block)
+    undropped = Undropped(lambda: True)
+    buffers = {name: buffer.clone() for name, buffer in block.named_buffers()}
+    try:
+        block.train()
+        with undropped, torch.no_grad():
+            functional_call(block, {**weights, **buffers}, (), call)
+    finally:
+        snapshot.restore()
+        outside.restore()
+    return bool(undropped.shapes)
+
+
 def _first(output: Any) -> Tensor:
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     return tensors[0]
@@ -162,14 +185,14 @@ def _first(output: Any) -> Tensor:
 # Installing -----------------------------------------------------------------------------------
 
 
-def install(module: nn.Module, stack: Stack, group: Backend) -> None:
-    """Cuts what goes into the stack, and joins what comes out."""
+def install(module: nn.Module, stack: Stack, group: Backend, *, drops: bool) -> None:
+    """Cuts what goes into the stack, and joins what comes out; ``drops``: blocks drop something."""
     parts = [module.get_submodule(name) for name in stack.names]
     length = _Length(stack.dim, group)
     parts[0].register_forward_pre_hook(length.begin, with_kwargs=True)
     for part in parts[1:]:
         part.register_forward_pre_hook(length.check, with_kwargs=True)
-    if any(map(may_drop, parts)):
+    if drops or any(map(has_rate, parts)):
         for part in parts:
             _watch_dropout(part, length)
     parts[-1].register_forward_hook(length.end)

@@ -115,6 +115,11 @@ class TrialRun:
         if not all(map(torch.equal, before, _generators())):
             raise Unlike
 
+    @property
+    def drops(self) -> bool:
+        """Whether anything between the columns and the row was to be dropped."""
+        return bool(self._dropped)
+
     def check_dropped(self, whole: TrialRun) -> None:
         """Raises if parts are dropped of something whose split dropout would not recognise."""
         if len(self._dropped) != len(whole._dropped):

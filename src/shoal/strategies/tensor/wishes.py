@@ -166,7 +166,7 @@ def _checked(module: nn.Module, candidate: Candidate, num_ranks: int) -> Block:
                 f"found out, because {candidate.block or 'the model'} cannot be called with one "
                 "tensor: leave the row out of the plan, and the column's outputs are joined"
             ) from error
-        return make_block(candidate, Verdict(proposal, between(block, candidate)))
+        return make_block(candidate, Verdict(proposal, between(block, candidate), drops=True))
     if verdict is None:
         raise ValueError(
             f"{candidate.block or 'the model'} does not give the same if {names} is split by "
