@@ -9,8 +9,10 @@ from itertools import pairwise
 from torch import nn
 from torch.nn.modules import activation
 
+from shoal.strategies.tensor.hooks import hooks_of
 from shoal.strategies.tensor.linear import is_linear, sizes_of
 from shoal.strategies.tensor.naming import ATTENTION, FEED_FORWARD, Pattern
+from shoal.strategies.tensor.reading import is_reading
 
 _NOT_BY_ELEMENT = (
     activation.Softmax, activation.Softmax2d, activation.LogSoftmax, activation.Softmin,
@@ -28,7 +30,8 @@ class Candidate:
         row: The one that ends the region.
         may_attend: Whether there may be heads in between.
         is_named: Whether their names say what they are, not only their sizes.
-        is_certain: Whether what is between them works element by element for sure.
+        is_certain: Whether what is between them works element by element for sure, but for hooks.
+        inside: What is between them, where that is known without a trial.
     """
 
     block: str
@@ -37,6 +40,7 @@ class Candidate:
     may_attend: bool = False
     is_named: bool = True
     is_certain: bool = False
+    inside: tuple[str, ...] = ()
 
 
 def find_candidates(name: str, module: nn.Module) -> Iterator[Candidate]:
@@ -52,16 +56,21 @@ def find_candidates(name: str, module: nn.Module) -> Iterator[Candidate]:
 
 def _in_a_row(name: str, module: nn.Sequential) -> Iterator[Candidate]:
     """Two linear layers of a sequence with nothing but activations and dropout between them."""
+    is_plain = type(module).forward is nn.Sequential.forward
+    is_certain = is_plain and not any(map(is_reading, hooks_of(module)))
     first: str | None = None
+    inside: list[str] = []
     for key, child in module.named_children():
         if is_linear(child):
             if first is not None and _fits(module.get_submodule(first), child):
-                is_plain = type(module).forward is nn.Sequential.forward
-                yield Candidate(name, (first,), key, is_named=is_plain, is_certain=is_plain)
+                yield Candidate(name, (first,), key, False, is_plain, is_certain, tuple(inside))
                 first = None
             else:
                 first = key
-        elif not _works_by_element(child):
+            inside = []
+        elif _works_by_element(child):
+            inside.append(key)
+        else:
             first = None
 
 

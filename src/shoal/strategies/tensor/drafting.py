@@ -19,6 +19,13 @@ from torch import Tensor, nn
 from shoal.sharding.split import Split
 from shoal.strategies.tensor.candidates import Candidate, find_candidates
 from shoal.strategies.tensor.cut import Cut
+from shoal.strategies.tensor.hooks import (
+    have_hooks,
+    have_reading_hooks,
+    hooks_of,
+    inner_modules,
+    reason_to_stay_whole,
+)
 from shoal.strategies.tensor.hugging_face import certified
 from shoal.strategies.tensor.linear import sizes_of
 from shoal.strategies.tensor.plan import Adjustment, Block, Layer, Plan, Style
@@ -90,8 +97,11 @@ class Draft:
                     self._consider(candidate)
         certain, taken = self._certified, self._claimed
         for block in find_vocabularies(self._module, taken, certain, self._num_ranks):
+            reason = reason_to_stay_whole(self._module.get_submodule(block.name))
             if reads_weight_of(self._module, block.name):
-                self.plan.notes[block.name] = "stays whole: its weight is read without calling it"
+                reason = "its weight is read without calling it"
+            if reason is not None:
+                self.plan.notes[block.name] = f"stays whole: {reason}"
             else:
                 self.plan.blocks.append(block)
         drop_contradictions(self._module, self.plan)
@@ -103,7 +113,10 @@ class Draft:
     def _add_attention(self, name: str, attention: nn.MultiheadAttention) -> None:
         if not self._claim([attention, attention.out_proj]):
             return
-        if type(attention) is not nn.MultiheadAttention:
+        reason = reason_to_stay_whole(attention)
+        if reason is not None:
+            self.plan.notes[name] = f"stays whole: {reason}"
+        elif type(attention) is not nn.MultiheadAttention:
             self.plan.notes[name] = "stays whole: it is a class of its own"
         elif attention.num_heads < self._num_ranks:
             self.plan.notes[name] = f"stays whole: {attention.num_heads} heads for more ranks"
@@ -123,14 +136,18 @@ class Draft:
         layers = [block.get_submodule(path) for path in (*candidate.columns, candidate.row)]
         if not self._are_free(layers):
             return
-        verdict = self._verdict(candidate, block, stand_in)
+        is_hooked = are_hooked(candidate, block)
+        verdict = None if is_hooked else self._verdict(candidate, block, stand_in)
         inside = [block.get_submodule(path) for path in verdict.inside] if verdict else []
-        if verdict is not None and self._are_free(inside):
+        is_hooked = is_hooked or have_hooks(inside)
+        if verdict is not None and self._are_free(inside) and not is_hooked:
             self.plan.blocks.append(make_block(candidate, verdict))
             self._claim([*layers, *inside])
         elif candidate.is_named:
-            self._add_alone(candidate, block)
+            self._add_alone(candidate, block, is_hooked)
             self._claim(layers)
+        elif is_hooked or have_hooks(inner_modules(block)):
+            self.plan.notes[candidate.block] = "might be split without the hooks in it"
 
     def _are_free(self, modules: Sequence[nn.Module]) -> bool:
         return self._claimed.isdisjoint(map(id, modules))
@@ -162,7 +179,9 @@ class Draft:
             try:
                 verdict = try_proposal(candidate, block, proposal, self._num_ranks, stand_in)
             except TypeError:  # it wants more than one tensor
-                is_known = proposal.is_plain and self._is_certified(candidate)
+                # Which modules are in between is not known, so none may have hooks.
+                is_free = not have_hooks(inner_modules(block))
+                is_known = proposal.is_plain and is_free and self._is_certified(candidate)
                 verdict = Verdict(proposal, between(block, candidate)) if is_known else None
             if verdict is not None:
                 return verdict
@@ -175,26 +194,37 @@ class Draft:
             for path, style in styles.items()
         )
 
-    def _add_alone(self, candidate: Candidate, block: nn.Module) -> None:
+    def _add_alone(self, candidate: Candidate, block: nn.Module, is_hooked: bool) -> None:
         """See [Note: never wrong]."""
-        if any(map(reads_weights, _users(block, candidate))):
+        if any(map(reads_weights, _users(block, candidate))) or have_reading_hooks(block):
             self.plan.notes[candidate.block] = "stays whole: its code reads its layers' weights"
             return
-        for path in (*candidate.columns, candidate.row):
-            name, linear = join_names(candidate.block, path), block.get_submodule(path)
-            is_row = path == candidate.row
-            size = sizes_of(linear)[0 if is_row else 1]
-            if size < self._num_ranks:
-                self.plan.notes[name] = f"stays whole: {size} features for more ranks"
-                continue
-            style = Style.ROW if is_row else Style.COLUMN
-            layer = Layer(name, style, Cut.of(size), is_alone=True, block=name)
-            self.plan.blocks.append(Block(name, (layer,)))
-        self.plan.notes[candidate.block] = "is computed whole, only its weights are split: " + (
-            "its heads cannot be shared out over the ranks"
-            if candidate.may_attend
-            else "it does not work on parts of its features"
-        )
+        alone = [
+            self._add_layer(join_names(candidate.block, path), is_row=path == candidate.row)
+            for path in (*candidate.columns, candidate.row)
+        ]
+        if any(alone):
+            self.plan.notes[candidate.block] = "is computed whole, only its weights are split: " + (
+                "hooks in it would get parts of activations"
+                if is_hooked
+                else "its heads cannot be shared out over the ranks"
+                if candidate.may_attend
+                else "it does not work on parts of its features"
+            )
+
+    def _add_layer(self, name: str, *, is_row: bool) -> bool:
+        """Splits a linear layer on its own, if it may be."""
+        linear = self._module.get_submodule(name)
+        size, reason = sizes_of(linear)[0 if is_row else 1], reason_to_stay_whole(linear)
+        if size < self._num_ranks:
+            reason = f"{size} features for more ranks"
+        if reason is not None:
+            self.plan.notes[name] = f"stays whole: {reason}"
+            return False
+        style = Style.ROW if is_row else Style.COLUMN
+        layer = Layer(name, style, Cut.of(size), is_alone=True, block=name)
+        self.plan.blocks.append(Block(name, (layer,)))
+        return True
 
 
 class FeedForward(nn.Module):
@@ -257,6 +287,13 @@ def try_proposal(
     return Verdict(proposal, tuple(partial), tuple(inside), found.drops)
 
 
+def are_hooked(candidate: Candidate, block: nn.Module) -> bool:
+    """Whether hooks would get parts if a candidate were split; see [Note: hooks]."""
+    layers = [block.get_submodule(path) for path in (*candidate.columns, candidate.row)]
+    inside = [block.get_submodule(path) for path in candidate.inside]
+    return have_hooks([*layers, *inside]) or any(map(reason_to_stay_whole, layers))
+
+
 def between(block: nn.Module, candidate: Candidate) -> tuple[str, ...]:
     """All parameters of a block but those of its columns and its row."""
     layers = (*candidate.columns, candidate.row)
@@ -300,7 +337,8 @@ def describe(block: nn.Module) -> str:
         own = {k: _described(v) for k, v in vars(part).items() if k not in _NOT_DESCRIBED}
         shapes = [(key, tuple(p.shape)) for key, p in part.named_parameters(recurse=False)]
         shapes += [(key, tuple(b.shape)) for key, b in part.named_buffers(recurse=False)]
-        parts.append(f"{name} {id(type(part))} {sorted(own.items())} {shapes}")
+        hooks = [id(hook) for hook in hooks_of(part)]
+        parts.append(f"{name} {id(type(part))} {sorted(own.items())} {shapes} {hooks}")
     return "\n".join(parts)
 
 

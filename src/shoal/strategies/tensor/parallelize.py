@@ -165,6 +165,14 @@ def _sum_gradients(parameter: nn.Parameter, group: Backend) -> None:
     parameter.requires_grad_(True)
     parameter.register_hook(total)
     parameter.requires_grad_(was_trainable)
+    _put_last_first(parameter._backward_hooks)
+
+
+def _put_last_first(hooks: Any) -> None:
+    """A user's hooks come after the sum: they are for the gradient, not for a part of it."""
+    *others, last = hooks.items()
+    hooks.clear()  # torch goes by the order in which they were put in, not by `move_to_end`
+    hooks.update([last, *others])
 
 
 def _watch_dropout(part: nn.Module, block: Block, row: Layer, group: Backend, entry: Entry) -> None:

@@ -26,6 +26,11 @@ def reads_weights(module: nn.Module) -> bool:
     return any(_READING.search(source) for source in _sources(module))
 
 
+def is_reading(function: Any) -> bool:
+    """Whether a function, such as a hook, uses a weight or a bias itself."""
+    return _READING.search(_source(function)) is not None
+
+
 def reads_weight_of(module: nn.Module, name: str) -> bool:
     """Whether code of any module that a layer is in uses the layer's weight or bias by its name."""
     *outer, key = name.split(".")

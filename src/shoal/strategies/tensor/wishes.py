@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -17,6 +17,7 @@ from shoal.strategies.tensor.drafting import (
     try_proposal,
 )
 from shoal.strategies.tensor.embedding import may_split_rows
+from shoal.strategies.tensor.hooks import have_hooks, inner_modules, reason_to_stay_whole
 from shoal.strategies.tensor.linear import is_linear, sizes_of
 from shoal.strategies.tensor.plan import Block, Layer, Plan, Style, parse_style
 from shoal.strategies.tensor.proposals import Proposal
@@ -157,6 +158,9 @@ def _checked(module: nn.Module, candidate: Candidate, num_ranks: int) -> Block:
             f"the {width} features between {names} and {candidate.row} do not divide by the "
             f"{num_ranks} ranks"
         )
+    for path in (*candidate.columns, candidate.row):
+        _check_may_split(join_names(candidate.block, path), block.get_submodule(path))
+        _check_hooks(candidate, [block.get_submodule(path)], names)
     try:
         verdict = try_proposal(candidate, block, proposal, num_ranks)
     except TypeError as error:  # it wants more than one tensor: whoever made the plan knows
@@ -166,6 +170,7 @@ def _checked(module: nn.Module, candidate: Candidate, num_ranks: int) -> Block:
                 f"found out, because {candidate.block or 'the model'} cannot be called with one "
                 "tensor: leave the row out of the plan, and the column's outputs are joined"
             ) from error
+        _check_hooks(candidate, inner_modules(block), names)
         return make_block(candidate, Verdict(proposal, between(block, candidate), drops=True))
     if verdict is None:
         raise ValueError(
@@ -173,11 +178,30 @@ def _checked(module: nn.Module, candidate: Candidate, num_ranks: int) -> Block:
             f"column and {candidate.row} by row: what is between them needs all features. Leave "
             "the row out of the plan, and the column's outputs are joined."
         )
+    _check_hooks(candidate, [block.get_submodule(path) for path in verdict.inside], names)
     return make_block(candidate, verdict)
+
+
+def _check_hooks(candidate: Candidate, inside: Sequence[nn.Module], names: str) -> None:
+    if have_hooks(inside):
+        raise ValueError(
+            f"{names} and {candidate.row} cannot be split together: hooks on them, or between "
+            "them, would get parts of activations. Leave the row out of the plan, and the column's "
+            "outputs are joined; or remove the hooks."
+        )
+
+
+def _check_may_split(name: str, layer: nn.Module) -> None:
+    reason = reason_to_stay_whole(layer)
+    if reason is not None:
+        raise ValueError(
+            f"{name} cannot be split: {reason}. Leave it out of the plan, or remove the hooks."
+        )
 
 
 def _alone(module: nn.Module, name: str, style: Style, num_ranks: int) -> Block:
     part = module.get_submodule(name)
+    _check_may_split(name, part)
     if isinstance(part, nn.MultiheadAttention):
         raise ValueError(f"{name} has {part.num_heads} heads, too few for {num_ranks} ranks")
     parent = module.get_submodule(name.rpartition(".")[0])
