@@ -275,3 +275,30 @@ def test_random_numbers_are_those_of_one_process(build: Callable[[], nn.Module])
     for found, own in shoal.run(trained, 3, "memory", args=(build, SEQUENCES, True), timeout=40):
         torch.testing.assert_close(found, outputs)
         torch.testing.assert_close(own, gradients)
+
+
+class Annealed(Pair):
+    """Begins to look at all features in the course of training."""
+
+    tau = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.fc1(x)
+        return self.fc2(hidden + self.tau * F.normalize(hidden, dim=-1))
+
+
+@pytest.mark.parametrize(("tau", "plan"), [(1.0, None), (0.0, {"fc1": "column"})])
+def test_what_changes_later_is_right_if_the_plan_is_made_for_it(tau: float, plan: Any) -> None:
+    """What the documentation says to do."""
+
+    def outcome(is_split: bool) -> Tensor:
+        torch.manual_seed(0)
+        module: Any = Annealed().double()
+        module.tau = tau
+        options = {"strategy": "tensor", "plan": plan}
+        model = shoal.as_distributed(module, **options) if is_split else module
+        module.tau = 0.5
+        return model(torch.ones(ITEMS, WIDTH, dtype=torch.float64)).detach()
+
+    for found in shoal.run(outcome, 2, "memory", args=(True,)):
+        torch.testing.assert_close(found, outcome(is_split=False))
