@@ -11,7 +11,16 @@ from torch import Tensor, nn
 import shoal
 from shoal.errors import ShoalError
 from strategies.models import has_transformers, random_numbers
-from strategies.tensor.tasks import BUILDERS, GPT, HEADS, WIDTH, Attention, Block, FeedForward
+from strategies.tensor.tasks import (
+    BUILDERS,
+    GPT,
+    HEADS,
+    WIDTH,
+    Attention,
+    Block,
+    FeedForward,
+    JointGate,
+)
 
 OPTIONS = {"strategy": "tensor", "sequence_parallel": True}
 
@@ -56,6 +65,25 @@ def test_blocks_have_some_positions_between_regions() -> None:
         return seen
 
     assert run(check) == [[(2, length, WIDTH)] * 2 for length in (3, 3, 2)]
+
+
+@pytest.mark.parametrize("kind", [FeedForward, JointGate])
+def test_blocks_that_are_regions_themselves(kind: Any) -> None:
+    """Positions were gathered before they were cut, and gradients of a norm summed twice."""
+
+    def outcome(is_split: bool) -> tuple[Tensor, Tensor | None, dict[str, Tensor | None]]:
+        torch.manual_seed(0)
+        module: Any = nn.Sequential(*(kind(WIDTH, 9) for _ in range(2))).double()
+        x = random_numbers(0, 2, 7, WIDTH).requires_grad_()
+        model = shoal.as_distributed(module, **OPTIONS) if is_split else module
+        outputs = model(x)
+        outputs.square().mean().backward()
+        if is_split:
+            return outputs.detach(), x.grad, dict(model.full_gradients())
+        return outputs.detach(), x.grad, {n: p.grad for n, p in module.named_parameters()}
+
+    for found in run(lambda: outcome(is_split=True)):
+        torch.testing.assert_close(found, outcome(is_split=False), rtol=0, atol=1e-12)
 
 
 def test_fewer_positions_than_ranks() -> None:

@@ -61,6 +61,8 @@ class Entry:
         self._handed: list[tuple[Tensor, bool, Tensor]] = []
         self.is_inside = False
         """Whether activations are split right now."""
+        self.is_at_block = False
+        """Whether everything comes in where the block is called, and not at its columns."""
         self._block: nn.Module | None = None
         self._num_calls = 0
 
@@ -72,13 +74,17 @@ class Entry:
         for seen, had_graph, handed in self._handed:
             if (seen is tensor or handed is tensor) and had_graph == has_graph:
                 return handed
+        if self.is_at_block and not self.is_bypassed:
+            return tensor
         if self._gathers_all and self.sequence_dim is not None:
             return self.present(tensor)
-        handed = tensor
-        if tensor.requires_grad:
-            handed = collective.copy(tensor, self._group.backend)
+        handed = self.share(tensor)
         self._handed.append((tensor, has_graph, handed))
         return handed
+
+    def share(self, tensor: Tensor) -> Tensor:
+        """What every rank has whole, for work that differs."""
+        return collective.copy(tensor, self._group.backend) if tensor.requires_grad else tensor
 
     def watch(self, block: nn.Module) -> None:
         """Only while this module is called, its layers hand parts to each other."""

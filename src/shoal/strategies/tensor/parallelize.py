@@ -123,7 +123,7 @@ def _rebuild(
         is_own = isinstance(part, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
         entry = Entry(group, stack.dim, gathers_all=is_own)
         if not is_own and not isinstance(part, nn.MultiheadAttention):
-            gather_main_input(part, entry.present)
+            gather_main_input(part, entry)
     for layer in block.layers:
         keeps_split = splits_logits and layer.gives_logits
         _rebuild_layer(module.get_submodule(layer.name), layer, group, entry, keeps_split)

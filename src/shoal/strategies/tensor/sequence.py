@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from shoal.comm import Backend
 from shoal.comm import differentiable as collective
@@ -28,6 +28,7 @@ from shoal.errors import ShoalError
 from shoal.strategies.tensor.calling import arguments, evaluating, random_weights
 from shoal.strategies.tensor.cut import Cut
 from shoal.strategies.tensor.drafting import describe
+from shoal.strategies.tensor.group import Entry
 from shoal.strategies.tensor.linear import sizes_of
 from shoal.strategies.tensor.plan import Block, Plan, Style
 from shoal.strategies.tensor.randomness import SequenceDropout, Undropped, during, has_rate
@@ -189,9 +190,10 @@ def install(module: nn.Module, stack: Stack, group: Backend, *, drops: bool) -> 
     """Cuts what goes into the stack, and joins what comes out; ``drops``: blocks drop something."""
     parts = [module.get_submodule(name) for name in stack.names]
     length = _Length(stack.dim, group)
-    parts[0].register_forward_pre_hook(length.begin, with_kwargs=True)
+    # First of all, before a block that is itself a region gathers the positions again.
+    parts[0].register_forward_pre_hook(length.begin, prepend=True, with_kwargs=True)
     for part in parts[1:]:
-        part.register_forward_pre_hook(length.check, with_kwargs=True)
+        part.register_forward_pre_hook(length.check, prepend=True, with_kwargs=True)
     if drops or any(map(has_rate, parts)):
         for part in parts:
             _watch_dropout(part, length)
@@ -231,12 +233,24 @@ class _Length:
         return tree_unflatten(leaves, structure)
 
 
-def gather_main_input(block: nn.Module, present: Any) -> None:
-    """A region that begins with all positions of its first tensor."""
+def gather_main_input(block: nn.Module, entry: Entry) -> None:
+    """A region that begins where its block is called, with all positions of its first tensor.
+
+    What the block does before its columns (a norm) gets partial gradients then, like the columns.
+    """
 
     def gather(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _replaced(args, kwargs, present(_main(args, kwargs)))
+        main = _main(args, kwargs)
+        whole = entry.present(main)
 
+        def enter(value: Any) -> Any:
+            if value is main:
+                return whole
+            return entry.share(value) if isinstance(value, Tensor) else value
+
+        return tree_map(enter, (args, kwargs))
+
+    entry.is_at_block = True
     block.register_forward_pre_hook(gather, with_kwargs=True)
 
 
