@@ -191,16 +191,59 @@ def test_a_layer_split_over_ranks_equals_the_whole(backend) -> None:
         torch.testing.assert_close(grad_second, second.grad.chunk(4, 1)[rank])
 
 
-def differentiate_twice():
+TWICE = {
+    # Whether inputs and results are the same on all ranks, and all results from all inputs.
+    "copy": (True, False, lambda xs: [xs[0]] * len(xs)),
+    "reduce": (False, True, sum),
+    "split": (True, False, lambda xs: xs[0].tensor_split(len(xs))),
+    "join": (False, True, torch.cat),
+    "gather": (False, False, lambda xs: [torch.cat(xs)] * len(xs)),
+    "reduce_scatter": (False, False, lambda xs: sum(xs).tensor_split(len(xs))),
+    "exchange": (False, False, lambda xs: torch.stack([*xs], 1).unbind()),
+}
+_SHAPES = {"split": (4, 2), "reduce_scatter": (4, 2)}  # of which ranks get different parts
+
+
+def differentiate_twice(name):
+    """The gradient of how steep a loss is that all ranks have in common."""
     backend = shoal.world().backend
-    x = torch.ones(3, requires_grad=True)
-    (gradient,) = torch.autograd.grad(d.copy(x, backend).pow(3).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+    is_input_common, is_result_common, _ = TWICE[name]
+    rank = 0 if is_input_common else backend.rank
+    mine = inputs([_SHAPES.get(name, (3, 2))] * 3)[rank].requires_grad_()
+    result = getattr(d, name)(mine, backend)
+    weight = weights(result.shape, 0 if is_result_common else backend.rank)
+    loss = (result.sin() * weight).sum()
+    loss = loss if is_result_common else d.reduce(loss, backend)
+    (slope,) = torch.autograd.grad(loss, mine, create_graph=True)
+    penalty = slope.pow(2).sum()
+    (penalty if is_input_common else d.reduce(penalty, backend)).backward()
+    return mine.grad
 
 
-def test_gradients_of_gradients_are_refused() -> None:
-    Team("memory", 2).run(differentiate_twice)
+@pytest.mark.parametrize("name", TWICE)
+def test_gradients_of_gradients(name) -> None:
+    is_input_common, is_result_common, expected = TWICE[name]
+    leaves = [value.requires_grad_() for value in inputs([_SHAPES.get(name, (3, 2))] * 3)]
+    used = leaves[:1] if is_input_common else leaves
+    results = [expected(leaves)] if is_result_common else expected(leaves)
+    loss = sum((each.sin() * weights(each.shape, rank)).sum() for rank, each in enumerate(results))
+    slopes = torch.autograd.grad(loss, used, create_graph=True)
+    sum(slope.pow(2).sum() for slope in slopes).backward()
+    for rank, found in enumerate(Team("memory", 3).run(differentiate_twice, name)):
+        torch.testing.assert_close(found, used[0 if is_input_common else rank].grad)
+
+
+def differentiate_uneven_parts_twice():
+    backend = shoal.world().backend
+    mine = torch.arange(1.0, backend.rank + 2, requires_grad=True)
+    (slope,) = torch.autograd.grad(d.join(mine, backend).pow(3).sum(), mine, create_graph=True)
+    d.reduce(slope.sum(), backend).backward()
+    return mine.grad
+
+
+def test_gradients_of_gradients_of_uneven_parts() -> None:
+    for rank, found in enumerate(Team("memory", 3).run(differentiate_uneven_parts_twice)):
+        torch.testing.assert_close(found, 6 * torch.arange(1.0, rank + 2))
 
 
 def leave_alone():

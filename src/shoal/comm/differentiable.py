@@ -18,7 +18,7 @@ forward                 backward
 with the same computation on the same values, so each holds the whole gradient already; after
 `gather` each rank does something of its own, so the gradients have to be summed.
 
-Gradients of gradients are refused: autograd does not see what a backward communicates.
+A backward calls the other function of its pair, so gradients of gradients pass through as well.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shoal.comm.backend import Backend
 from shoal.comm.operation import AllGather, AllToAll
@@ -50,7 +49,7 @@ def reduce(tensor: Tensor, group: Backend) -> Tensor:
 
 def split(tensor: Tensor, group: Backend, dim: int = 0) -> Tensor:
     """Keeps this rank's part along ``dim`` of a value that is the same on all ranks."""
-    return _Split.apply(tensor, group, dim)
+    return _Split.apply(tensor, group, dim, split_sizes(tensor.shape[dim], group.size))
 
 
 def join(tensor: Tensor, group: Backend, dim: int = 0) -> Tensor:
@@ -87,48 +86,45 @@ class _Copy(_Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Context, *gradients: Tensor) -> Gradients:
-        return ctx.group.all_reduce(gradients[0].clone()), None
+        return reduce(gradients[0], ctx.group), None
 
 
 class _Reduce(_Function):
     @staticmethod
     def forward(ctx: Context, tensor: Tensor, group: Backend) -> Tensor:
+        ctx.group = group
         total: Tensor = group.all_reduce(tensor.clone())
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Context, *gradients: Tensor) -> Gradients:
-        return gradients[0], None
+        return copy(gradients[0], ctx.group), None
 
 
 class _Split(_Function):
     @staticmethod
-    def forward(ctx: Context, tensor: Tensor, group: Backend, dim: int) -> Tensor:
+    def forward(
+        ctx: Context, tensor: Tensor, group: Backend, dim: int, sizes: Sequence[int]
+    ) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        starts = offsets(split_sizes(tensor.shape[dim], group.size))
-        length = starts[group.rank + 1] - starts[group.rank]
-        return tensor.narrow(dim, starts[group.rank], length).clone()
+        return tensor.narrow(dim, offsets(sizes)[group.rank], sizes[group.rank]).clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Context, *gradients: Tensor) -> Gradients:
-        return _all_gather(gradients[0], ctx.group, ctx.dim)[0], None, None
+        return join(gradients[0], ctx.group, ctx.dim), None, None, None
 
 
 class _Join(_Function):
     @staticmethod
     def forward(ctx: Context, tensor: Tensor, group: Backend, dim: int) -> Tensor:
         joined, sizes = _all_gather(tensor, group, dim)
-        ctx.dim, ctx.start, ctx.length = dim, sum(sizes[: group.rank]), sizes[group.rank]
+        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
         return joined
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Context, *gradients: Tensor) -> Gradients:
-        return gradients[0].narrow(ctx.dim, ctx.start, ctx.length).clone(), None, None
+        return _Split.apply(gradients[0], ctx.group, ctx.dim, ctx.sizes), None, None
 
 
 class _Gather(_Function):
@@ -139,10 +135,8 @@ class _Gather(_Function):
         return joined
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Context, *gradients: Tensor) -> Gradients:
-        part = _reduce_scatter(gradients[0], ctx.group, ctx.dim, ctx.sizes)
-        return part, None, None
+        return _ReduceScatter.apply(gradients[0], ctx.group, ctx.dim, ctx.sizes), None, None
 
 
 class _ReduceScatter(_Function):
@@ -154,9 +148,8 @@ class _ReduceScatter(_Function):
         return _reduce_scatter(tensor, group, dim, sizes)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Context, *gradients: Tensor) -> Gradients:
-        return _all_gather(gradients[0], ctx.group, ctx.dim)[0], None, None, None
+        return gather(gradients[0], ctx.group, ctx.dim), None, None, None
 
 
 class _Exchange(_Function):
@@ -171,9 +164,8 @@ class _Exchange(_Function):
         return arrived
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Context, *gradients: Tensor) -> Gradients:
-        return ctx.group.all_to_all(gradients[0], sizes=ctx.arrived), None, None
+        return exchange(gradients[0], ctx.group, ctx.arrived), None, None
 
 
 def _all_gather(tensor: Tensor, group: Backend, dim: int) -> tuple[Tensor, list[int]]:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal.comm import Backend
+from shoal.comm import differentiable as collective
 from shoal.comm.agreement import agree
 from shoal.sharding.split import Split
 from shoal.strategies.tensor.attention import make_attention
@@ -157,8 +158,7 @@ def _sum_gradients(parameter: nn.Parameter, group: Backend) -> None:
     """Each rank's gradient comes from its part of the activations; the sum is the gradient."""
 
     def total(gradient: Tensor) -> Tensor:
-        summed: Tensor = group.all_reduce(gradient.clone())
-        return summed
+        return collective.reduce(gradient, group)
 
     was_trainable = parameter.requires_grad
     # The hook can only be hung on what wants gradients, and it may want some later.
