@@ -25,6 +25,7 @@ from shoal.comm import differentiable as collective
 from shoal.comm.partition import split_sizes
 from shoal.comm.random_state import RandomState
 from shoal.errors import ShoalError
+from shoal.strategies.snapshot import Snapshot
 from shoal.strategies.tensor.calling import arguments, evaluating, random_weights
 from shoal.strategies.tensor.cut import Cut
 from shoal.strategies.tensor.drafting import describe
@@ -32,7 +33,6 @@ from shoal.strategies.tensor.group import Entry
 from shoal.strategies.tensor.linear import sizes_of
 from shoal.strategies.tensor.plan import Block, Plan, Style
 from shoal.strategies.tensor.randomness import SequenceDropout, Undropped, during, has_rate
-from shoal.strategies.tensor.snapshot import Snapshot
 
 _TOLERANCE = 1e-3
 
