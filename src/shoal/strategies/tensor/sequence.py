@@ -35,6 +35,7 @@ from shoal.strategies.tensor.plan import Block, Plan, Style
 from shoal.strategies.tensor.randomness import SequenceDropout, Undropped, during, has_rate
 
 _TOLERANCE = 1e-3
+_PART = "_shoal_is_part"
 
 
 @dataclass(frozen=True)
@@ -237,21 +238,30 @@ def gather_main_input(block: nn.Module, entry: Entry) -> None:
     """A region that begins where its block is called, with all positions of its first tensor.
 
     What the block does before its columns (a norm) gets partial gradients then, like the columns.
+    What a region returns beside its result (T5's position biases, by heads) stays in parts, and
+    goes into the next one as it is.
     """
 
-    def gather(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    def begin(_: nn.Module, args: Any, kwargs: Any) -> Any:
         main = _main(args, kwargs)
         whole = entry.present(main)
 
         def enter(value: Any) -> Any:
             if value is main:
                 return whole
-            return entry.share(value) if isinstance(value, Tensor) else value
+            is_whole = isinstance(value, Tensor) and not hasattr(value, _PART)
+            return entry.share(value) if is_whole else value
 
         return tree_map(enter, (args, kwargs))
 
+    def end(_: nn.Module, args: Any, output: Any) -> None:
+        _result, *others = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        for other in others:
+            setattr(other, _PART, True)
+
     entry.is_at_block = True
-    block.register_forward_pre_hook(gather, with_kwargs=True)
+    block.register_forward_pre_hook(begin, with_kwargs=True)
+    block.register_forward_hook(end)
 
 
 def _main(args: Any, kwargs: Any) -> Tensor:
