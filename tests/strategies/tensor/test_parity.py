@@ -54,7 +54,7 @@ def cases() -> Iterator[object]:
                 yield pytest.param(case, id=f"{case}-few")
     for task in ("encoder", "llama", "qwen3", "gpt2", "t5", "vit"):
         for ranks in (2, 3):
-            is_fast = (task, ranks) in {("encoder", 3), ("llama", 2)}
+            is_fast = (task, ranks) in {("encoder", 3), ("llama", 2), ("t5", 2)}
             steps = _FEW if is_fast else 20
             case = Case(task, ranks, {"sequence_parallel": True}, steps)
             yield pytest.param(case, id=str(case), marks=_marks(task, is_fast))
