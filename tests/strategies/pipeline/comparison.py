@@ -21,6 +21,15 @@ def batch(step=0, items=6):
     return numbers[:, :4], numbers[:, 4:]
 
 
+def assert_same_step(model, loss, plain, expected) -> None:
+    """A pipeline's loss and gradients are those of one process; ``expected`` is its loss."""
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    found = dict(model.full_gradients())
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)
+
+
 def check_gradients(build, ranks, **options) -> None:
     """All ranks have the loss and the gradients of one process."""
 
@@ -31,11 +40,6 @@ def check_gradients(build, ranks, **options) -> None:
         model = shoal.as_distributed(module, strategy="pipeline", micro_batches=3, **options)
         x, y = batch()
         loss = model.train_step(x, y, F.mse_loss)
-        expected = F.mse_loss(plain(x), y)
-        expected.backward()
-        torch.testing.assert_close(loss, expected.detach())
-        found = dict(model.full_gradients())
-        for name, parameter in plain.named_parameters():
-            torch.testing.assert_close(found[name], parameter.grad)
+        assert_same_step(model, loss, plain, F.mse_loss(plain(x), y))
 
     shoal.run(train, ranks, "memory")
