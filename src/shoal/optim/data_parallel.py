@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from shoal.optim.optimizer import ShardedOptimizer
-from shoal.strategies.model import DDPModel, FSDPModel, ZeRO1Model, ZeRO2Model, ZeRO3Model
+from shoal.strategies.data_parallel import (
+    DDPModel,
+    FSDPModel,
+    ZeRO1Model,
+    ZeRO2Model,
+    ZeRO3Model,
+)
 
 
 class DDPOptimizer(ShardedOptimizer):

@@ -1,14 +1,14 @@
 """Strategies: who holds what, and when it travels."""
 
-from shoal.strategies.hybrid import HybridShardedModel
-from shoal.strategies.model import (
+from shoal.strategies.data_parallel import (
     DDPModel,
     FSDPModel,
-    ShardedModel,
     ZeRO1Model,
     ZeRO2Model,
     ZeRO3Model,
 )
+from shoal.strategies.hybrid import HybridShardedModel
+from shoal.strategies.model import ShardedModel
 from shoal.strategies.pipeline.model import PipelineParallelModel
 from shoal.strategies.tensor.model import TensorParallelModel
 
