@@ -5,6 +5,7 @@ Where they are sharded such changes were lost, or over shared memory made by eve
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -150,6 +151,11 @@ def written_late(strategy: str) -> str:
     torch._foreach_mul_(memory, 0.9)
     with pytest.raises(ShoalError) as refused:
         model.state_dict()
+    while len(memory) > 1:  # each group has an error of its own, once
+        memory.pop()
+        with contextlib.suppress(ShoalError):
+            model.state_dict()
+    model.state_dict()
     return str(refused.value)
 
 

@@ -37,9 +37,11 @@ class Lent:
 
     def adopt(self) -> bool:
         """Makes what was written to it count, and returns whether anything was."""
-        is_new = self._whole != self._before
+        now, before = self._whole, self._before
+        is_new = (now != before) & ~(now.isnan() & before.isnan())
         if not is_new.any():
             return False
+        self._before = now.clone()  # one error is enough
         if self.is_old:
             names = self._group.names
             raise ShoalError(
@@ -47,8 +49,7 @@ class Lent:
                 "before the optimizer's last step was written to after it: parameters are spread "
                 "over the ranks, so ask for .data anew after each step"
             )
-        self._group.overwrite(is_new, self._whole)
-        self._before = self._whole.clone()
+        self._group.overwrite(is_new, now)
         return True
 
 
