@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from shoal.comm.control.page import PageControl, is_supported
 from shoal.comm.control.page_memory import Page
+from shoal.comm.direct import can_read, probe_address
 from shoal.errors import DeadlineError, PeerError, ShoalError
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ _JOINED = "shoal/joined"
 _LINGER_S = 5.0
 _FIRST_WARNING_S = 10.0
 _POLL_S = 0.005
+_MAPPED, _READS = b"mapped the page", b"mapped the page, can read the others"
 
 
 class Bootstrap(ABC):
@@ -146,11 +148,12 @@ class Identity:
     host: str
     pid: int
     page_fd: int
+    probe: int
 
     @staticmethod
     def of_this_process(page_fd: int = -1) -> Identity:
         """This process; a host is one kernel, process space and network."""
-        return Identity(host_id(), os.getpid(), page_fd)
+        return Identity(host_id(), os.getpid(), page_fd, probe_address())
 
 
 def host_id() -> str:
@@ -198,10 +201,13 @@ def _connect_page(bootstrap: Bootstrap, identities: Sequence[Identity]) -> PageC
         page = Page(fd, bootstrap.size)
     finally:
         os.close(fd)
-    bootstrap.all_gather(b"mapped")  # only then may rank 0 let go of the file
-    if bootstrap.rank == 0:
+    reads = all(can_read(identity.pid, identity.probe) for identity in identities)
+    said = bootstrap.all_gather(_READS if reads else _MAPPED)
+    if bootstrap.rank == 0:  # everybody has mapped the file: it can be let go of
         os.close(first.page_fd)
-    return PageControl(page, bootstrap.rank, [identity.pid for identity in identities])
+    control = PageControl(page, bootstrap.rank, [identity.pid for identity in identities])
+    control.ranks_read_directly = all(word == _READS for word in said)
+    return control
 
 
 def store_for_one_host() -> tuple[Store, int]:

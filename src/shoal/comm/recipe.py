@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shoal.comm.copying import copy
 from shoal.comm.operation import Payload
 from shoal.comm.partition import offsets
 from shoal.comm.reduction import reduce_into
@@ -24,7 +25,7 @@ _DTYPES = frozenset(
     (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 )
 Finisher = Callable[[Tensor], object]
-"""Makes the result out of what all ranks have staged."""
+"""Makes the result out of what all ranks have shown."""
 
 
 class Call(NamedTuple):
@@ -82,6 +83,8 @@ class Variant:
     shown: Sequence[bytes] = ()
     """Everybody's headers the last time, which fit together."""
     finish: Finisher = lambda target: None
+    is_direct: bool = False
+    """Whether it is read where its owner has it, so that ranks meet again afterwards."""
     num_bytes: int = 0
 
 
@@ -110,4 +113,4 @@ def finisher(call: Call, payload: Payload, wholes: Sequence[Tensor], rank: int) 
     if rank == payload.root:
         return lambda target: None
     sent = wholes[payload.root].view(call.shape)
-    return lambda target: target.copy_(sent)
+    return lambda target: copy(target, sent)

@@ -1,21 +1,12 @@
 """`SharedMemoryBackend`: ranks are processes of one host, data moves through shared memory.
 
-[Note: exposures]
-Each rank exposes its source to the others. A tensor from `Backend.empty` lies in a segment
-that they can map, and is *shared* as it is. Any other tensor is *staged*: copied into one of
-two halves of a segment, whole if it fits and otherwise a window at a time. A rank may
-overwrite a half once everybody is done with what it held before, and it knows that, because
-everybody has met since then, over the other half.
-
-[Note: parts and windows]
-A source is a row of parts, one for each rank that will work on it. A window is a range
-inside every part, so that all ranks have work in each window.
+See [Note: exposures] and [Note: parts and windows] in `shoal.comm.exposing`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +19,8 @@ from shoal.comm.control.page import PageChannel, PageControl
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Message
 from shoal.comm.copying import copy
-from shoal.comm.exposure import Exposure, Window
+from shoal.comm.exposing import DIRECT, SHARED, SMALL_BYTES
+from shoal.comm.exposure import Window, windows_of
 from shoal.comm.header import Header, decode, encode
 from shoal.comm.message_memory import MessageMemory
 from shoal.comm.operation import Operation, Payload, Send, writing
@@ -38,11 +30,9 @@ from shoal.comm.posting import Carrier, Postbox, Posted
 from shoal.comm.reduction import reduce_into
 from shoal.comm.segments import Arena, Location, Peer
 from shoal.comm.site import call_site
-from shoal.comm.small_operations import SMALL_BYTES, STAGED, SmallOperations, is_all_staged
-from shoal.comm.staging import HALF_BYTES, Staging
+from shoal.comm.small_operations import SmallOperations, is_all_staged
+from shoal.comm.staging import Staging
 from shoal.comm.work import PendingWork, Work
-
-_SHARED, _WINDOWED = b"m", b"w"
 
 
 class SharedMemoryBackend(SmallOperations):
@@ -127,7 +117,7 @@ class SharedMemoryBackend(SmallOperations):
             if can_post and location is not None and self._queue.is_idle():
                 self._number += 1
                 operation.signature += " posted"  # who does not post it moves other data
-                wire = _SHARED + location.encode()
+                wire = SHARED + location.encode()
                 header = encode(Header(operation.signature, operation.meta, wire, call_site()))
                 self._where(operation, self._number, call_site())
                 return self._postbox.put(operation, self._number, header)
@@ -229,94 +219,6 @@ class SharedMemoryBackend(SmallOperations):
         for peer in self._peers:
             peer.close()
 
-    # Exposing ---------------------------------------------------------------------------
-
-    def _expose(self, operation: Operation, number: int) -> bytes:
-        """What fits is staged before the ranks meet, so that small operations meet once."""
-        source = operation.source
-        if self.size == 1:
-            return b""
-        shared = source if source is not None else operation.sink
-        if shared is not None and shared.nbytes > SMALL_BYTES:
-            location = self._arena.locate(shared)
-            if location is not None:
-                return _SHARED + location.encode()
-        if source is None:
-            return b""
-        self._staging.turn += 1
-        if source.nbytes > HALF_BYTES:
-            return _WINDOWED + self._staging.wire()
-        self._staging.put(source)
-        return STAGED + self._staging.wire()
-
-    def _exposures(self, payload: Payload, parts: Sequence[Sequence[int]]) -> list[Exposure]:
-        """Everybody's source; ``parts`` are the counts of each rank's."""
-        tensor = payload.source if payload.source is not None else payload.target
-        assert tensor is not None
-        return [
-            self._exposure(rank, wire, counts, tensor.dtype)
-            for rank, (wire, counts) in enumerate(zip(payload.wires, parts, strict=True))
-        ]
-
-    def _exposure(
-        self, rank: int, wire: bytes, parts: Sequence[int], dtype: torch.dtype
-    ) -> Exposure:
-        kind = wire[:1]
-        if not kind:
-            return Exposure([], [], is_shared=False)
-        if kind == _WINDOWED:
-            first = Location.decode(wire[1:])
-            second = first._replace(offset=HALF_BYTES - first.offset)
-            wires = (first.encode(), second.encode())
-            halves = [self._view(rank, half, HALF_BYTES, dtype) for half in wires]
-            return Exposure(halves, parts, is_shared=False)
-        whole = self._view(rank, wire[1:], sum(parts) * dtype.itemsize, dtype)
-        return Exposure([whole], parts, is_shared=kind == _SHARED)
-
-    def _view(self, rank: int, wire: bytes, num_bytes: int, dtype: torch.dtype) -> Tensor:
-        return self._peers[self.ranks[rank]].view(wire, num_bytes, dtype)
-
-    def _windows(
-        self,
-        exposures: Sequence[Exposure],
-        source: Tensor | None,
-        patience: Patience,
-        kept: int | None = None,
-    ) -> Iterator[Window]:
-        """Stages what is windowed here, meets the others, and says what to work on, in turn.
-
-        ``kept`` is a part that only this rank reads. What is shared stays readable until everybody
-        is through: hence the meeting at the end.
-        """
-        windowed = [exposure for exposure in exposures if exposure.is_windowed]
-        if not windowed:
-            yield Window(0, 0, max(exposure.longest for exposure in exposures))
-        width = min((exposure.width for exposure in windowed), default=1)
-        # What is not windowed may be longer than what is, and is worked on in the same windows.
-        longest = max(exposure.longest for exposure in exposures) if windowed else 0
-        rounds = -(-longest // width)
-        for number in range(rounds):
-            window = Window(number, number * width, (number + 1) * width)
-            if exposures[self.rank].is_windowed and source is not None:
-                exposures[self.rank].stage(source, window, but=kept)
-            self._page_channel.sync(patience)
-            yield window
-        if exposures[self.rank].is_windowed:
-            self._staging.turn += rounds - 1
-        if any(exposure.is_shared for exposure in exposures):
-            self._page_channel.sync(patience)
-
-    def _pieces(
-        self, exposures: Sequence[Exposure], source: Tensor, part: int, window: Window
-    ) -> list[Tensor]:
-        """One part of everybody's source; this rank's own where it always was."""
-        return [
-            exposure.private(source, part, window)
-            if rank == self.rank
-            else exposure.piece(part, window)
-            for rank, exposure in enumerate(exposures)
-        ]
-
     # Collectives ------------------------------------------------------------------------
 
     def _all_reduce(self, payload: Payload, patience: Patience) -> None:
@@ -326,10 +228,30 @@ class SharedMemoryBackend(SmallOperations):
         if source.nbytes <= SMALL_BYTES:
             wholes = self._staged_wholes(payload, [source.numel()] * self.size, target.dtype)
             reduce_into(payload.op, wholes, target)
-        elif self.size == 2 and all(wire[:1] != _SHARED for wire in payload.wires):
+        elif any(wire[:1] == DIRECT for wire in payload.wires):
+            self._reduce_and_read(payload, source, target, patience)
+        elif self.size == 2 and all(wire[:1] != SHARED for wire in payload.wires):
             self._reduce_everywhere(payload, source, target, patience)
         else:
             self._reduce_in_slices(payload, source, range(self.size), patience)
+
+    def _reduce_and_read(
+        self, payload: Payload, source: Tensor, target: Tensor, patience: Patience
+    ) -> None:
+        """Each of two ranks reduces its half in its own memory, where the other reads it then."""
+        parts = split_sizes(source.numel(), self.size)
+        exposures = self._exposures(payload, [parts] * self.size)
+        mine, rest = self.rank, 1 - self.rank
+        own, other = exposures[mine], exposures[rest]
+        self._staging.turn += 1
+        scratch = self._staging.scratch(source.dtype)
+        for window in windows_of(parts[mine], scratch.numel()):
+            inputs = [own.private(source, mine, window)]
+            inputs.insert(rest, other.found(mine, window, scratch))
+            reduce_into(payload.op, inputs, own.private(target, mine, window))
+        self._page_channel.sync(patience)
+        other.copy_piece(target[offsets(parts)[rest] :], rest, Window(0, 0, parts[rest]))
+        self._page_channel.sync(patience)
 
     def _reduce_everywhere(
         self, payload: Payload, source: Tensor, target: Tensor, patience: Patience
@@ -375,7 +297,7 @@ class SharedMemoryBackend(SmallOperations):
 
     def _broadcast(self, payload: Payload, patience: Patience) -> None:
         assert payload.source is not None
-        if payload.wires[payload.root][:1] == _SHARED:
+        if payload.wires[payload.root][:1] == SHARED:
             self._broadcast_together(payload, payload.source)
             self._page_channel.sync(patience)
             return
@@ -388,7 +310,7 @@ class SharedMemoryBackend(SmallOperations):
 
     def _broadcast_together(self, payload: Payload, mine: Tensor) -> None:
         """The root writes the first part for whom it can reach, so that all have as much to do."""
-        is_reached = [wire[:1] == _SHARED for wire in payload.wires]
+        is_reached = [wire[:1] == SHARED for wire in payload.wires]
         helped = split_sizes(mine.numel(), self.size)[0]
         wholes = self._shared_wholes(payload, among=is_reached)
         if self.rank != payload.root:
@@ -443,14 +365,11 @@ class SharedMemoryBackend(SmallOperations):
         for window in self._windows(exposures, payload.source, patience, kept):
             for place, sender in enumerate(senders):
                 assert payload.target is not None
+                out = payload.target[starts[place] + window.start : starts[place + 1]]
                 if sender == self.rank and payload.source is not None:
-                    piece = exposures[sender].private(payload.source, part, window)
+                    exposures[sender].copy_own(out, payload.source, part, window)
                 else:
-                    piece = exposures[sender].piece(part, window)
-                start = starts[place] + window.start
-                out = payload.target[start : start + piece.numel()]
-                if out.data_ptr() != piece.data_ptr():  # rows may lie in their place already
-                    copy(out, piece)
+                    exposures[sender].copy_piece(out, part, window)
 
     # Messages ---------------------------------------------------------------------------
 

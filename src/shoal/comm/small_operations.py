@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -12,39 +11,33 @@ import torch
 from torch import Tensor
 
 from shoal.comm import operation as ops
-from shoal.comm.control.page import PageChannel
+from shoal.comm.control.patience import Patience
+from shoal.comm.direct import read_into
+from shoal.comm.exposing import DIRECT, SMALL_BYTES, STAGED, Exposing
 from shoal.comm.header import Header, encode
 from shoal.comm.operation import APART, Operation, Payload, overlap
-from shoal.comm.process_backend import ProcessBackend
-from shoal.comm.recipe import Call, Recipe, Variant, finisher
+from shoal.comm.recipe import Call, Finisher, Recipe, Variant, finisher
 from shoal.comm.reduction import ReduceOp
-from shoal.comm.staging import Staging
+from shoal.comm.staging import HALF_BYTES
 
-# Up to here copying is cheaper than the extra meeting that a shared tensor needs.
-SMALL_BYTES = 128 << 10
-STAGED = b"s"
 _MOST_RECIPES = 1024
 _MOST_VARIANTS = 4
 _MOST_WHOLES = 1024
 
 
-class SmallOperations(ProcessBackend):
+class SmallOperations(Exposing):
     """Makes the operations of training loops from recipes, if they are small."""
 
-    _page_channel: PageChannel
-    _staging: Staging
     _recipes: dict[Call, Recipe]
     _wholes: dict[tuple[object, ...], list[Tensor]]
-
-    @abstractmethod
-    def _view(self, rank: int, wire: bytes, num_bytes: int, dtype: torch.dtype) -> Tensor:
-        """A rank's memory at a location."""
 
     def all_reduce(
         self, tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, *, async_op: bool = False
     ) -> Any:
         """Reduces ``tensor`` over all ranks, in place on every rank."""
-        if self._may_be_small(tensor, async_op):
+        # Each rank reduces everything for itself: of long tensors, and of many, that is too much.
+        most = HALF_BYTES if self.size == 2 else SMALL_BYTES
+        if self._may_be_short(tensor, async_op, most):
             call = Call.of("all_reduce", op, tensor, tensor, 0)
             if call is not None:
                 return self._cook(
@@ -62,7 +55,7 @@ class SmallOperations(ProcessBackend):
         async_op: bool = False,
     ) -> Any:
         """Reduces over all ranks; each rank keeps its own rows of the result."""
-        if out is not None and sizes is None and self._may_be_small(tensor, async_op):
+        if out is not None and sizes is None and self._may_be_short(tensor, async_op):
             call = Call.of("reduce_scatter", op, tensor, out, overlap(tensor, out))
             if call is not None:
                 place = (self.rank, self.size)
@@ -78,7 +71,7 @@ class SmallOperations(ProcessBackend):
         self, tensor: Tensor, *, out: Tensor | None = None, async_op: bool = False
     ) -> Any:
         """Joins the rows of all ranks, on every rank. Ranks may give different numbers."""
-        if out is not None and self._may_be_small(tensor, async_op):
+        if out is not None and self._may_be_short(tensor, async_op):
             call = Call.of("all_gather", None, tensor, out, overlap(out, tensor))
             if call is not None:
                 return self._cook(call, tensor, out, lambda: ops.AllGather(tensor, out))
@@ -88,7 +81,7 @@ class SmallOperations(ProcessBackend):
         self, tensor: Tensor | None = None, *, root: int = 0, async_op: bool = False
     ) -> Any:
         """Fills ``tensor`` with the root's; without one, a new tensor comes back."""
-        if tensor is not None and self._may_be_small(tensor, async_op) and 0 <= root < self.size:
+        if tensor is not None and self._may_be_short(tensor, async_op) and 0 <= root < self.size:
             call = Call.of("broadcast", root, tensor, tensor, APART)
             if call is not None:
                 is_root = root == self.rank
@@ -100,8 +93,11 @@ class SmallOperations(ProcessBackend):
                 )
         return super().broadcast(tensor, root=root, async_op=async_op)
 
-    def _may_be_small(self, tensor: Tensor, async_op: bool) -> bool:
-        return not async_op and self.size > 1 and tensor.nbytes <= SMALL_BYTES
+    def _may_be_short(self, tensor: Tensor, async_op: bool, most: int = HALF_BYTES) -> bool:
+        """Whether it can be staged at once, and need not be where others see it anyway."""
+        if async_op or self.size == 1 or tensor.nbytes > most:
+            return False
+        return tensor.nbytes <= SMALL_BYTES or self._arena.locate(tensor) is None
 
     def _cook(
         self, call: Call, source: Tensor | None, target: Tensor, make: Callable[[], Operation]
@@ -147,12 +143,15 @@ class SmallOperations(ProcessBackend):
             headers = self._compare(operation, number, variant.header, shown)
             payload = operation.prepare(headers, self.rank)
             payload.wires = [header.wire for header in headers]
-            if any(wire[:1] not in (STAGED, b"") for wire in payload.wires):
-                # Another rank has so much that it takes the long way.
+            if not (is_all_staged(payload) or _is_read_from_root(payload, call.kind)):
+                # Another rank has so much, or has it in such a place, that it takes the long way.
                 result: Tensor = self._carry_out(operation, payload, patience, (begin, waited))
                 return result
             self._transport(self._complete, call, variant, payload, shown)
-        variant.finish(target)
+        if variant.is_direct:
+            self._or_fail(self._transport, self._finish_directly, variant, target, patience)
+        else:
+            variant.finish(target)
         self._settle()
         seconds = time.perf_counter() - begin
         self._state.statistics.count(call.kind, variant.num_bytes, seconds, waited)
@@ -160,27 +159,50 @@ class SmallOperations(ProcessBackend):
 
     def _stage(self, call: Call, recipe: Recipe, source: Tensor | None) -> Variant:
         """Shows the data where it was shown before, if that place is still the right one."""
+        if source is not None and self._is_read_directly(call.kind, source):
+            place = self._direct_wire(source)
+            return recipe.variants.get(place) or self._add(call, recipe, place, place, None)
         self._staging.turn += 1  # of a rank that shows nothing too: the others' places alternate
-        place = self._staging.wire()
+        place = STAGED + self._staging.wire()
         variant = recipe.variants.get(place)
         if variant is None:
-            if len(recipe.variants) >= _MOST_VARIANTS:
-                recipe.variants.clear()
-            wire = b"" if source is None else STAGED + place
-            header = Header(recipe.signature, recipe.meta, wire, call.site)
-            staged = None if source is None else self._staging.room(source).view(call.shape)
-            variant = recipe.variants[place] = Variant(encode(header), staged)
+            room = None if source is None else self._staging.room(source).view(call.shape)
+            wire = b"" if source is None else place
+            variant = self._add(call, recipe, place, wire, room)
         if variant.staged is not None and source is not None:
             variant.staged.copy_(source)
+        return variant
+
+    def _add(
+        self, call: Call, recipe: Recipe, place: bytes, wire: bytes, room: Tensor | None
+    ) -> Variant:
+        if len(recipe.variants) >= _MOST_VARIANTS:
+            recipe.variants.clear()
+        header = Header(recipe.signature, recipe.meta, wire, call.site)
+        variant = recipe.variants[place] = Variant(encode(header), room)
         return variant
 
     def _complete(
         self, call: Call, variant: Variant, payload: Payload, shown: Sequence[bytes]
     ) -> None:
+        variant.shown, variant.num_bytes = shown, payload.num_bytes
+        variant.is_direct = _is_read_from_root(payload, call.kind)
+        if variant.is_direct:
+            variant.finish = self._reader_of_root(payload)
+            return
         counts = payload.counts if call.kind == "all_gather" else [payload.total] * self.size
         wholes = self._staged_wholes(payload, counts, call.dtype)
         variant.finish = finisher(call, payload, wholes, self.rank)
-        variant.shown, variant.num_bytes = shown, payload.num_bytes
+
+    def _reader_of_root(self, payload: Payload) -> Finisher:
+        if self.rank == payload.root:
+            return lambda target: None
+        pid, address = self._process_and_address(payload.root, payload.wires[payload.root])
+        return lambda target: read_into(target, pid, address)
+
+    def _finish_directly(self, variant: Variant, target: Tensor, patience: Patience) -> None:
+        variant.finish(target)
+        self._page_channel.sync(patience)  # what is read where it lies may not change before
 
     # What is staged -----------------------------------------------------------------------
 
@@ -223,6 +245,12 @@ class SmallOperations(ProcessBackend):
 def is_all_staged(payload: Payload) -> bool:
     """Whether everybody has copied all it gives to where the others see it."""
     return all(wire[:1] in (STAGED, b"") for wire in payload.wires)
+
+
+def _is_read_from_root(payload: Payload, kind: str) -> bool:
+    """Whether it is a broadcast to plain memory that everybody reads where the root has it."""
+    kinds = [wire[:1] for wire in payload.wires]
+    return kind == "broadcast" and kinds.pop(payload.root) == DIRECT and not any(kinds)
 
 
 @lru_cache

@@ -8,7 +8,9 @@ from torch import Tensor
 from shoal.comm.raw import of_dtype
 from shoal.comm.segments import Arena
 
-HALF_BYTES = 1 << 20
+HALF_BYTES = 2 << 20
+# Of what does not fit, so much at a time: the second cache should hold it.
+WINDOW_BYTES = 1 << 20
 
 
 class Staging:
@@ -40,6 +42,11 @@ class Staging:
             if len(self._views) < 1024:
                 self._views[key] = view
         return view
+
+    def scratch(self, dtype: torch.dtype) -> Tensor:
+        """A window's room in the half whose turn it is, for this rank alone."""
+        self._allocate()
+        return of_dtype(self._halves[self.turn % 2][:WINDOW_BYTES], dtype)
 
     def wire(self) -> bytes:
         """Where the half lies whose turn it is."""

@@ -41,6 +41,9 @@ _LOOK_FOR_DEATHS_EVERY_S = 0.01
 class PageControl(Control):
     """The control plane of a world whose ranks are processes of one host."""
 
+    ranks_read_directly = False
+    """Whether each rank can read the others' memory, see `shoal.comm.direct`."""
+
     def __init__(self, page: Page, rank: int, pids: Sequence[int]) -> None:
         """``pids`` are the processes of all ranks, by rank."""
         self.rank, self.size = rank, len(pids)

@@ -1,0 +1,177 @@
+"""Tensors of every length and place over shared memory, read directly or not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import pools
+import shoal
+from shoal.comm import Backend, bootstrap, direct
+from shoal.comm.bootstrap import StoreBootstrap, store_for_one_host
+from shoal.comm.connect import connect_backend
+
+KIB = 256  # floats
+
+
+def filled(backend: Backend, length: int, place: str, seed: int) -> Tensor:
+    """Different on each rank; rank 0 alone has it in shared memory if the place is mixed."""
+    values = torch.randn(length, generator=torch.Generator().manual_seed(seed))
+    if place == "own" or (place == "mixed" and backend.rank == 0):
+        return backend.empty(length).copy_(values)
+    return values
+
+
+def sources(backend: Backend, length: int) -> list[Tensor]:
+    """What all ranks begin with."""
+    seeds = range(backend.size)
+    return [filled(backend, length, "plain", seed) for seed in seeds]
+
+
+def all_reduce(backend: Backend, mine: Tensor, every: list[Tensor]) -> Any:
+    return backend.all_reduce(mine), sum(every)
+
+
+def average(backend: Backend, mine: Tensor, every: list[Tensor]) -> Any:
+    return backend.all_reduce(mine, "average"), sum(every) / backend.size
+
+
+def reduce_scatter(backend: Backend, mine: Tensor, every: list[Tensor]) -> Any:
+    return backend.reduce_scatter(mine), sum(every).tensor_split(backend.size)[backend.rank]
+
+
+def all_gather(backend: Backend, mine: Tensor, every: list[Tensor]) -> Any:
+    return backend.all_gather(mine), torch.cat(every)
+
+
+def all_gather_unevenly(backend: Backend, mine: Tensor, every: list[Tensor]) -> Any:
+    """Some short, some long: each rank shows its own in its own way."""
+    parts = [whole[: len(whole) // (3 * rank + 1)] for rank, whole in enumerate(every)]
+    return backend.all_gather(mine[: parts[backend.rank].numel()]), torch.cat(parts)
+
+
+def broadcast(backend: Backend, mine: Tensor, every: list[Tensor]) -> Any:
+    return backend.broadcast(mine, root=1), every[1]
+
+
+def scatter(backend: Backend, mine: Tensor, every: list[Tensor]) -> Any:
+    found = backend.scatter(mine if backend.rank == 1 else None, root=1)
+    return found, every[1].tensor_split(backend.size)[backend.rank]
+
+
+def gather(backend: Backend, mine: Tensor, every: list[Tensor]) -> Any:
+    found = backend.gather(mine, root=1)
+    return (found, torch.cat(every)) if backend.rank == 1 else (torch.zeros(1), torch.zeros(1))
+
+
+def all_to_all(backend: Backend, mine: Tensor, every: list[Tensor]) -> Any:
+    parts = [whole.tensor_split(backend.size)[backend.rank] for whole in every]
+    return backend.all_to_all(mine), torch.cat(parts)
+
+
+OPERATIONS: list[Callable[..., Any]] = [
+    all_reduce, average, reduce_scatter, all_gather, all_gather_unevenly, broadcast, scatter,
+    gather, all_to_all,
+]  # fmt: skip
+
+
+def differences(lengths: list[int], place: str, is_direct: bool) -> list[str]:
+    """What was wrong, of everything at every length; twice, for the second finds recipes."""
+    backend = shoal.world().backend
+    control: Any = backend._page_control  # type: ignore[attr-defined]
+    assert control.ranks_read_directly, "this system should allow it"
+    control.ranks_read_directly = is_direct
+    wrong = []
+    for length in lengths:
+        every = sources(backend, length)
+        for operation in OPERATIONS * 2:
+            mine = filled(backend, length, place, backend.rank)
+            found, expected = operation(backend, mine, every)
+            if not torch.allclose(found, expected, atol=1e-6):
+                wrong.append(f"{operation.__name__} of {length}")
+    control.ranks_read_directly = True
+    return wrong
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+@pytest.mark.parametrize("place", ["plain", "own", "mixed"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_length_in_every_place(ranks: int, place: str, is_direct: bool) -> None:
+    lengths = [length * KIB for length in (33, 300, 600, 1500, 2100, 5000)]
+    lengths = [length - length % 6 + 6 for length in lengths]
+    team = pools.Team("shm", ranks)
+    assert team.run(differences, lengths, place, is_direct) == [[]] * ranks
+
+
+def other_dtypes() -> list[str]:
+    backend, wrong = shoal.world().backend, []
+    for dtype in (torch.bfloat16, torch.float64, torch.int32, torch.uint8, torch.bool):
+        mine = (torch.arange(3 << 20) % 2 == backend.rank).to(dtype)
+        first, second = backend.all_gather(mine).chunk(2)
+        if not torch.equal(first.bool(), ~second.bool()):
+            wrong.append(f"all_gather of {dtype}")
+        if not torch.equal(backend.all_reduce(mine, "max"), torch.ones_like(mine)):
+            wrong.append(f"all_reduce of {dtype}")
+    return wrong
+
+
+def test_other_dtypes() -> None:
+    assert pools.Team("shm", 2).run(other_dtypes) == [[], []]
+
+
+def what_backward_needs() -> str:
+    world = shoal.world()
+    factor = torch.ones(300 * KIB * 2)
+    product = (factor * torch.ones_like(factor, requires_grad=True)).sum()
+    world.broadcast(factor, root=0)
+    try:
+        product.backward()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was said"
+
+
+def test_autograd_knows_of_what_was_read() -> None:
+    said = pools.Team("shm", 2).run(what_backward_needs)
+    assert "modified by an inplace operation" in said[1]
+
+
+# Whether it is allowed --------------------------------------------------------------------
+
+
+def test_this_process_can_read_itself_and_nothing_that_is_not_there() -> None:
+    assert direct.can_read(os.getpid(), direct.probe_address())
+    assert not direct.can_read(os.getpid(), 8)
+    assert not direct.can_read(2**22 + 1, direct.probe_address())
+    with pytest.raises(OSError, match=f"cannot read memory of process {os.getpid()}"):
+        direct.read_into(torch.empty(8), os.getpid(), 8)
+
+
+def one_rank_cannot() -> tuple[bool, bool]:
+    """Rank 1 has a system that forbids it."""
+    world = shoal.world()
+    server, port = store_for_one_host() if world.rank == 0 else (None, 0)
+    store = dist.TCPStore("127.0.0.1", world.broadcast_object(port), is_master=False)
+    allowed = bootstrap.can_read
+    if world.rank == 1:
+        bootstrap.can_read = lambda pid, address: False
+    try:
+        inner: Any = connect_backend("shm", StoreBootstrap(store, world.rank, 2, 30.0), 30.0)
+    finally:
+        bootstrap.can_read = allowed
+    with inner:
+        gathered = inner.all_gather(torch.full((3 << 20,), float(world.rank)))
+        is_direct = inner._page_control.ranks_read_directly
+    world.barrier()
+    del server
+    return is_direct, bool(gathered.sum() == 3 << 20)
+
+
+def test_unless_all_can_nobody_does() -> None:
+    assert pools.Team("shm", 2).run(one_rank_cannot) == [(False, True)] * 2
