@@ -5,6 +5,7 @@ Ranks are threads that share the GPU; a few are processes over Gloo, or one rank
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import rnn
 from torch.utils.checkpoint import checkpoint
 
 import shoal
@@ -129,6 +131,52 @@ def test_pipeline_beside_zero3(schedule: str) -> None:
 )  # fmt: skip
 def test_models_in_pipelines(task: str, schedule: str) -> None:
     run_pipeline(pipeline.case(task, 2, "accumulate", 4, micro_batches=3, schedule=schedule))
+
+
+class Recurrent(nn.Module):
+    """Packs sequences: how many there are of each length is on the CPU, the rest on the GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.rnn, self.encoder = (nn.LSTM(4, 4, batch_first=True) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[rnn.PackedSequence, Tensor]:
+        packed = rnn.pack_padded_sequence(
+            self.embedding(x), torch.tensor([1, 3]), batch_first=True, enforce_sorted=False
+        )
+        packed, _ = self.encoder(self.rnn(packed)[0])
+        return packed, self.head(rnn.pad_packed_sequence(packed, batch_first=True)[0])
+
+
+def recur_in_a_pipeline(cut: str) -> None:
+    def loss_fn(output: Any, y: Tensor) -> Tensor:
+        return output[0].data.square().mean() + F.mse_loss(output[1], y)
+
+    torch.manual_seed(0)
+    module = Recurrent().double().cuda()
+    plain = copy.deepcopy(module)
+    model = shoal.as_distributed(module, strategy="pipeline", micro_batches=2, cut=[cut])
+    x, y = (torch.randn(4, 3, 4, dtype=torch.float64, device="cuda") for _ in range(2))
+    for _ in range(2):
+        model.train_step(x, y, loss_fn)
+        for inputs, targets in zip(x.chunk(2), y.chunk(2), strict=True):
+            (loss_fn(plain(inputs), targets) / 2).backward()
+    found = dict(model.full_gradients())
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)
+    with torch.no_grad():
+        output, expected = model(x[:2]), plain(x[:2])
+    torch.testing.assert_close(output, expected)
+    assert output[0].batch_sizes.device == expected[0].batch_sizes.device
+
+
+@pytest.mark.filterwarnings("ignore:RNN module weights")
+@pytest.mark.parametrize("backend", ["memory", "gloo"])
+@pytest.mark.parametrize("cut", ["encoder", "head"])
+def test_packed_sequences_in_pipelines(cut: str, backend: str) -> None:
+    """Their tensors are on two devices, and each stays on its own, between units and at the end."""
+    shoal.run(recur_in_a_pipeline, 2, backend, args=(cut,), timeout=60)
 
 
 class Dropping(nn.Module):

@@ -40,8 +40,12 @@ class Mail:
             return
         self._let_go()
         for value in values:
-            tensor = torch.empty(0, 0) if value is None else _framed(value.detach())
+            tensor = self._nothing() if value is None else _framed(value.detach())
             self._sent.append(self._stage.group.post_send(tensor, peer, tag))
+
+    def _nothing(self) -> Tensor:
+        """Stands for None, where the transport carries it: NCCL takes nothing from the CPU."""
+        return torch.empty(0, 0, device=self._stage.group.device)
 
     def receive(self, kind: int, source: int, target: int, count: int) -> list[Tensor | None]:
         """The next message of a kind, once it is there."""
