@@ -4,8 +4,9 @@ Two processes train a model with AdamW under ZeRO-3; each has half of its state.
 long all ranks together take until the state is safe on disk (everybody syncs), and until it is
 back in the model and the optimizer: from what the system still has in memory, and from the disk.
 Contenders write and read the same tensors: a shard each, to a new file each time, and the file of
-before is removed once the new one is safe. They take turns at being the first: memory that the
-system has not used for a while takes it longer to fill. And how long training stands still for a
+before is removed once the new one is safe. Their order is another one in each round: memory that
+the system has not used for a while takes it longer to fill, and each contender leaves other memory
+behind. And how long training stands still for a
 save in the background, against one copy of the same memory.
 
     python benchmarks/checkpoint.py [--quick] [--json FILE]
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import sys
 import tempfile
@@ -40,6 +42,7 @@ from shoal.comm import Backend
 
 RESULTS = Path(__file__).parent / "results" / "checkpoint.json"
 CONTENDERS = ("shoal", "safetensors", "torch", "dcp")
+SAVERS = (*CONTENDERS, "safetensors_unsynced")
 LEAST_SHARE = 0.8
 RANKS = 2
 
@@ -201,8 +204,8 @@ def measure(folder: str, megabytes: int, repetitions: int) -> dict[str, Any]:
     times: dict[str, list[float]] = {}
     for turn in range(repetitions + 1):
         measured: dict[str, float] = {}
-        names = CONTENDERS[turn % len(CONTENDERS) :] + CONTENDERS[: turn % len(CONTENDERS)]
-        for name in (*names, "safetensors_unsynced"):
+        names = random.Random(turn).sample(CONTENDERS, len(CONTENDERS))
+        for name in random.Random(turn).sample(SAVERS, len(SAVERS)):
             measured[f"save {name}"] = contest.time(getattr(contest, f"save_{name}"))
         for name in names:
             measured[f"load {name}"] = contest.time(getattr(contest, f"load_{name}"))

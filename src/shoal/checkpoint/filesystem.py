@@ -222,11 +222,12 @@ class _Flusher:
         self.stop()
         self._thread = threading.Thread(target=self._flush, name="shoal-flush", daemon=True)
         self._thread.start()
-        self._unsynced = 0
 
     def _flush(self) -> None:
         try:
-            os.fdatasync(self._descriptor)
+            while self._unsynced >= self._EARLY_BYTES:  # more may have come in the meantime
+                self._unsynced = 0
+                os.fdatasync(self._descriptor)
         except OSError as error:
             self._error = error
 

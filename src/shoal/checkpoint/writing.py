@@ -26,7 +26,8 @@ from shoal.checkpoint.filesystem import FileSystem, Writing
 from shoal.checkpoint.manifest import FileRecord, SliceRecord
 from shoal.sharding.extent import Extent
 
-BLOCK_BYTES = 4 * CHUNK_BYTES
+# The system gives a file memory in pieces as large as what is written at once.
+BLOCK_BYTES = 16 * CHUNK_BYTES
 _STRETCH_BYTES = 1 << 26
 
 Parts = Callable[[], Iterator[Tensor]]
@@ -186,11 +187,14 @@ class _Sums:
         self.checksums.append([])
 
     def wrote(self, block: memoryview) -> None:
-        """Takes note of what was written; it must not change until the end."""
-        self._waiting.append((block, self.checksums[-1]))
-        self._num_bytes += len(block)
+        """Takes note of what was written; it must not change until the end.
+
+        The last stretch is left for the time in which the disk finishes.
+        """
         if self._num_bytes >= _STRETCH_BYTES:
             self.catch_up()
+        self._waiting.append((block, self.checksums[-1]))
+        self._num_bytes += len(block)
 
     def catch_up(self) -> None:
         """See [Note: what the disk's time is good for]."""
