@@ -142,6 +142,26 @@ def test_autograd_knows_of_what_was_read() -> None:
     assert "modified by an inplace operation" in said[1]
 
 
+def one_rank_has_used_cuda(length: int) -> list[float]:
+    """Rank 1 does not show its memory; again and again, as the halves of the staging alternate."""
+    backend = shoal.world().backend
+    is_initialized, sums = torch.cuda.is_initialized, []
+    if backend.rank == 1:
+        torch.cuda.is_initialized = lambda: True
+    try:
+        for number in range(3):
+            tensor = torch.full((length,), float(backend.rank + number))
+            sums += backend.all_reduce(tensor).unique().tolist()
+    finally:
+        torch.cuda.is_initialized = is_initialized
+    return sums
+
+
+def test_one_rank_shows_its_memory_and_the_other_does_not() -> None:
+    found = pools.Team("shm", 2).run(one_rank_has_used_cuda, 5000 * KIB)
+    assert found == [[1.0, 3.0, 5.0]] * 2
+
+
 # Whether it is allowed --------------------------------------------------------------------
 
 
