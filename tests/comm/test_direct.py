@@ -195,3 +195,14 @@ def one_rank_cannot() -> tuple[bool, bool]:
 
 def test_unless_all_can_nobody_does() -> None:
     assert pools.Team("shm", 2).run(one_rank_cannot) == [(False, True)] * 2
+
+
+def test_what_was_granted_ends_with_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Yama has it: ranks in the background of a shell that is gone."""
+    monkeypatch.setattr(direct, "_granted", {})
+    monkeypatch.setattr(direct, "_is_for_ancestors_only", lambda: True)
+    assert direct.is_readable()
+    direct.probe_address()
+    assert direct.is_readable()
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert not direct.is_readable()

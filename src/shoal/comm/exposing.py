@@ -24,6 +24,7 @@ from torch import Tensor
 
 from shoal.comm.control.page import PageChannel, PageControl
 from shoal.comm.control.patience import Patience
+from shoal.comm.direct import is_readable
 from shoal.comm.exposure import DirectExposure, Exposure, Window
 from shoal.comm.operation import Operation, Payload
 from shoal.comm.process_backend import ProcessBackend
@@ -83,6 +84,7 @@ class Exposing(ProcessBackend):
             and (kind != "all_reduce" or self.size == 2)
             and self._page_control.ranks_read_directly
             and not torch.cuda.is_initialized()  # memory that CUDA pins is out of others' reach
+            and is_readable()
         )
 
     def _direct_wire(self, source: Tensor) -> bytes:
