@@ -146,6 +146,26 @@ def test_autograd_knows_of_what_was_read() -> None:
     assert "modified by an inplace operation" in said[1]
 
 
+def one_rank_has_used_cuda(length: int) -> list[float]:
+    """Rank 1 does not show its memory; again and again, as the halves of the staging alternate."""
+    backend = shoal.world().backend
+    is_initialized, sums = torch.cuda.is_initialized, []
+    if backend.rank == 1:
+        torch.cuda.is_initialized = lambda: True
+    try:
+        for number in range(3):
+            tensor = torch.full((length,), float(backend.rank + number))
+            sums += backend.all_reduce(tensor).unique().tolist()
+    finally:
+        torch.cuda.is_initialized = is_initialized
+    return sums
+
+
+def test_one_rank_shows_its_memory_and_the_other_does_not() -> None:
+    found = pools.Team("shm", 2).run(one_rank_has_used_cuda, 5000 * KIB)
+    assert found == [[1.0, 3.0, 5.0]] * 2
+
+
 # Whether it is allowed --------------------------------------------------------------------
 
 
@@ -178,3 +198,14 @@ def one_rank_cannot() -> tuple[bool, bool]:
 
 def test_unless_all_can_nobody_does() -> None:
     assert pools.Team("shm", 2).run(one_rank_cannot) == [(False, True)] * 2
+
+
+def test_what_was_granted_ends_with_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Yama has it: ranks in the background of a shell that is gone."""
+    monkeypatch.setattr(direct, "_granted", {})
+    monkeypatch.setattr(direct, "_is_for_ancestors_only", lambda: True)
+    assert direct.is_readable()
+    direct.probe_address()
+    assert direct.is_readable()
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert not direct.is_readable()

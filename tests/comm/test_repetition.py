@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 
 import pools
 import shoal
-from shoal.errors import MismatchError
+from shoal.errors import MismatchError, TransportError
 
 backends = pytest.mark.parametrize("backend", ["shm", "gloo"])
 
@@ -115,3 +117,46 @@ def broadcast_large(own_memory: list[bool]) -> list[float]:
 )
 def test_broadcast_to_memory_of_either_kind(own_memory: list[bool]) -> None:
     assert pools.Team("shm", 3).run(broadcast_large, own_memory) == [[0.0] * 3] * 3
+
+
+def fail_once() -> list[float | str]:
+    """The first time, rank 1 cannot map what the others have; then both halves again and again."""
+    backend: Any = shoal.world().backend
+    backend._explained = lambda error: TransportError(str(error))  # no news to wait for
+    mapped = backend._staged_wholes
+    found: list[float | str] = []
+    for turn in range(5):
+        tensor = torch.full((100,), float(backend.rank + 1))
+        if backend.rank == 1:
+            backend._staged_wholes = mapped if turn else too_many_files
+        try:
+            found.append(backend.all_reduce(tensor)[0].item())
+        except TransportError:
+            found.append("an error")
+    del backend._explained
+    return found
+
+
+def too_many_files(*_: Any) -> list[Tensor]:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_what_failed_the_first_time_is_not_taken_for_known() -> None:
+    found = pools.Team("shm", 2).run(fail_once)
+    assert found == [[3.0] * 5, ["an error", 3.0, 3.0, 3.0, 3.0]]
+
+
+def broadcast_column(numel: int) -> list[float]:
+    """Contiguous, although a step in its last dimension would be a long one: it takes none."""
+    backend: Any = shoal.world().backend
+    backend._page_control.ranks_read_directly = False
+    column = torch.full((1, numel), float(backend.rank)).t()
+    assert column.is_contiguous()
+    try:
+        return [number for _ in range(3) for number in backend.broadcast(column).unique().tolist()]
+    finally:
+        backend._page_control.ranks_read_directly = True
+
+
+def test_broadcast_of_a_column() -> None:
+    assert pools.Team("shm", 2).run(broadcast_column, 300_000) == [[0.0] * 3] * 2

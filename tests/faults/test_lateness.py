@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -182,3 +183,46 @@ def test_a_deadlock_of_processes_ends_at_the_deadline(backend: str, ranks: int) 
     assert all(isinstance(error, DeadlineError | PeerError) for error in errors)
     text = str(next(error for error in errors if isinstance(error, DeadlineError)))
     assert "was last in send(float32[1], dst=" in text
+
+
+def read_late(kind: str, length: int, place: str, gates: list[Gate]) -> str | list[float]:
+    """Rank 1 has shown that it is there, and reads only when rank 0 has given up on it."""
+    backend: Any = shoal.world().backend
+    backend._state.timeout = TIMEOUT_S if backend.rank == 0 else 30.0
+    tensor = torch.empty(length) if place == "plain" else backend.empty(length)
+    tensor.fill_(float(backend.rank))
+    hold_back_the_move(backend, gates[0])
+    try:
+        return list(getattr(backend, kind)(tensor).unique().tolist())
+    except ShoalError as error:
+        return type(error).__name__
+    finally:
+        tensor.fill_(99.0)  # as memory is that was let go of
+        gates[backend.rank].open()
+        if backend.rank == 0:
+            gates[1].wait()
+
+
+def hold_back_the_move(backend: Any, gate: Gate) -> None:
+    """On rank 1, everything that the transport does once the ranks have agreed."""
+    waits = iter([gate.wait])
+
+    def wait_and_move(*args: Any) -> None:
+        next(waits, lambda: None)()
+        move(*args)
+
+    move = backend._transport
+    if backend.rank == 1:
+        backend._transport = wait_and_move
+
+
+@pytest.mark.parametrize("place", ["plain", "own"])
+@pytest.mark.parametrize(
+    ("kind", "length"), [("broadcast", 300_000), ("all_gather", 1_000_000), ("all_reduce", 10**6)]
+)
+def test_who_reads_too_late_is_told(
+    kind: str, length: int, place: str, new_gate: Callable[[], Gate]
+) -> None:
+    args = (kind, length, place, [new_gate(), new_gate()])
+    found = shoal.run(read_late, 2, "shm", args=args, timeout=30.0)
+    assert found == ["DeadlineError", "PeerError"]

@@ -21,6 +21,8 @@ from torch.autograd.graph import increment_version
 _WORD = b"shoal!\n\0"
 _probed = ctypes.create_string_buffer(_WORD, len(_WORD))
 _PR_SET_PTRACER = 0x59616D61
+# By process, for a fork is another one: to whom it has granted the right to read it.
+_granted: dict[int, int] = {}
 
 
 class _Range(ctypes.Structure):
@@ -30,8 +32,15 @@ class _Range(ctypes.Structure):
 def probe_address() -> int:
     """Where others can try to read a word of this process; from here on they may."""
     if _is_for_ancestors_only():
-        _libc().prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
+        parent = _granted[os.getpid()] = os.getppid()
+        _libc().prctl(_PR_SET_PTRACER, ctypes.c_ulong(parent), 0, 0, 0)
     return ctypes.addressof(_probed)
+
+
+def is_readable() -> bool:
+    """Whether those who found this process's word still could: a grant ends with its parent."""
+    parent = _granted.get(os.getpid()) if _granted else None
+    return parent is None or parent == os.getppid()
 
 
 def _is_for_ancestors_only() -> bool:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from shoal.comm.control.page import PageChannel, PageControl
 from shoal.comm.control.patience import Patience
+from shoal.comm.direct import is_readable
 from shoal.comm.exposure import DirectExposure, Exposure, Window
 from shoal.comm.operation import Operation, Payload
 from shoal.comm.process_backend import ProcessBackend
@@ -32,8 +33,7 @@ from shoal.comm.staging import HALF_BYTES, WINDOW_BYTES, Staging
 
 # Up to here copying is cheaper than the extra meeting that a shared tensor needs.
 SMALL_BYTES = 128 << 10
-SHARED, STAGED, DIRECT = b"m", b"s", b"d"
-_WINDOWED = b"w"
+SHARED, STAGED, WINDOWED, DIRECT = b"m", b"s", b"w", b"d"
 _ADDRESS = struct.Struct("<Q")
 # More than the first and up to the second number of bytes, by measurement: shorter ones are staged
 # with less ado, longer ones faster through windows that stay in the cache.
@@ -69,11 +69,11 @@ class Exposing(ProcessBackend):
                 return SHARED + location.encode()
         if source is None:
             return b""
-        if self._is_read_directly(operation.kind, source):
-            return self._direct_wire(source)
         self._staging.turn += 1
+        if self._is_read_directly(operation.kind, source):
+            return self._direct_wire(source) + self._staging.wire()
         if source.nbytes > HALF_BYTES:
-            return _WINDOWED + self._staging.wire()
+            return WINDOWED + self._staging.wire()
         self._staging.put(source)
         return STAGED + self._staging.wire()
 
@@ -84,13 +84,14 @@ class Exposing(ProcessBackend):
             and (kind != "all_reduce" or self.size == 2)
             and self._page_control.ranks_read_directly
             and not torch.cuda.is_initialized()  # memory that CUDA pins is out of others' reach
+            and is_readable()
         )
 
     def _direct_wire(self, source: Tensor) -> bytes:
         return DIRECT + _ADDRESS.pack(source.data_ptr())
 
     def _process_and_address(self, rank: int, wire: bytes) -> tuple[int, int]:
-        return self._page_control.pids[self.ranks[rank]], _ADDRESS.unpack(wire[1:])[0]
+        return self._page_control.pids[self.ranks[rank]], _ADDRESS.unpack_from(wire, 1)[0]
 
     def _exposures(self, payload: Payload, parts: Sequence[Sequence[int]]) -> list[Exposure]:
         """Everybody's source; ``parts`` are the counts of each rank's."""
@@ -109,7 +110,7 @@ class Exposing(ProcessBackend):
             return Exposure([], [], is_shared=False)
         if kind == DIRECT:
             return DirectExposure(*self._process_and_address(rank, wire), parts, dtype.itemsize)
-        if kind == _WINDOWED:
+        if kind == WINDOWED:
             first = Location.decode(wire[1:])
             second = first._replace(offset=HALF_BYTES - first.offset)
             wires = (first.encode(), second.encode())
@@ -161,3 +162,8 @@ class Exposing(ProcessBackend):
             else exposure.piece(part, window)
             for rank, exposure in enumerate(exposures)
         ]
+
+
+def in_windows(wire: bytes) -> bytes:
+    """The wire of what can be read directly, for ranks that stage it after all."""
+    return WINDOWED + wire[1 + _ADDRESS.size :] if wire[:1] == DIRECT else wire

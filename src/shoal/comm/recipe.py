@@ -112,5 +112,5 @@ def finisher(call: Call, payload: Payload, wholes: Sequence[Tensor], rank: int) 
         return lambda target: torch.cat(rows, out=target)
     if rank == payload.root:
         return lambda target: None
-    sent = wholes[payload.root].view(call.shape)
-    return lambda target: copy(target, sent)
+    sent = wholes[payload.root]
+    return lambda target: copy(target.view(-1), sent)

@@ -19,7 +19,7 @@ from shoal.comm.control.page import PageChannel, PageControl
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Message
 from shoal.comm.copying import copy
-from shoal.comm.exposing import DIRECT, SHARED, SMALL_BYTES
+from shoal.comm.exposing import DIRECT, SHARED, SMALL_BYTES, WINDOWED, in_windows
 from shoal.comm.exposure import Window, windows_of
 from shoal.comm.header import Header, decode, encode
 from shoal.comm.message_memory import MessageMemory
@@ -225,12 +225,14 @@ class SharedMemoryBackend(SmallOperations):
         source, target = payload.source, payload.target
         assert source is not None
         assert target is not None
+        kinds = {wire[:1] for wire in payload.wires}
         if source.nbytes <= SMALL_BYTES:
             wholes = self._staged_wholes(payload, [source.numel()] * self.size, target.dtype)
             reduce_into(payload.op, wholes, target)
-        elif any(wire[:1] == DIRECT for wire in payload.wires):
+        elif DIRECT in kinds and WINDOWED not in kinds:
             self._reduce_and_read(payload, source, target, patience)
-        elif self.size == 2 and all(wire[:1] != SHARED for wire in payload.wires):
+        elif self.size == 2 and SHARED not in kinds:
+            payload.wires = [in_windows(wire) for wire in payload.wires]
             self._reduce_everywhere(payload, source, target, patience)
         else:
             self._reduce_in_slices(payload, source, range(self.size), patience)
@@ -243,8 +245,7 @@ class SharedMemoryBackend(SmallOperations):
         exposures = self._exposures(payload, [parts] * self.size)
         mine, rest = self.rank, 1 - self.rank
         own, other = exposures[mine], exposures[rest]
-        self._staging.turn += 1
-        scratch = self._staging.scratch(source.dtype)
+        scratch = self._staging.scratch(source.dtype)  # everybody has met: nobody reads there now
         for window in windows_of(parts[mine], scratch.numel()):
             inputs = [own.private(source, mine, window)]
             inputs.insert(rest, other.found(mine, window, scratch))

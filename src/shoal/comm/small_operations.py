@@ -185,14 +185,16 @@ class SmallOperations(Exposing):
     def _complete(
         self, call: Call, variant: Variant, payload: Payload, shown: Sequence[bytes]
     ) -> None:
+        is_direct = _is_read_from_root(payload, call.kind)
+        if is_direct:
+            finish = self._reader_of_root(payload)
+        else:
+            counts = payload.counts if call.kind == "all_gather" else [payload.total] * self.size
+            wholes = self._staged_wholes(payload, counts, call.dtype)
+            finish = finisher(call, payload, wholes, self.rank)
+        # All at once, and only now: a variant that is known by what was shown must be complete.
+        variant.finish, variant.is_direct = finish, is_direct
         variant.shown, variant.num_bytes = shown, payload.num_bytes
-        variant.is_direct = _is_read_from_root(payload, call.kind)
-        if variant.is_direct:
-            variant.finish = self._reader_of_root(payload)
-            return
-        counts = payload.counts if call.kind == "all_gather" else [payload.total] * self.size
-        wholes = self._staged_wholes(payload, counts, call.dtype)
-        variant.finish = finisher(call, payload, wholes, self.rank)
 
     def _reader_of_root(self, payload: Payload) -> Finisher:
         if self.rank == payload.root:

@@ -213,10 +213,18 @@ class PageChannel(Channel):
         return self._missing(self._settled, number)
 
     def sync(self, patience: Patience) -> None:
-        """A barrier inside an operation, for transports that move data through memory."""
-        self._step += 1
-        self._words[self._steps[self._mine]] = self._step
-        self._wait(self._steps, self._step, patience)
+        """A barrier inside an operation, for transports that move data through memory.
+
+        Whoever gives up has not been there: it may change at once what a late rank still reads.
+        """
+        mine, step = self._steps[self._mine], self._step + 1
+        self._words[mine] = step
+        try:
+            self._wait(self._steps, step, patience)
+        except BaseException:
+            self._words[mine] = self._step
+            raise
+        self._step = step
 
     def _wait(self, counters: Sequence[int], target: int, patience: Patience) -> None:
         words = self._words
