@@ -151,9 +151,9 @@ class Identity:
     probe: int
 
     @staticmethod
-    def of_this_process(page_fd: int = -1) -> Identity:
+    def of_this_process(page_fd: int = -1, probe: int = 0) -> Identity:
         """This process; a host is one kernel, process space and network."""
-        return Identity(host_id(), os.getpid(), page_fd, probe_address())
+        return Identity(host_id(), os.getpid(), page_fd, probe)
 
 
 def host_id() -> str:
@@ -166,10 +166,13 @@ def host_id() -> str:
         return f"{os.uname().nodename}/{os.getpid()}"
 
 
-def connect(bootstrap: Bootstrap) -> Control:
-    """The control plane of a new world: a page on one host, sockets across several."""
+def connect(bootstrap: Bootstrap, *, reads_memory: bool = False) -> Control:
+    """The control plane of a new world: a page on one host, sockets across several.
+
+    ``reads_memory`` is for transports whose ranks may read each other's memory.
+    """
     page_fd = _page_of_first(bootstrap)
-    identity = Identity.of_this_process(page_fd)
+    identity = Identity.of_this_process(page_fd, probe_address() if reads_memory else 0)
     encoded = json.dumps(asdict(identity)).encode()
     identities = [Identity(**json.loads(data)) for data in bootstrap.all_gather(encoded)]
     if len({identity.host for identity in identities}) == 1 and identities[0].page_fd >= 0:
@@ -201,7 +204,7 @@ def _connect_page(bootstrap: Bootstrap, identities: Sequence[Identity]) -> PageC
         page = Page(fd, bootstrap.size)
     finally:
         os.close(fd)
-    reads = all(can_read(identity.pid, identity.probe) for identity in identities)
+    reads = all(each.probe and can_read(each.pid, each.probe) for each in identities)
     said = bootstrap.all_gather(_READS if reads else _MAPPED)
     if bootstrap.rank == 0:  # everybody has mapped the file: it can be let go of
         os.close(first.page_fd)

@@ -30,7 +30,7 @@ def connect_shared_memory(bootstrap: Bootstrap, state: WorldState) -> SharedMemo
     from shoal.comm.shared_memory import SharedMemoryBackend
 
     check_platform()
-    control = connect(bootstrap)
+    control = connect(bootstrap, reads_memory=True)
     if not isinstance(control, PageControl):
         control.close()
         raise BackendUnavailableError(
