@@ -21,6 +21,7 @@ import shoal
 from shoal.optim import Kind, find_kind
 from strategies.models import has_transformers
 from strategies.pipeline import training as pipeline
+from strategies.pipeline.comparison import assert_same_gradients
 from strategies.pipeline.test_parity import MODES, SCHEDULES
 from strategies.tensor import training as tensor
 from strategies.tensor.tasks import HUGGING_FACE
@@ -162,9 +163,7 @@ def recur_in_a_pipeline(cut: str) -> None:
         model.train_step(x, y, loss_fn)
         for inputs, targets in zip(x.chunk(2), y.chunk(2), strict=True):
             (loss_fn(plain(inputs), targets) / 2).backward()
-    found = dict(model.full_gradients())
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad)
+    assert_same_gradients(model, plain)
     with torch.no_grad():
         output, expected = model(x[:2]), plain(x[:2])
     torch.testing.assert_close(output, expected)

@@ -25,6 +25,11 @@ def assert_same_step(model, loss, plain, expected) -> None:
     """A pipeline's loss and gradients are those of one process; ``expected`` is its loss."""
     expected.backward()
     torch.testing.assert_close(loss, expected.detach())
+    assert_same_gradients(model, plain)
+
+
+def assert_same_gradients(model, plain) -> None:
+    """All stages together have the gradients of one process."""
     found = dict(model.full_gradients())
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad)

@@ -13,7 +13,13 @@ from torch.nn.utils import prune, rnn
 
 import shoal
 from shoal.errors import ShoalError
-from strategies.pipeline.comparison import assert_same_step, batch, check_gradients, layers
+from strategies.pipeline.comparison import (
+    assert_same_gradients,
+    assert_same_step,
+    batch,
+    check_gradients,
+    layers,
+)
 
 
 def test_learning_leaves_no_trace_in_attributes() -> None:
@@ -86,9 +92,7 @@ def test_results_that_look_at_what_they_are_made_of(cut) -> None:
         model.train_step(x, y, loss_fn)
         for inputs, targets in zip(x.chunk(3), y.chunk(3), strict=True):
             (loss_fn(plain(inputs), targets) / 3).backward()
-        found = dict(model.full_gradients())
-        for name, parameter in plain.named_parameters():
-            torch.testing.assert_close(found[name], parameter.grad)
+        assert_same_gradients(model, plain)
         with torch.no_grad():
             torch.testing.assert_close(model(x[:2]), plain(x[:2]))
 
