@@ -116,9 +116,9 @@ def test_every_length_in_every_place(ranks: int, place: str, is_direct: bool) ->
 def other_dtypes() -> list[str]:
     backend, wrong = shoal.world().backend, []
     for dtype in (torch.bfloat16, torch.float64, torch.int32, torch.uint8, torch.bool):
-        mine = (torch.arange(3 << 20) % 2 == backend.rank).to(dtype)
-        first, second = backend.all_gather(mine).chunk(2)
-        if not torch.equal(first.bool(), ~second.bool()):
+        every = [(torch.arange(3 << 20) % 2 == rank).to(dtype) for rank in range(2)]
+        mine = every[backend.rank]
+        if not torch.equal(backend.all_gather(mine), torch.cat(every)):
             wrong.append(f"all_gather of {dtype}")
         if not torch.equal(backend.all_reduce(mine, "max"), torch.ones_like(mine)):
             wrong.append(f"all_reduce of {dtype}")
@@ -127,6 +127,35 @@ def other_dtypes() -> list[str]:
 
 def test_other_dtypes() -> None:
     assert pools.Team("shm", 2).run(other_dtypes) == [[], []]
+
+
+def who_reads() -> list[tuple[bool, bool]] | str:
+    """Of an all-reduce, an all-gather and a broadcast: whether ranks 0 and 1 read the other."""
+    backend: Any = shoal.world().backend
+    if not backend._page_control.ranks_read_directly:
+        return FORBIDDEN
+    seen, really_read = [], direct._read
+    direct._read = lambda *args: (reads.append(args), really_read(*args))  # type: ignore[assignment]
+    try:
+        for kind, length in (
+            ("all_reduce", 1 << 20),
+            ("all_gather", 1 << 20),
+            ("broadcast", 1 << 18),
+        ):
+            reads: list[Any] = []
+            getattr(backend, kind)(torch.ones(length))
+            seen.append(tuple(backend.all_gather_object(bool(reads))))
+    finally:
+        direct._read = really_read
+    return seen
+
+
+def test_what_is_said_to_be_read_directly_is() -> None:
+    """The other tests would not notice if everything were copied."""
+    found = pools.Team("shm", 2).run(who_reads)[0]
+    if found == FORBIDDEN:
+        pytest.skip(FORBIDDEN)
+    assert found == [(True, True), (True, True), (False, True)]
 
 
 def what_backward_needs() -> str:
