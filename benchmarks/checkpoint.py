@@ -6,8 +6,8 @@ back in the model and the optimizer: from what the system still has in memory, a
 Contenders write and read the same tensors: a shard each, to a new file each time, and the file of
 before is removed once the new one is safe. Their order is another one in each round: memory that
 the system has not used for a while takes it longer to fill, and each contender leaves other memory
-behind. And how long training stands still for a
-save in the background, against one copy of the same memory.
+behind. And how long training stands still for a save in the background, against one copy of the
+same memory.
 
     python benchmarks/checkpoint.py [--quick] [--json FILE]
 """

@@ -208,9 +208,9 @@ def _connect_page(bootstrap: Bootstrap, identities: Sequence[Identity]) -> PageC
     said = bootstrap.all_gather(_READS if reads else _MAPPED)
     if bootstrap.rank == 0:  # everybody has mapped the file: it can be let go of
         os.close(first.page_fd)
-    control = PageControl(page, bootstrap.rank, [identity.pid for identity in identities])
-    control.ranks_read_directly = all(word == _READS for word in said)
-    return control
+    all_read = all(word == _READS for word in said)
+    pids = [identity.pid for identity in identities]
+    return PageControl(page, bootstrap.rank, pids, ranks_read_directly=all_read)
 
 
 def store_for_one_host() -> tuple[Store, int]:

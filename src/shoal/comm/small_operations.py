@@ -1,4 +1,4 @@
-"""The short way of small operations over shared memory: see `Recipe`."""
+"""The short way of operations over shared memory that fit into a half: see `Recipe`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MOST_WHOLES = 1024
 
 
 class SmallOperations(Exposing):
-    """Makes the operations of training loops from recipes, if they are small."""
+    """Makes the operations of training loops from recipes, if they are small or not very long."""
 
     _recipes: dict[Call, Recipe]
     _wholes: dict[tuple[object, ...], list[Tensor]]

@@ -41,14 +41,17 @@ _LOOK_FOR_DEATHS_EVERY_S = 0.01
 class PageControl(Control):
     """The control plane of a world whose ranks are processes of one host."""
 
-    ranks_read_directly = False
-    """Whether each rank can read the others' memory, see `shoal.comm.direct`."""
+    def __init__(
+        self, page: Page, rank: int, pids: Sequence[int], *, ranks_read_directly: bool = False
+    ) -> None:
+        """``pids`` are the processes of all ranks, by rank.
 
-    def __init__(self, page: Page, rank: int, pids: Sequence[int]) -> None:
-        """``pids`` are the processes of all ranks, by rank."""
+        ``ranks_read_directly`` if each can read the others' memory, see `shoal.comm.direct`.
+        """
         self.rank, self.size = rank, len(pids)
         self._page = page
         self.pids = pids
+        self.ranks_read_directly = ranks_read_directly
         self._words = page.words
         self._row = page.layout.roster(rank)
         self._death = DeathWatch({pid: peer for peer, pid in enumerate(pids) if pid != os.getpid()})
