@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,10 +116,6 @@ class MemoryDisk(FileSystem):
 
     # Looking ----------------------------------------------------------------------------
 
-    def remove_files(self, paths: Sequence[Path]) -> None:
-        for path in paths:  # in an order that is the same every time
-            self.remove_file(path)
-
     def absolute(self, path: Path) -> Path:
         return path
 
@@ -157,7 +153,7 @@ class MemoryDisk(FileSystem):
                     writing[path]._file.data += data[: len(data) // 2]
             elif operation == "create":
                 writing[path] = disk.create(path)
-            elif operation in ("write", "sync"):
+            elif operation in ("reserve", "write", "sync"):
                 getattr(writing[path], operation)(*details)
             elif operation == "rename":
                 disk.rename(*details, path)
@@ -189,6 +185,9 @@ def _survived(node: Any, keep_names: bool, keep_data: str) -> Any:
 class _Writing:
     def __init__(self, disk: MemoryDisk, path: Path, file: File) -> None:
         self._disk, self._path, self._file = disk, path, file
+
+    def reserve(self, num_bytes: int) -> None:
+        self._disk._happens("reserve", self._path, num_bytes)
 
     def write(self, data: Any) -> None:
         if self._disk.is_dying:

@@ -10,17 +10,22 @@ import contextlib
 import fcntl
 import os
 import stat
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from shoal.checkpoint import file_hints, letting_go
+
 Buffer = memoryview | bytes
-_MOST_REMOVERS = 4
+# As much is written before the disk begins with it, so that there is little to wait for in the end.
+_EARLY_BYTES = 1 << 24
 
 
 class Writing(Protocol):
     """A new file that is being written from its beginning to its end."""
+
+    def reserve(self, num_bytes: int) -> None:
+        """Says how long it will be: a disk that has no room for it says so now, if it can."""
 
     def write(self, data: Buffer) -> None:
         """Appends all of it."""
@@ -85,31 +90,20 @@ class FileSystem:
         """Removes a file, or a link."""
         path.unlink()
 
-    def remove_files(self, paths: Sequence[Path]) -> None:
-        """Removes several, a few at a time: of a large one the system has many pages to let go."""
-        errors: list[OSError] = []
-
-        def remove(own: Sequence[Path]) -> None:
-            try:
-                for path in own:
-                    self.remove_file(path)
-            except OSError as error:
-                errors.append(error)
-
-        threads = [
-            threading.Thread(target=remove, args=(paths[first::_MOST_REMOVERS],), daemon=True)
-            for first in range(min(_MOST_REMOVERS, len(paths)))
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-
     def remove_folder(self, path: Path) -> None:
         """Removes an empty folder."""
         path.rmdir()
+
+    def remove_folder_with(self, path: Path, files: Sequence[Path]) -> None:
+        """Removes a folder and the files in it: names now, what they take up in the background."""
+        with letting_go.held(files):
+            for file in files:
+                self.remove_file(file)
+            with contextlib.suppress(OSError):  # network file systems keep names of what is held
+                self.remove_folder(path)
+        if self.is_folder(path):
+            letting_go.wait()
+            self.remove_folder(path)
 
     def lock(self, path: Path) -> Callable[[], None]:
         """Locks a folder until the process ends; returns what gives the lock back.
@@ -117,6 +111,7 @@ class FileSystem:
         Raises:
             BlockingIOError: If somebody else has it.
         """
+        letting_go.wait()  # whoever writes next needs the room
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -182,64 +177,29 @@ class _WrittenFile:
     def __init__(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         self._descriptor = os.open(path, flags, 0o644)
-        self._flusher = _Flusher(self._descriptor)
+        self._num_bytes = self._num_begun = 0
+
+    def reserve(self, num_bytes: int) -> None:
+        file_hints.reserve(self._descriptor, num_bytes)
 
     def write(self, data: Buffer) -> None:
         rest = memoryview(data).cast("B")
         while rest:
             count = os.write(self._descriptor, rest)
-            self._flusher.wrote(count)
+            self._num_bytes += count
             rest = rest[count:]
+        new_bytes = self._num_bytes - self._num_begun
+        if new_bytes >= _EARLY_BYTES:
+            file_hints.start_writing(self._descriptor, self._num_begun, new_bytes)
+            self._num_begun = self._num_bytes
 
     def sync(self) -> None:
-        self._flusher.stop()
         os.fsync(self._descriptor)
 
     def close(self) -> None:
         if self._descriptor >= 0:
-            self._flusher.stop(is_wanted=False)
             descriptor, self._descriptor = self._descriptor, -1
             os.close(descriptor)
-
-
-class _Flusher:
-    """Lets the disk begin while more is written, so that there is less to wait for in the end."""
-
-    _EARLY_BYTES = 32 << 20
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._unsynced = 0
-        self._thread: threading.Thread | None = None
-        self._error: OSError | None = None
-
-    def wrote(self, count: int) -> None:
-        """Has the disk begin if there is enough, and it is not at work already."""
-        self._unsynced += count
-        is_busy = self._thread is not None and self._thread.is_alive()
-        if self._unsynced < self._EARLY_BYTES or is_busy:
-            return
-        self.stop()
-        self._thread = threading.Thread(target=self._flush, name="shoal-flush", daemon=True)
-        self._thread.start()
-
-    def _flush(self) -> None:
-        try:
-            while self._unsynced >= self._EARLY_BYTES:  # more may have come in the meantime
-                self._unsynced = 0
-                os.fdatasync(self._descriptor)
-        except OSError as error:
-            self._error = error
-
-    def stop(self, *, is_wanted: bool = True) -> None:
-        """Waits for what it does; an error is raised if the file is wanted."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
-        error, self._error = self._error, None
-        # The system tells of it once: whoever has heard it must pass it on.
-        if error is not None and is_wanted:
-            raise error
 
 
 class _ReadFile:
@@ -309,5 +269,4 @@ def remove_tree(disk: FileSystem, path: Path) -> None:
     folders = [inner for inner in inside if disk.is_folder(inner)]
     for folder in folders:
         remove_tree(disk, folder)
-    disk.remove_files([inner for inner in inside if inner not in folders])
-    disk.remove_folder(path)
+    disk.remove_folder_with(path, [inner for inner in inside if inner not in folders])

@@ -66,13 +66,16 @@ def parse_claims(content: Mapping[str, Any]) -> dict[str, Claim]:
     return claims
 
 
-def receipt(written: Written, values: Mapping[str, Any]) -> Receipt:
+def receipt(files: Sequence[Written], values: Mapping[str, Any]) -> Receipt:
     """What this rank tells the one that writes the manifest."""
+    return {"files": [_file_json(each) for each in files], "values": dict(values)}
+
+
+def _file_json(written: Written) -> dict[str, Any]:
     record = written.file
     return {
-        "file": [record.name, record.num_bytes, record.sha256, record.header_crc32],
+        "about": [record.name, record.num_bytes, record.sha256, record.header_crc32],
         "slices": [[tensor, slice_json(each)] for tensor, each in written.slices],
-        "values": dict(values),
     }
 
 
@@ -88,11 +91,12 @@ def merge(
         for key, claim in own.items():
             about.setdefault(key, (claim.dtype, claim.shape))
     slices: dict[str, list[SliceRecord]] = {key: [] for key in about}
-    for number, each in enumerate(receipts):
-        for key, content in each["slices"]:
+    files = [file for each in receipts for file in each["files"]]
+    for number, file in enumerate(files):
+        for key, content in file["slices"]:
             slices[key].append(_slice(content, number, about[key][1]))
     return Manifest(
-        files=tuple(FileRecord(*each["file"]) for each in receipts),
+        files=tuple(FileRecord(*file["about"]) for file in files),
         tensors={key: TensorRecord(*about[key], tuple(slices[key])) for key in about},
         values={"step": step, **merge_values([each["values"] for each in receipts])},
         written_by=written_by,

@@ -115,6 +115,7 @@ class _Background:
         self._thread.start()
 
     def _work(self) -> None:
+        time.sleep(0)  # lets go of the interpreter: training goes first
         try:
             self._receipt = self._plan.write()
             if self._plan.size > 1:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,19 @@ from shoal.checkpoint.division import digests, divide
 from shoal.checkpoint.filesystem import opened
 from shoal.checkpoint.merging import Receipt
 from shoal.checkpoint.pending import PendingSave
+from shoal.checkpoint.side_by_side import side_by_side
 from shoal.checkpoint.snapshot import Snapshot
 from shoal.checkpoint.store import Store
-from shoal.checkpoint.writing import Outgoing, write_file
+from shoal.checkpoint.writing import Outgoing, Written, shares, write_file
 from shoal.comm import Backend
 from shoal.comm.copying import copy
+from shoal.comm.cores import num_cores
 from shoal.errors import CheckpointError
+
+# sha256 keeps a core busy, at a rate below that of a good disk. So a rank that has several cores
+# writes as many files at once, if each gets so many bytes.
+_MOST_FILES = 8
+_LEAST_BYTES = 1 << 26
 
 
 @dataclass
@@ -41,6 +50,7 @@ class Plan:
         values: What this rank knows that is no tensor.
         claims: What each rank holds.
         outgoing: What this rank writes.
+        num_cores: How many this rank can have to itself while nothing else goes on.
     """
 
     store: Store
@@ -52,6 +62,7 @@ class Plan:
     values: Mapping[str, Any] = field(default_factory=dict)
     claims: Sequence[Claims] = ()
     outgoing: Sequence[Outgoing] = ()
+    num_cores: int = 1
     _unlock: Callable[[], None] | None = None
 
     @property
@@ -74,18 +85,20 @@ class Plan:
         mine: list[Snapshot] = []
         claims: dict[str, Claim] = {}
 
-        def action() -> tuple[str, tuple[str, str]]:
+        def action() -> tuple[str, tuple[str, str], str]:
             mine.append(take())
             claims.update({key: held.claim() for key, held in mine[0].tensors.items()})
             if self.rank == 0:
                 self._unlock = self.store.lock()
                 self.name = self.store.begin(self.step)
-            return self.name, digests(self.ranks, claims)
+            return self.name, digests(self.ranks, claims), platform.node()
 
         with self.discarding():
             answers = together(self.ranks, action, self.doing)
             self.name = answers[0][0]
-            shown = [own for _, own in answers]
+            shown = [own for _, own, _ in answers]
+            neighbours = [host for _, _, host in answers].count(platform.node())
+            self.num_cores = max(1, num_cores() // neighbours)
             division = divide(self.ranks, claims, shown, self.doing)
             self.claims = division.claims
             self.outgoing = mine[0].outgoing(division.work[self.rank])
@@ -94,7 +107,8 @@ class Plan:
     def complete(self) -> PendingSave:
         """Writes and commits, with all ranks at once."""
         with self.discarding():
-            receipts = together(self.ranks, self.write, self.doing)
+            num_files = min(self.num_cores, _MOST_FILES)
+            receipts = together(self.ranks, lambda: self.write(num_files), self.doing)
             together(self.ranks, lambda: self.commit(receipts), self.doing)
         self.unlock()
         return PendingSave(self.path)
@@ -127,20 +141,33 @@ class Plan:
         Args:
             old: What an earlier save has copied into.
         """
-        pieces = ((each.dtype, each.extent.num_elements) for each in self.outgoing)
+        pieces = [(each.dtype, each.extent.num_elements) for each in self.outgoing]
         arena = Arena(pieces, old)
-        self.outgoing = [
-            replace(each, parts=_fixed([_copied(each, arena)])) for each in self.outgoing
+        copies = [
+            replace(each, parts=_fixed([arena.take(*piece)]))
+            for each, piece in zip(self.outgoing, pieces, strict=True)
         ]
+        pairs = list(zip(copies, self.outgoing, strict=True))
+        side_by_side([partial(_copy, pairs[n :: self.num_cores]) for n in range(self.num_cores)])
+        self.outgoing = copies
         return arena
 
-    def write(self) -> Receipt:
-        """Writes this rank's file; no communication."""
-        draft, name = self.store.draft(self.name), _file_name(self.rank)
+    def write(self, most_files: int = 1) -> Receipt:
+        """Writes this rank's part to some files, side by side; no communication."""
+        num_bytes = sum(each.num_bytes for each in self.outgoing)
+        num_files = max(1, min(most_files, num_bytes // _LEAST_BYTES))
+        files = side_by_side(
+            [
+                partial(self._write_file, _file_name(self.rank, number), own)
+                for number, own in enumerate(shares(self.outgoing, num_files))
+            ]
+        )
+        return merging.receipt(files, self.values)
+
+    def _write_file(self, name: str, outgoing: Sequence[Outgoing]) -> Written:
+        draft = self.store.draft(self.name)
         try:
-            written = write_file(
-                self.store.disk, draft, name, self.outgoing, metadata={"format": "pt"}
-            )
+            return write_file(self.store.disk, draft, name, outgoing, metadata={"format": "pt"})
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"rank 0 has made {draft}, but rank {self.rank} does not find it: the folder of "
@@ -148,7 +175,6 @@ class Plan:
             ) from error
         except OSError as error:
             raise CheckpointError(f"cannot write {draft / name}: {error}") from error
-        return merging.receipt(written, self.values)
 
     def num_bytes_of(self, rank: int) -> int | None:
         """How much a rank has written by now."""
@@ -171,19 +197,19 @@ class Plan:
             self.store.prune(self.keep)
 
 
-def _file_name(rank: int) -> str:
-    return f"data-{rank:05d}.safetensors"
+def _file_name(rank: int, number: int = 0) -> str:
+    return f"data-{rank:05d}{f'-{number}' if number else ''}.safetensors"
 
 
 @torch.no_grad()
-def _copied(outgoing: Outgoing, arena: Arena) -> Tensor:
+def _copy(pairs: Sequence[tuple[Outgoing, Outgoing]]) -> None:
     # A GPU's memory is copied to the host at once; waiting for that is all that training does.
-    copied = arena.take(outgoing.dtype, outgoing.extent.num_elements)
-    place = 0
-    for part in outgoing.parts():
-        copy(copied[place : place + part.numel()], part)
-        place += part.numel()
-    return copied
+    for target, source in pairs:
+        (copied,) = target.parts()
+        place = 0
+        for part in source.parts():
+            copy(copied[place : place + part.numel()], part)
+            place += part.numel()
 
 
 def _fixed(parts: list[Tensor]) -> Callable[[], Any]:

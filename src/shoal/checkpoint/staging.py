@@ -23,6 +23,7 @@ from shoal.checkpoint.in_memory import MemorySource
 from shoal.checkpoint.matching import Match, Misfits
 from shoal.checkpoint.optimizer_loading import OptimizerLoading
 from shoal.checkpoint.reading import Wanted, read, read_tensors
+from shoal.checkpoint.side_by_side import side_by_side
 from shoal.checkpoint.source import Source
 from shoal.checkpoint.store import MANIFEST
 from shoal.errors import CheckpointMismatchError, CorruptCheckpointError
@@ -91,12 +92,19 @@ class Staging:
 
     def read(self) -> None:
         """Reads this rank's part and checks it; the model stays as it is."""
-        wanted = [*self._stage_parameters(), *self._stage_buffers()]
+        parameters = [*self._stage_parameters(), *self._stage_buffers()]
+        if isinstance(self.source, MemorySource):
+            self.source.read([*parameters, *self._stage_rest()])
+            return
+        # The disk begins with what is known already.
+        rest, _ = side_by_side([self._stage_rest, partial(read, self.source, parameters)])
+        read(self.source, rest)
+
+    def _stage_rest(self) -> list[Wanted]:
         with self.reading_values():
-            wanted += self._stage_optimizers()
+            wanted = list(self._stage_optimizers())
             self._stage_values()
-        source = self.source
-        source.read(wanted) if isinstance(source, MemorySource) else read(source, wanted)
+        return wanted
 
     def _stage_parameters(self) -> Iterator[Wanted]:
         for held in model_state.held_parameters(self.target.model):

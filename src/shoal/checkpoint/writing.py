@@ -9,10 +9,8 @@ at once would have the disk wait for a processor.
 from __future__ import annotations
 
 import hashlib
-import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -24,6 +22,7 @@ from shoal.checkpoint import header
 from shoal.checkpoint.checksums import CHUNK_BYTES, checksum, chunks
 from shoal.checkpoint.filesystem import FileSystem, Writing
 from shoal.checkpoint.manifest import FileRecord, SliceRecord
+from shoal.checkpoint.side_by_side import side_by_side
 from shoal.sharding.extent import Extent
 
 # The system gives a file memory in pieces as large as what is written at once.
@@ -103,14 +102,15 @@ def write_file(
     keys = [rename(each.key) for each in outgoing]
     shapes = [(key, each.dtype, each.shape) for key, each in zip(keys, outgoing, strict=True)]
     head = header.encode(shapes, metadata or {})
+    num_bytes = len(head) + sum(each.num_bytes for each in outgoing)
     sums = _Sums(head)
     file = disk.create(folder / name)
     try:
+        file.reserve(num_bytes)
         file.write(head)
         for each in outgoing:
             _write_slice(file, each, sums)
-        with _meanwhile(file.sync):
-            sums.catch_up()
+        side_by_side([sums.catch_up, file.sync])
     finally:
         file.close()
     num_bytes = len(head) + sum(each.num_bytes for each in outgoing)
@@ -120,6 +120,18 @@ def write_file(
         for key, each, own in zip(keys, outgoing, sums.checksums, strict=True)
     ]
     return Written(record, tuple(slices))
+
+
+def shares(outgoing: Sequence[Outgoing], count: int) -> list[list[Outgoing]]:
+    """What goes to each of so many files of about one size; neighbours stay together."""
+    total = sum(each.num_bytes for each in outgoing)
+    divided: list[list[Outgoing]] = [[] for _ in range(count)]
+    before = 0
+    for each in outgoing:
+        middle = before + each.num_bytes // 2
+        divided[min(middle * count // max(total, 1), count - 1)].append(each)
+        before += each.num_bytes
+    return divided
 
 
 def numbered(written: Written, number: int) -> list[tuple[str, SliceRecord]]:
@@ -204,24 +216,3 @@ class _Sums:
                 checksums.append(checksum(chunk))  # of what is in the cache by now
         self._waiting.clear()
         self._num_bytes = 0
-
-
-@contextmanager
-def _meanwhile(action: Callable[[], None]) -> Iterator[None]:
-    """Has a thread do it while the block runs; what it raises is raised in the end."""
-    errors: list[Exception] = []
-
-    def work() -> None:
-        try:
-            action()
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work, name="shoal-sync", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
-    if errors:
-        raise errors[0]

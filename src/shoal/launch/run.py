@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shoal.comm.bootstrap import report_failure, store_for_one_host
-from shoal.comm.control.patience import num_cores
+from shoal.comm.cores import num_cores
 from shoal.launch import mpiexec
 from shoal.launch.connect_back import run_command
 from shoal.launch.glibc import tunables

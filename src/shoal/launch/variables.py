@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
+from shoal.comm.cores import num_cores
 from shoal.launch.config import LaunchConfig
 from shoal.launch.glibc import tunables
 
@@ -62,6 +63,4 @@ def _token(config: LaunchConfig, env: Mapping[str, str]) -> str | None:
 
 def _threads(ranks: int) -> int:
     """An equal share of the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return max(1, len(os.sched_getaffinity(0)) // ranks)
-    return max(1, (os.cpu_count() or 1) // ranks)
+    return max(1, num_cores() // ranks)

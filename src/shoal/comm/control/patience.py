@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 
 from shoal.comm.control.plane import Control, Failure
+from shoal.comm.cores import num_cores
 from shoal.errors import DeadlineError, PeerError
 
 logger = logging.getLogger("shoal")
 
 # With a core for each rank an answer is microseconds away, so spinning pays; with fewer
 # cores than ranks it only keeps the rank we wait for from running.
+_CORES = num_cores()
 _SPINS = 1000
 _YIELDS = 400
 _FIRST_SLEEP_S = 20e-6
@@ -125,14 +127,3 @@ class Patience:
 def _listed(ranks: Sequence[int]) -> str:
     noun = "rank" if len(ranks) == 1 else "ranks"
     return f"{noun} {', '.join(map(str, ranks))}" if ranks else "nobody"
-
-
-def num_cores() -> int:
-    """Cores this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS has no affinity
-        return os.cpu_count() or 1
-
-
-_CORES = num_cores()

@@ -1,0 +1,125 @@
+"""What checkpoints ask of a real disk: room beforehand, and files removed in the background."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from shoal.checkpoint import file_hints, letting_go
+from shoal.checkpoint.filesystem import DISK, FileSystem, remove_tree
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With files, a link, a pipe and another folder."""
+    folder = tmp_path / "folder"
+    (folder / "inner").mkdir(parents=True)
+    for name in ("a", "b", "inner/c"):
+        (folder / name).write_bytes(bytes(10_000))
+    (tmp_path / "outside").write_bytes(b"stays")
+    (folder / "link").symlink_to(tmp_path / "outside")
+    os.mkfifo(folder / "pipe")
+    return folder
+
+
+def held_files() -> list[str]:
+    """Removed files that this process still has descriptors of."""
+    found = []
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{entry}"))
+        except FileNotFoundError:  # the one of the folder that was listed
+            continue
+    return [name for name in found if name.endswith(" (deleted)") and "/folder/" in name]
+
+
+def test_names_are_gone_at_once(folder: Path) -> None:
+    remove_tree(DISK, folder)
+    assert not folder.exists()
+    assert (folder.parent / "outside").read_bytes() == b"stays"
+    letting_go.wait()
+    assert held_files() == []
+    assert not any(thread.name == "shoal-free" for thread in threading.enumerate())
+
+
+def test_files_are_held_while_they_are_removed(folder: Path) -> None:
+    with letting_go.held([folder / "a", folder / "b", folder / "nothing"]):
+        (folder / "a").unlink()
+        assert len(held_files()) == 1
+    letting_go.wait()
+    assert held_files() == []
+    assert (folder / "b").exists()
+
+
+def test_a_child_inherits_nothing(folder: Path) -> None:
+    """It would keep the room on the disk taken."""
+    reader, writer = os.pipe()
+    with letting_go.held([folder / "a"]):
+        (folder / "a").unlink()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, b"%d" % len(held_files()))
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reader, 9) == b"0"
+    os.close(reader)
+    os.close(writer)
+
+
+class NetworkDisk(FileSystem):
+    """Has another name for a file that is removed while somebody holds it."""
+
+    def remove_folder(self, path: Path) -> None:
+        if held_files():
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+        super().remove_folder(path)
+
+
+def test_a_disk_that_keeps_names_of_what_is_held(folder: Path) -> None:
+    remove_tree(NetworkDisk(), folder)
+    assert not folder.exists()
+
+
+def test_a_folder_that_cannot_be_removed(folder: Path) -> None:
+    with pytest.raises(OSError, match="not empty"):
+        DISK.remove_folder_with(folder, [folder / "a", folder / "b"])
+    letting_go.wait()
+
+
+def file_system_of(path: Path) -> str:
+    """By its longest mount point."""
+    lines = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    above = [(len(where), kind) for _, where, kind, *_ in lines if path.is_relative_to(where)]
+    return max(above)[1]
+
+
+def test_room_is_kept(tmp_path: Path) -> None:
+    file = DISK.create(tmp_path / "file")
+    file.reserve(1 << 20)
+    file.write(b"shoal")
+    file.sync()
+    file.close()
+    status = (tmp_path / "file").stat()
+    assert status.st_size == 5
+    if file_system_of(tmp_path) in ("ext4", "xfs", "tmpfs"):
+        assert status.st_blocks * 512 >= 1 << 20
+
+
+def test_no_room(tmp_path: Path) -> None:
+    """Known before anything is written."""
+    file = DISK.create(tmp_path / "file")
+    with pytest.raises(OSError, match=r"space|large"):
+        file.reserve(1 << 60)
+    file.close()
+
+
+def test_where_hints_are_not_known() -> None:
+    reader, writer = os.pipe()
+    file_hints.reserve(writer, 100)
+    file_hints.start_writing(writer, 0, 100)
+    os.close(reader)
+    os.close(writer)
