@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +125,18 @@ def test_side_by_side() -> None:
     with pytest.raises(KeyError):
         side_by_side(actions)
     assert len(done) == 3
+
+
+def test_no_more_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of a process, or where there are too many."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    model, _ = build()
+    shoal.save(tmp_path, model)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        shoal.save(tmp_path, model, keep=1)
+    assert len(names_in(tmp_path)) == CORES
+    verify(open_any(tmp_path))

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-_threads: list[threading.Thread] = []
+_threads: set[threading.Thread] = set()
 
 
 @contextlib.contextmanager
@@ -24,17 +24,26 @@ def held(paths: Sequence[Path]) -> Iterator[None]:
     try:
         yield
     finally:
-        if descriptors:
-            _threads[:] = [each for each in _threads if each.is_alive()]
-            _threads.append(threading.Thread(target=_let_go, args=(descriptors,), daemon=True))
-            _threads[-1].name = "shoal-free"
-            _threads[-1].start()
+        _let_go_aside(descriptors)
+
+
+def _let_go_aside(descriptors: Sequence[int]) -> None:
+    if not descriptors:
+        return
+    thread = threading.Thread(target=_let_go, args=(descriptors,), name="shoal-free", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # there are no more threads to be had
+        _let_go(descriptors)
+    else:
+        _threads.add(thread)  # only now: one that has not started cannot be waited for
 
 
 def wait() -> None:
     """Returns once everything is let go of."""
-    while _threads:
-        _threads.pop().join()
+    for thread in list(_threads):
+        thread.join()
+        _threads.discard(thread)
 
 
 def _hold(path: Path) -> int | None:

@@ -29,12 +29,15 @@ def side_by_side(actions: Sequence[Callable[[], Any]]) -> list[Any]:
         except BaseException as error:
             errors[number] = error
 
-    threads = [
-        threading.Thread(target=work, args=(number,), name="shoal-side", daemon=True)
-        for number in range(1, len(actions))
-    ]
-    for thread in threads:
-        thread.start()
+    threads = []
+    for number in range(1, len(actions)):
+        thread = threading.Thread(target=work, args=(number,), name="shoal-side", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # there are no more threads to be had
+            work(number)
+        else:
+            threads.append(thread)
     if actions:
         work(0)
     for thread in threads:
