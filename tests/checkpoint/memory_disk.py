@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,11 @@ class MemoryDisk(FileSystem):
         self._happens("remove_folder", path)
         assert not self._find(path).names
         del self._find(path.parent).names[path.name]
+
+    def remove_folder_with(self, path: Path, files: Sequence[Path]) -> None:
+        for file in files:
+            self.remove_file(file)
+        self.remove_folder(path)
 
     # Looking ----------------------------------------------------------------------------
 

@@ -169,5 +169,5 @@ def test_an_error_on_a_real_disk(tmp_path: Path) -> None:
     """A folder that cannot be made is named."""
     (tmp_path / "file").write_text("")
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(OSError, match="file"):
+    with pytest.raises(CheckpointError, match="file"):
         shoal.save(tmp_path / "file" / "run", model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import shoal
 from checkpoint.memory_disk import MemoryDisk
 from checkpoint.training import assert_same, build, on_ranks, state, train, wrap
 from shoal.checkpoint.checksums import CHUNK_BYTES
+from shoal.checkpoint.filesystem import FileSystem
 from shoal.checkpoint.inspection import open_any, verify
 from shoal.checkpoint.manifest import Manifest, signed
 from shoal.checkpoint.reading import Wanted, _plan, read_tensors
@@ -52,6 +54,25 @@ def refuses(disk: MemoryDisk, path: Path) -> CorruptCheckpointError:
         shoal.load(path, model, optimizer, filesystem=disk)
     assert_same(state(model, optimizer), before)
     return error.value
+
+
+class CrowdedDisk(FileSystem):
+    """Of a process that has too many files open."""
+
+    def open(self, path: Path) -> Any:
+        if path.name == DATA:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return super().open(path)
+
+
+def test_too_many_open_files_are_no_damage(tmp_path: Path) -> None:
+    """An older checkpoint would have the same trouble, and nobody wants it in place of this one."""
+    model, _ = small()
+    for _ in range(2):
+        shoal.save(tmp_path, model)
+    with pytest.raises(CheckpointError, match="Too many open files") as error:
+        shoal.load(tmp_path, model, filesystem=CrowdedDisk())
+    assert not isinstance(error.value, CorruptCheckpointError)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", DATA])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import threading
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from shoal.checkpoint import file_hints, letting_go
 from shoal.checkpoint.filesystem import DISK, FileSystem, remove_tree
+from shoal.checkpoint.store import Store
 
 
 @pytest.fixture
@@ -55,19 +57,72 @@ def test_files_are_held_while_they_are_removed(folder: Path) -> None:
     assert (folder / "b").exists()
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_a_child_inherits_nothing(folder: Path) -> None:
     """It would keep the room on the disk taken."""
     reader, writer = os.pipe()
-    with letting_go.held([folder / "a"]):
+    with letting_go.held([folder / "a", folder / "b"]):
         (folder / "a").unlink()
-    child = os.fork()
-    if child == 0:
-        os.write(writer, b"%d" % len(held_files()))
-        os._exit(0)
-    os.waitpid(child, 0)
+        child = os.fork()
+        if child == 0:
+            os.write(writer, b"%d" % len(held_files()))
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert len(held_files()) == 1
     assert os.read(reader, 9) == b"0"
     os.close(reader)
     os.close(writer)
+    letting_go.wait()
+
+
+def test_many_files_are_not_all_held(tmp_path: Path) -> None:
+    """Others need descriptors as well."""
+    paths = [tmp_path / str(number) for number in range(100)]
+    for path in paths:
+        path.touch()
+    before = len(os.listdir("/proc/self/fd"))
+    with letting_go.held(paths):
+        assert len(os.listdir("/proc/self/fd")) <= before + 32
+    letting_go.wait()
+
+
+def test_several_threads_remove_and_wait(tmp_path: Path) -> None:
+    errors = []
+
+    def work(own: Path) -> None:
+        try:
+            for number in range(50):
+                folder = own / str(number)
+                folder.mkdir(parents=True)
+                (folder / "file").touch()
+                remove_tree(DISK, folder)
+                letting_go.wait()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(tmp_path / f"of {n}",)) for n in range(4)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    letting_go.wait()
+    assert errors == []
+
+
+def test_room_is_free_when_a_save_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also that of a save that was killed."""
+    settled = []
+    monkeypatch.setattr(letting_go, "wait", lambda: settled.append(leftover.exists()))
+    leftover = tmp_path / ".new-000001" / "data"
+    leftover.parent.mkdir()
+    leftover.touch()
+    Store(tmp_path).begin(None)
+    assert settled == [False]
 
 
 class NetworkDisk(FileSystem):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import shoal
 from checkpoint import training
@@ -22,7 +23,7 @@ from checkpoint.test_layouts import (
     write,
 )
 from checkpoint.training import assert_same, on_ranks, state
-from shoal.checkpoint import random_states
+from shoal.checkpoint import plan, random_states
 from strategies.models import moved
 
 pytestmark = [
@@ -111,6 +112,23 @@ def test_saved_in_the_background(tmp_path: Path, strategy: str) -> None:
     saved = on_ranks(save_and_go_on, 3, tmp_path, strategy)
     for loaded in on_ranks(load, 2, tmp_path, strategy):
         assert_same(loaded, saved[0])
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_saved_on_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool) -> None:
+    """Threads that copy work on the stream of whoever saves, and not before it is through."""
+    monkeypatch.setattr(plan, "own_cores", lambda: frozenset(range(4)))
+    monkeypatch.setattr(plan, "_LEAST_BYTES", 1 << 20)
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8))).cuda()
+    shoal.save(tmp_path, model, wait=wait).wait()
+    with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(300_000_000)
+        for parameter in model.parameters():
+            parameter.fill_(2)
+        saving = shoal.save(tmp_path, model, wait=wait)
+    saving.wait()
+    shoal.load(tmp_path, model)
+    assert all((parameter == 2).all() for parameter in model.parameters())
 
 
 # Random numbers, and states that went through other hands --------------------------------------

@@ -24,7 +24,7 @@ def reserve(descriptor: int, num_bytes: int) -> None:
     Raises:
         OSError: If there is not as much room.
     """
-    call = _libc("fallocate64")
+    call = _libc("fallocate64") or _libc("fallocate")
     if (
         call is not None
         and num_bytes

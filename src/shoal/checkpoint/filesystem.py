@@ -102,8 +102,12 @@ class FileSystem:
             with contextlib.suppress(OSError):  # network file systems keep names of what is held
                 self.remove_folder(path)
         if self.is_folder(path):
-            letting_go.wait()
+            self.settle()
             self.remove_folder(path)
+
+    def settle(self) -> None:
+        """Returns once what was removed has given its room back."""
+        letting_go.wait()
 
     def lock(self, path: Path) -> Callable[[], None]:
         """Locks a folder until the process ends; returns what gives the lock back.
@@ -111,7 +115,6 @@ class FileSystem:
         Raises:
             BlockingIOError: If somebody else has it.
         """
-        letting_go.wait()  # whoever writes next needs the room
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

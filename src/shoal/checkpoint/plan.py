@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -27,13 +28,15 @@ from shoal.checkpoint.store import Store
 from shoal.checkpoint.writing import Outgoing, Written, shares, write_file
 from shoal.comm import Backend
 from shoal.comm.copying import copy
-from shoal.comm.cores import num_cores
+from shoal.comm.cores import own_cores
 from shoal.errors import CheckpointError
 
 # sha256 keeps a core busy, at a rate below that of a good disk. So a rank that has several cores
 # writes as many files at once, if each gets so many bytes.
 _MOST_FILES = 8
 _LEAST_BYTES = 1 << 26
+# More do not copy faster: memory has its own limit.
+_MOST_COPIERS = 4
 
 
 @dataclass
@@ -85,24 +88,29 @@ class Plan:
         mine: list[Snapshot] = []
         claims: dict[str, Claim] = {}
 
-        def action() -> tuple[str, tuple[str, str], str]:
+        def action() -> tuple[str, tuple[str, str], tuple[str, frozenset[int]]]:
             mine.append(take())
             claims.update({key: held.claim() for key, held in mine[0].tensors.items()})
             if self.rank == 0:
-                self._unlock = self.store.lock()
-                self.name = self.store.begin(self.step)
-            return self.name, digests(self.ranks, claims), platform.node()
+                self._begin()
+            return self.name, digests(self.ranks, claims), (platform.node(), own_cores())
 
         with self.discarding():
             answers = together(self.ranks, action, self.doing)
             self.name = answers[0][0]
             shown = [own for _, own, _ in answers]
-            neighbours = [host for _, _, host in answers].count(platform.node())
-            self.num_cores = max(1, num_cores() // neighbours)
+            self.num_cores = _fair_share([place for _, _, place in answers])
             division = divide(self.ranks, claims, shown, self.doing)
             self.claims = division.claims
             self.outgoing = mine[0].outgoing(division.work[self.rank])
             self.values = mine[0].values
+
+    def _begin(self) -> None:
+        try:
+            self._unlock = self.store.lock()
+            self.name = self.store.begin(self.step)
+        except OSError as error:
+            raise CheckpointError(f"cannot save to {self.store.root}: {error}") from error
 
     def complete(self) -> PendingSave:
         """Writes and commits, with all ranks at once."""
@@ -147,8 +155,9 @@ class Plan:
             replace(each, parts=_fixed([arena.take(*piece)]))
             for each, piece in zip(self.outgoing, pieces, strict=True)
         ]
-        pairs = list(zip(copies, self.outgoing, strict=True))
-        side_by_side([partial(_copy, pairs[n :: self.num_cores]) for n in range(self.num_cores)])
+        count = max(1, min(self.num_cores, _MOST_COPIERS, arena.num_bytes // _LEAST_BYTES))
+        pairs = zip(shares(copies, count), shares(self.outgoing, count), strict=True)
+        side_by_side([partial(_copy, *pair) for pair in pairs])
         self.outgoing = copies
         return arena
 
@@ -164,10 +173,19 @@ class Plan:
         )
         return merging.receipt(files, self.values)
 
-    def _write_file(self, name: str, outgoing: Sequence[Outgoing]) -> Written:
+    def _write_file(
+        self, name: str, outgoing: Sequence[Outgoing], is_unwanted: threading.Event
+    ) -> Written:
         draft = self.store.draft(self.name)
         try:
-            return write_file(self.store.disk, draft, name, outgoing, metadata={"format": "pt"})
+            return write_file(
+                self.store.disk,
+                draft,
+                name,
+                outgoing,
+                metadata={"format": "pt"},
+                is_unwanted=is_unwanted,
+            )
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"rank 0 has made {draft}, but rank {self.rank} does not find it: the folder of "
@@ -197,14 +215,21 @@ class Plan:
             self.store.prune(self.keep)
 
 
+def _fair_share(places: Sequence[tuple[str, frozenset[int]]]) -> int:
+    """How many of this process's cores it can have to itself, from where all ranks are."""
+    cores = own_cores()
+    rivals = [host for host, others in places if host == platform.node() and others & cores]
+    return max(1, len(cores) // max(1, len(rivals)))
+
+
 def _file_name(rank: int, number: int = 0) -> str:
     return f"data-{rank:05d}{f'-{number}' if number else ''}.safetensors"
 
 
 @torch.no_grad()
-def _copy(pairs: Sequence[tuple[Outgoing, Outgoing]]) -> None:
+def _copy(targets: Sequence[Outgoing], sources: Sequence[Outgoing], _: threading.Event) -> None:
     # A GPU's memory is copied to the host at once; waiting for that is all that training does.
-    for target, source in pairs:
+    for target, source in zip(targets, sources, strict=True):
         (copied,) = target.parts()
         place = 0
         for part in source.parts():

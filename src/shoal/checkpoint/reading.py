@@ -6,10 +6,8 @@ wanted goes straight to its place if it is all of the chunk, and by way of a sma
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +20,9 @@ from torch import Tensor
 
 from shoal.checkpoint.checksums import CHUNK_BYTES, checksum, num_chunks
 from shoal.checkpoint.filesystem import FileSystem, Reading
-from shoal.checkpoint.source import Place, Source
+from shoal.checkpoint.side_by_side import side_by_side
+from shoal.checkpoint.source import Place, Source, unreadable
+from shoal.comm.cores import num_cores
 from shoal.errors import CorruptCheckpointError
 from shoal.sharding.extent import Extent, Indices, overlap
 
@@ -148,8 +148,15 @@ class _Slice:
         return CorruptCheckpointError(str(self.place.path), reason, self.tensor)
 
 
-def read(source: Source, wanted: Sequence[Wanted]) -> int:
+def read(
+    source: Source, wanted: Sequence[Wanted], is_unwanted: threading.Event | None = None
+) -> int:
     """Fills the memory of all that is wanted; returns how many bytes were read.
+
+    Args:
+        source: What is read.
+        wanted: What is wanted of it.
+        is_unwanted: Once it is set, the rest is not read.
 
     Raises:
         CorruptCheckpointError: Naming file and tensor, if anything is wrong; then the memory's
@@ -161,19 +168,21 @@ def read(source: Source, wanted: Sequence[Wanted]) -> int:
     with ExitStack() as stack:
         paths = dict.fromkeys(each.place.path for each in slices)
         files = {path: _open(source.disk, path, stack) for path in paths}
-        return _read_all(slices, files)
+        return _read_all(slices, files, is_unwanted or threading.Event())
 
 
 def _open(disk: FileSystem, path: Path, stack: ExitStack) -> Reading:
     try:
         file = disk.open(path)
     except OSError as error:
-        raise CorruptCheckpointError(str(path), f"cannot be read: {error}") from error
+        raise unreadable(path, error) from error
     stack.callback(file.close)
     return file
 
 
-def _read_all(slices: Sequence[_Slice], files: Mapping[Path, Reading]) -> int:
+def _read_all(
+    slices: Sequence[_Slice], files: Mapping[Path, Reading], is_unwanted: threading.Event
+) -> int:
     batches = [
         (each, chunks[first : first + _BATCH_CHUNKS])
         for each in slices
@@ -181,28 +190,20 @@ def _read_all(slices: Sequence[_Slice], files: Mapping[Path, Reading]) -> int:
         for first in range(0, len(chunks), _BATCH_CHUNKS)
     ]
     rest = iter(batches)  # threads take from it in turns
-    has_failed = threading.Event()
 
-    def work() -> int:
+    def work(has_failed: threading.Event) -> int:
         num_bytes = 0
         scratch = memoryview(bytearray(CHUNK_BYTES))
-        try:
-            for each, numbers in rest:
-                file = files[each.place.path]
-                for number in numbers:
-                    if has_failed.is_set():
-                        return num_bytes
-                    num_bytes += each.read(number, file, scratch)
-        except BaseException:
-            has_failed.set()
-            raise
+        for each, numbers in rest:
+            file = files[each.place.path]
+            for number in numbers:
+                if has_failed.is_set() or is_unwanted.is_set():
+                    return num_bytes
+                num_bytes += each.read(number, file, scratch)
         return num_bytes
 
-    num_threads = min(_MOST_THREADS, os.cpu_count() or 1, len(batches))
-    if num_threads <= 1:
-        return work()
-    with ThreadPoolExecutor(num_threads, "shoal-read") as pool:
-        return sum(future.result() for future in [pool.submit(work) for _ in range(num_threads)])
+    num_threads = max(1, min(_MOST_THREADS, num_cores(), len(batches)))
+    return sum(side_by_side([work] * num_threads))
 
 
 # Which slices -------------------------------------------------------------------------------

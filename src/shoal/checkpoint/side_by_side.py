@@ -3,46 +3,101 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 
-def side_by_side(actions: Sequence[Callable[[], Any]]) -> list[Any]:
+Action = Callable[[threading.Event], Any]
+"""Gets an event that is set once another has failed: then nobody wants the result any more."""
+
+
+class Abandoned(Exception):
+    """What an action raises that was not finished because another has failed."""
+
+
+def side_by_side(actions: Sequence[Action]) -> list[Any]:
     """Does all of them, the first in this thread; returns what they return.
 
     Pools of threads refuse work when a process is about to end, and a save may still be going on
-    then. So these are plain threads.
+    then. So these are plain threads, and where none can be had, this one does it all.
 
     Raises:
-        BaseException: What the first of those that failed has raised, once all have ended.
+        BaseException: What the first that failed has raised, once all have ended.
 
     Example:
-        >>> side_by_side([lambda: 1, lambda: 2])
+        >>> side_by_side([lambda has_failed: 1, lambda has_failed: 2])
         [1, 2]
     """
-    results: list[Any] = [None] * len(actions)
-    errors: list[BaseException | None] = [None] * len(actions)
+    work = _Work(actions)
+    threads = [work.start(number) for number in range(1, len(actions))]
+    if actions:
+        work.do(0)
+    for thread in threads:
+        work.join(thread)
+    if work.errors:
+        raise work.errors[0]
+    return work.results
 
-    def work(number: int) -> None:
+
+class _Work:
+    def __init__(self, actions: Sequence[Action]) -> None:
+        self._actions = actions
+        self._has_failed = threading.Event()
+        self._surroundings = _Surroundings()
+        self.results: list[Any] = [None] * len(actions)
+        self.errors: list[BaseException] = []
+
+    def do(self, number: int) -> None:
         try:
-            results[number] = actions[number]()
+            self.results[number] = self._actions[number](self._has_failed)
         except BaseException as error:
-            errors[number] = error
+            self._fail(error)
 
-    threads = []
-    for number in range(1, len(actions)):
-        thread = threading.Thread(target=work, args=(number,), name="shoal-side", daemon=True)
+    def start(self, number: int) -> threading.Thread | None:
+        """None if this thread had to do it."""
+        thread = threading.Thread(target=self._do_aside, args=(number,), daemon=True)
+        thread.name = "shoal-side"
         try:
             thread.start()
-        except RuntimeError:  # there are no more threads to be had
-            work(number)
-        else:
-            threads.append(thread)
-    if actions:
-        work(0)
-    for thread in threads:
-        thread.join()
-    for error in errors:
-        if error is not None:
-            raise error
-    return results
+        except RuntimeError:
+            self.do(number)
+            return None
+        return thread
+
+    def join(self, thread: threading.Thread | None) -> None:
+        while thread is not None and thread.is_alive():
+            try:
+                thread.join()
+            except BaseException as error:  # Ctrl-C: it ends soon, and must have ended
+                self._fail(error)
+
+    def _do_aside(self, number: int) -> None:
+        with self._surroundings.entered():
+            self.do(number)
+
+    def _fail(self, error: BaseException) -> None:
+        self.errors.append(error)
+        self._has_failed.set()
+
+
+class _Surroundings:
+    """What torch keeps for each thread: its modes, and the streams that GPUs work on."""
+
+    def __init__(self) -> None:
+        self._is_inference = torch.is_inference_mode_enabled()
+        self._has_grad = torch.is_grad_enabled()
+        count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+        self._streams = [torch.cuda.current_stream(device) for device in range(count)]
+        self._device = torch.cuda.current_device() if count else None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """In a thread that ends afterwards: streams are not set back."""
+        for stream in self._streams:
+            torch.cuda.set_stream(stream)
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
+        with torch.inference_mode(self._is_inference), torch.set_grad_enabled(self._has_grad):
+            yield

@@ -6,6 +6,7 @@ is wanted. Sizes, names and places are all checked before any memory is made for
 
 from __future__ import annotations
 
+import errno
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -116,6 +117,16 @@ def read_header(file: Reading, num_bytes: int) -> bytes:
     return bytes(head)
 
 
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """Why a file cannot be read; that this process has too many open is no damage."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return CheckpointError(f"cannot open {path}: {error}")
+    missing = isinstance(error, FileNotFoundError)
+    return CorruptCheckpointError(
+        str(path), "it is missing" if missing else f"cannot be read: {error}"
+    )
+
+
 class naming:
     """Inside, what goes wrong is said of a file."""
 
@@ -126,10 +137,8 @@ class naming:
         """Nothing to do."""
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, FileNotFoundError):
-            raise CorruptCheckpointError(str(self._path), "it is missing") from error
         if isinstance(error, OSError):
-            raise CorruptCheckpointError(str(self._path), f"cannot be read: {error}") from error
+            raise unreadable(self._path, error) from error
         if isinstance(error, ValueError):
             raise CorruptCheckpointError(str(self._path), str(error)) from error
 

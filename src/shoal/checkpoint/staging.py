@@ -97,7 +97,9 @@ class Staging:
             self.source.read([*parameters, *self._stage_rest()])
             return
         # The disk begins with what is known already.
-        rest, _ = side_by_side([self._stage_rest, partial(read, self.source, parameters)])
+        rest, _ = side_by_side(
+            [lambda _: self._stage_rest(), partial(read, self.source, parameters)]
+        )
         read(self.source, rest)
 
     def _stage_rest(self) -> list[Wanted]:

@@ -90,6 +90,7 @@ class Store:
     def begin(self, step: int | None) -> str:
         """Makes the folder that a new checkpoint is written into; returns its name to be."""
         self.clean()
+        self.disk.settle()  # the room is needed
         numbers = [_number(name) for name in self.names()]
         name = f"{max(numbers, default=0) + 1:06d}" + ("" if step is None else f"-step-{step}")
         self.disk.make_folder(self.draft(name))

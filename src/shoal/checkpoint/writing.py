@@ -9,6 +9,7 @@ at once would have the disk wait for a processor.
 from __future__ import annotations
 
 import hashlib
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from shoal.checkpoint import header
 from shoal.checkpoint.checksums import CHUNK_BYTES, checksum, chunks
 from shoal.checkpoint.filesystem import FileSystem, Writing
 from shoal.checkpoint.manifest import FileRecord, SliceRecord
-from shoal.checkpoint.side_by_side import side_by_side
+from shoal.checkpoint.side_by_side import Abandoned, side_by_side
 from shoal.sharding.extent import Extent
 
 # The system gives a file memory in pieces as large as what is written at once.
@@ -88,6 +89,7 @@ def write_file(
     outgoing: Sequence[Outgoing],
     rename: Callable[[str], str] = lambda key: key,
     metadata: dict[str, str] | None = None,
+    is_unwanted: threading.Event | None = None,
 ) -> Written:
     """Writes and syncs a file; the folder's entry is not synced.
 
@@ -98,6 +100,10 @@ def write_file(
         outgoing: What is written, in this order.
         rename: What a slice is called in the file.
         metadata: For the header.
+        is_unwanted: Once it is set, the rest is not written.
+
+    Raises:
+        Abandoned: If it is not wanted any more.
     """
     keys = [rename(each.key) for each in outgoing]
     shapes = [(key, each.dtype, each.shape) for key, each in zip(keys, outgoing, strict=True)]
@@ -109,11 +115,10 @@ def write_file(
         file.reserve(num_bytes)
         file.write(head)
         for each in outgoing:
-            _write_slice(file, each, sums)
-        side_by_side([sums.catch_up, file.sync])
+            _write_slice(file, each, sums, is_unwanted)
+        side_by_side([lambda _: sums.catch_up(), lambda _: file.sync()])
     finally:
         file.close()
-    num_bytes = len(head) + sum(each.num_bytes for each in outgoing)
     record = FileRecord(name, num_bytes, sums.sha256, zlib.crc32(head))
     slices = [
         (each.tensor, SliceRecord(each.extent, 0, key, tuple(own)))
@@ -123,7 +128,7 @@ def write_file(
 
 
 def shares(outgoing: Sequence[Outgoing], count: int) -> list[list[Outgoing]]:
-    """What goes to each of so many files of about one size; neighbours stay together."""
+    """What goes to up to so many files of about one size; neighbours stay together."""
     total = sum(each.num_bytes for each in outgoing)
     divided: list[list[Outgoing]] = [[] for _ in range(count)]
     before = 0
@@ -131,7 +136,7 @@ def shares(outgoing: Sequence[Outgoing], count: int) -> list[list[Outgoing]]:
         middle = before + each.num_bytes // 2
         divided[min(middle * count // max(total, 1), count - 1)].append(each)
         before += each.num_bytes
-    return divided
+    return [share for share in divided if share] or [[]]
 
 
 def numbered(written: Written, number: int) -> list[tuple[str, SliceRecord]]:
@@ -139,10 +144,14 @@ def numbered(written: Written, number: int) -> list[tuple[str, SliceRecord]]:
     return [(tensor, replace(each, file=number)) for tensor, each in written.slices]
 
 
-def _write_slice(file: Writing, outgoing: Outgoing, sums: _Sums) -> None:
+def _write_slice(
+    file: Writing, outgoing: Outgoing, sums: _Sums, is_unwanted: threading.Event | None
+) -> None:
     num_bytes = 0
     sums.begin_slice()
     for block in _blocks(outgoing.parts()):
+        if is_unwanted is not None and is_unwanted.is_set():
+            raise Abandoned
         file.write(block)
         sums.wrote(block)
         num_bytes += len(block)

@@ -1,13 +1,18 @@
-"""How many processor cores there are to use."""
+"""Which processor cores there are to use."""
 
 from __future__ import annotations
 
 import os
 
 
-def num_cores() -> int:
-    """Cores this process may use; a launcher or a container may have given it just some."""
+def own_cores() -> frozenset[int]:
+    """Numbers of the cores this process may use; a launcher may have given it just some."""
     try:
-        return len(os.sched_getaffinity(0))
+        return frozenset(os.sched_getaffinity(0))
     except AttributeError:  # macOS has no affinity
-        return os.cpu_count() or 1
+        return frozenset(range(os.cpu_count() or 1))
+
+
+def num_cores() -> int:
+    """How many these are."""
+    return len(own_cores())
