@@ -104,7 +104,6 @@ class Contest:
         self.model, self.optimizer = build(megabytes)
         self.tensors = own_tensors(self.model, self.optimizer)
         self.num_bytes = sum(tensor.nbytes for tensor in self.tensors.values())
-        self.copies: list[Tensor] = []
         self.keep: int | None = None
         self.paths: dict[str, Path] = {}
         self.old: list[Path] = []
@@ -230,9 +229,10 @@ class Contest:
         pending[0].wait()
         return seconds
 
-    def copy(self) -> None:
-        """Of what this rank holds, into memory that is kept, as a save in the background needs."""
-        self.copies = [tensor.clone() for tensor in self.tensors.values()]
+    def copy(self) -> float:
+        """Seconds for one of what this rank holds, into memory that is kept meanwhile."""
+        copies: list[Tensor] = []
+        return self.time(lambda: copies.extend(each.clone() for each in self.tensors.values()))
 
 
 def measure(folder: str, megabytes: int, repetitions: int) -> dict[str, Any]:
@@ -249,9 +249,8 @@ def measure(folder: str, megabytes: int, repetitions: int) -> dict[str, Any]:
             if contest.rank == 0:
                 forgotten(contest.folder / name)
             measured[f"cold load {name}"] = contest.time(getattr(contest, f"load_{name}"))
-        measured["stall"] = contest.stall()
-        measured["copy"] = contest.time(contest.copy)
-        contest.copies.clear()
+        for name in random.Random(turn).sample(("stall", "copy"), 2):
+            measured[name] = getattr(contest, name)()
         if turn:  # the first is for warming up
             for name, seconds in measured.items():
                 times.setdefault(name, []).append(seconds)
