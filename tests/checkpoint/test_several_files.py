@@ -154,6 +154,24 @@ def test_side_by_side() -> None:
     assert len(done) == 4
 
 
+def test_interrupted_while_others_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are told, and waited for: nobody writes on in a folder that is being removed."""
+    done = []
+
+    def wait(has_failed: threading.Event) -> None:
+        assert has_failed.wait(30)
+        done.append(True)
+
+    def join(thread: threading.Thread, timeout: float | None = None) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "join", join)
+    with pytest.raises(KeyboardInterrupt):
+        side_by_side([lambda _: None, wait])
+    assert done == [True]
+
+
 def test_threads_have_the_modes_of_whom_they_work_for(tmp_path: Path) -> None:
     def modes(_: threading.Event) -> tuple[bool, bool]:
         return torch.is_inference_mode_enabled(), torch.is_grad_enabled()
