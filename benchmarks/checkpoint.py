@@ -260,8 +260,8 @@ def measure(folder: str, megabytes: int, repetitions: int) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> Table:
     """A line for each contender."""
-    ranks = result["ranks"]
-    title = f"{result['bytes'] / 1e9:.2f} GB of state, {ranks} process{'es'[: 2 * ranks - 2]}; GB/s"
+    processes = "1 process" if result["ranks"] == 1 else f"{result['ranks']} processes"
+    title = f"{result['bytes'] / 1e9:.2f} GB of state, {processes}; GB/s"
     shown = Table(title=title, title_justify="left")
     for name in ("", *COLUMNS.values()):
         shown.add_column(name, justify="right")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from checkpoint.training import (
     train_and_save,
     wrap,
 )
+from shoal.checkpoint import reading, staging
 from shoal.checkpoint.filesystem import FileSystem
 from shoal.checkpoint.inspection import open_any
+from shoal.errors import CheckpointMismatchError
 
 
 def test_restore_does_not_insist_on_the_saved_world_size(tmp_path: Path) -> None:
@@ -135,6 +138,23 @@ def load_wide(path: Path, strategy: str) -> Any:
     disk = CountingDisk()
     shoal.load(path, model, optimizer, filesystem=disk)
     return disk.num_bytes
+
+
+def test_what_does_not_fit_is_told_before_all_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(WIDE, 1)
+    shoal.save(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    num_read = []
+
+    def read(source: Any, wanted: Any, is_unwanted: threading.Event) -> None:
+        assert is_unwanted.wait(30)
+        num_read.append(reading.read(source, wanted, is_unwanted))
+
+    monkeypatch.setattr(staging, "read", read)
+    with pytest.raises(CheckpointMismatchError, match="AdamW"):
+        shoal.load(tmp_path, model, torch.optim.AdamW(model.parameters()))
+    assert num_read == [0]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])

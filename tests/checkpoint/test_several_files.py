@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,6 +113,16 @@ def test_a_full_disk() -> None:
     for text in on_ranks(fill_up, 2, disk):
         assert "data-00001-2.safetensors: " in text
     assert disk.names(Path("run")) == ["000001-step-0", "LATEST"]
+
+
+def test_cores_that_others_do_not_use() -> None:
+    """Where each rank has been given its own, all of them are its own."""
+    here = platform.node()
+    own, others = frozenset(range(CORES)), frozenset(range(CORES, 2 * CORES))
+    assert plan._fair_share([(here, own)]) == CORES
+    assert plan._fair_share([(here, own), (here, others), ("elsewhere", own)]) == CORES
+    assert plan._fair_share([(here, own), (here, own)]) == CORES // 2
+    assert plan._fair_share([(here, own)] * 50) == 1
 
 
 # Parts ---------------------------------------------------------------------------------------

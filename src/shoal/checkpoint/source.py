@@ -120,7 +120,7 @@ def read_header(file: Reading, num_bytes: int) -> bytes:
 def unreadable(path: Path, error: OSError) -> CheckpointError:
     """Why a file cannot be read; that this process has too many open is no damage."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        return CheckpointError(f"cannot open {path}: {error}")
+        return CheckpointError(f"cannot open {path}: {error}; raise the limit, as by ulimit -n")
     missing = isinstance(error, FileNotFoundError)
     return CorruptCheckpointError(
         str(path), "it is missing" if missing else f"cannot be read: {error}"
