@@ -65,9 +65,9 @@ def _check(value: Any, how: str) -> None:
 def _check_same_question(ways: Sequence[str], kinds: Sequence[str], how: str) -> None:
     """A bool here and a loss there, or two ways to decide, is two different questions."""
     if len(set(ways)) > 1:
-        raise MismatchError(f"the ranks want to agree in different ways: {_by_rank(ways)}")
+        raise MismatchError(f"the ranks want to agree in different ways: {by_rank(ways)}")
     if how not in _FOR_ANYTHING and len({kind == "bool" for kind in kinds}) > 1:
-        raise MismatchError(f"the ranks want to agree on different kinds: {_by_rank(kinds)}")
+        raise MismatchError(f"the ranks want to agree on different kinds: {by_rank(kinds)}")
 
 
 def _decide(values: Sequence[Any], how: str) -> Any:
@@ -86,7 +86,7 @@ def _decide(values: Sequence[Any], how: str) -> Any:
 
 def _the_same(values: Sequence[Any]) -> Any:
     if not all(_are_equal(values[0], value) for value in values[1:]):
-        raise MismatchError(f"the ranks must have the same value, but: {_by_rank(values)}")
+        raise MismatchError(f"the ranks must have the same value, but: {by_rank(values)}")
     return values[0]
 
 
@@ -100,16 +100,19 @@ def _are_equal(left: Any, right: Any) -> bool:
         return objects.encode(left) == objects.encode(right)
 
 
-def _by_rank(values: Sequence[Any]) -> str:
-    """Who has which value, as in "ranks 0, 2: 3; rank 1: 4": the odd one out is seen."""
+def by_rank(values: Sequence[Any], ranks: Sequence[int] | None = None) -> str:
+    """Who has which value, as in "ranks 0, 2: 3; rank 1: 4": the odd one out is seen.
+
+    ``ranks`` are those the values are of; 0 and up by default.
+    """
     holders: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in zip(ranks or range(len(values)), values, strict=True):
         holders.setdefault(_shortened(value), []).append(rank)
     if len(holders) == 1:  # they differ where the text does not show it
         return f"all print as {next(iter(holders))}"
     parts = [
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
-        for text, ranks in holders.items()
+        f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}: {text}"
+        for text, who in holders.items()
     ]
     return "; ".join(parts)
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from shoal.comm import objects
 from shoal.comm import operation as ops
+from shoal.comm.farewells import Farewell, Farewells
 from shoal.comm.lanes import Lanes
 from shoal.comm.ledger import Account
 from shoal.comm.raw import as_bytes
@@ -45,6 +46,7 @@ class WorldState:
         statistics: Counters of all groups.
         next_slot: The next group number that this rank has not used.
         groups: The world's backend and those of its groups.
+        farewells: What this rank leaves behind for those that leave after it.
         close_bootstrap: Ends what the ranks met at, which may live in this process.
         is_closed: Whether the world was shut down.
     """
@@ -54,6 +56,7 @@ class WorldState:
     statistics: Statistics = field(default_factory=Statistics)
     next_slot: int = 1
     groups: list[Backend] = field(default_factory=list)
+    farewells: Farewells = field(default_factory=Farewells)
     close_bootstrap: Callable[[], None] = lambda: None
     is_closed: bool = False
 
@@ -369,6 +372,14 @@ class Backend(ABC):
     def count_reading(self, num_bytes: int, seconds: float) -> None:
         """Counts an all-gather for which this rank has read the memory of others."""
         self._state.statistics.count("all_gather", num_bytes, seconds, 0.0)
+
+    def on_leaving(self, farewell: Farewell) -> None:
+        """Has ranks that leave compare something with those that left before."""
+        self._state.farewells.add(self.ranks, farewell)
+
+    def check_farewells(self) -> None:
+        """Raises `MismatchError` for what was found when this rank left; once."""
+        self._state.farewells.check()
 
     def open_account(self) -> Account:
         """For a holder of memory that `stats` should know of."""

@@ -35,6 +35,8 @@ from shoal.errors import DeadlineError, MismatchError, PeerError, ShoalError, Tr
 # How long to wait for the news of a rank's death after the transport already failed over it.
 _NEWS_S = 3.0
 _FAREWELL_S = 5.0
+# Ranks that leave at the same time should still hear of each other.
+_LINGER_S = 0.5
 _POLL_S = 0.001
 _MOST_AGREED = 1024
 
@@ -305,11 +307,26 @@ class ProcessBackend(Backend):
         groups = [group for group in self._state.groups if isinstance(group, ProcessBackend)]
         for group in groups:
             group._finish_started()
+        note = self._state.farewells.note()
+        if note:
+            self._control.note(note)
         self._control.leave()
+        if note:
+            self._hear_farewells()
         for group in groups:
             group._close_transport()
         self._control.close()
         self._state.close_bootstrap()
+
+    def _hear_farewells(self) -> None:
+        """The others have been told that this rank leaves: none waits for it now."""
+        control, farewells = self._control, self._state.farewells
+        others = [rank for rank in range(control.size) if rank != control.rank]
+        deadline = time.monotonic() + _LINGER_S
+        while farewells.find(control.whereabouts, others) and control.failure() is None:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_POLL_S)
 
     def _finish_started(self) -> None:
         """Ends the threads. Their waits end by themselves, whatever the peers do."""

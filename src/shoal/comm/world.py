@@ -31,6 +31,7 @@ class World:
     def __init__(self, backend: Backend) -> None:
         """Use `shoal.init`, or `shoal.run`."""
         self.backend = backend
+        self._has_failed = False
 
     @property
     def rank(self) -> int:
@@ -94,16 +95,24 @@ class World:
         return getattr(self.backend, name)
 
     def shutdown(self) -> None:
-        """Leaves the world. Twice is fine."""
+        """Leaves the world. Twice is fine.
+
+        Raises:
+            MismatchError: If a rank that left before has trained in another way; this rank has
+                left then too.
+        """
         global _process_world
         self.backend.shutdown()
         if _process_world is self:
             _process_world = None
         if _current.get() is self:
             _current.set(None)
+        if not self._has_failed:
+            self.backend.check_farewells()
 
     def fail(self, error: BaseException) -> None:
         """Tells every other rank that this one cannot go on, and why."""
+        self._has_failed = True
         culprit = error.rank if isinstance(error, PeerError) else None
         self.backend.fail(describe(error), culprit=culprit)
 

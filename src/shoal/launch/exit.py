@@ -12,7 +12,7 @@ from functools import cache
 from types import TracebackType
 
 from shoal.comm.world import find_current
-from shoal.errors import PeerError
+from shoal.errors import MismatchError, PeerError
 from shoal.launch.environment import discover
 
 
@@ -34,8 +34,15 @@ def watch_exit() -> None:
 
 def _leave_world() -> None:
     world = find_current()
-    if world is not None:
+    if world is None:
+        return
+    try:
         world.shutdown()
+    except MismatchError as error:  # at this point an exception would not change the exit code
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _leave_record(error: BaseException) -> None:

@@ -69,6 +69,7 @@ def _run_rank(call: Call, simulator: Simulator, outcome: Outcome, timeout: float
             simulator.enter(outcome.rank)
             fn, args = call
             outcome.value = fn(*args)
+            world.shutdown()
             outcome.failed_at = None
         except BaseException as error:
             outcome.error, outcome.failed_at = error, time.monotonic()

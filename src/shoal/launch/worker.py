@@ -26,6 +26,7 @@ def main(channel: socket.socket, payload: bytes) -> int:
     set_current(world, process_wide=True)
     try:
         value = fn(*args)
+        world.shutdown()
         send_value(channel, value)
     except BaseException as error:
         # The others first: they may be waiting, and the report can be long. But the text before

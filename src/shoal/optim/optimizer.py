@@ -17,6 +17,7 @@ from shoal.optim import kernels
 from shoal.optim.fresh_state import renew_state
 from shoal.optim.full_state import as_loaded, assemble, fragments
 from shoal.optim.kinds import Kind, find_kind
+from shoal.optim.options import Options
 from shoal.optim.reception import (
     Reception,
     copy_held,
@@ -33,6 +34,7 @@ from shoal.sharding.extent import Extent
 from shoal.sharding.holding import FullState, Held, HeldState
 from shoal.strategies.flat_group import FlatGroup
 from shoal.strategies.model import ShardedModel
+from shoal.strategies.progress import compare
 
 
 class ShardedOptimizer(Optimizer):
@@ -59,6 +61,8 @@ class ShardedOptimizer(Optimizer):
         """
         self._check_pair(optimizer, model)
         self.optimizer, self.model = optimizer, model
+        self._options = Options(optimizer)
+        compare(model.all_ranks, self.facts())
         self.kind = find_kind(optimizer) if kind is None else Kind(kind)
         self._check_parameters()
         if self.kind is Kind.GLOBAL and model.engine.settings.compute_dtype is not None:
@@ -85,6 +89,14 @@ class ShardedOptimizer(Optimizer):
         if self.kind is not Kind.GLOBAL:
             self._segments.replace_parameters()
         model.optimizers.append(self)
+        self.num_steps = 0
+        """How many steps this rank has made."""
+        self._engine.progress.follow(self)
+
+    def facts(self) -> dict[str, str]:
+        """What must be the same on every rank; see [Note: ranks that train alike]."""
+        kind = type(self.optimizer)
+        return {"the class": f"{kind.__module__}.{kind.__qualname__}"} | self._options.chosen()
 
     def _check_pair(self, optimizer: Optimizer, model: ShardedModel) -> None:
         if isinstance(optimizer, ShardedOptimizer):
@@ -326,14 +338,28 @@ class ShardedOptimizer(Optimizer):
     # Steps --------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step on this rank's memory; then everybody has the new parameters."""
-        if self.kind is Kind.GLOBAL:
-            return self._step_everything(closure)
+        """One step on this rank's memory; then everybody has the new parameters.
+
+        Raises:
+            MismatchError: If the ranks do not train alike, or their weights have drifted apart.
+        """
+        self._options.chosen()
+        loss = (
+            self._step_everything(closure)
+            if self.kind is Kind.GLOBAL
+            else self._step_own_part(closure)
+        )
+        self._options.ignore_changes()
+        self.num_steps += 1
+        return loss
+
+    def _step_own_part(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = self._mean(closure())
         self._engine.adopt_gradients()
+        self._check_ranks()
         for which, segment in self._segments.by_group():
             self._hand_out(which, segment)
         try:
@@ -343,6 +369,11 @@ class ShardedOptimizer(Optimizer):
             self._hide_gradients()
         self._account()
         return loss
+
+    def _check_ranks(self) -> None:
+        """Now and then, when all gradients are there and nothing has been stepped yet."""
+        if self is self.model.optimizers[0]:
+            self._engine.check_step(self.num_steps + 1)
 
     def _inner_step(self) -> None:
         """The user's optimizer, on this rank's memory."""
@@ -377,6 +408,7 @@ class ShardedOptimizer(Optimizer):
 
         if closure is None:
             evaluate()
+            self._check_ranks()
         with self._engine.full_parameters():
             loss = self.optimizer.step(evaluate if closure is not None else None)
         self._account()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ShoalError
+from shoal.strategies import drift
 from shoal.strategies.admission import check_models, check_trains_alike, refuse_copy
 from shoal.strategies.arrivals import Arrivals
 from shoal.strategies.buffer_pool import BufferPool
@@ -32,11 +33,13 @@ from shoal.strategies.grouping import Grouping
 from shoal.strategies.heap import keep_freed_memory
 from shoal.strategies.pins import pin_compiled, pin_parents
 from shoal.strategies.precision import Precision
+from shoal.strategies.progress import Progress
 from shoal.strategies.ranks import Ranks
 from shoal.strategies.reductions import Reductions
 from shoal.strategies.roster import Roster
 from shoal.strategies.settings import Settings, Sharding
 from shoal.strategies.steps import Steps
+from shoal.strategies.voting import Vote
 
 
 class Engine:
@@ -68,7 +71,7 @@ class Engine:
         check_trains_alike(module, self.backend)
         if any(parameter.is_cpu for parameter in module.parameters()):
             keep_freed_memory()
-        self._gather_group, reduce_group = self.shards.lane(self), self.shards.lane(self)
+        self._gather_group, self._reduce_group = self.shards.lane(self), self.shards.lane(self)
         self._buffer_group = self.backend.lane(self)
         self._precision = Precision(module, settings.compute_dtype)
         narrowing = self._precision.install(module)
@@ -82,23 +85,27 @@ class Engine:
             for place, parameter in enumerate(group.parameters)
         }
         self._roster = Roster(module, lambda parameter: id(parameter) in self._place)
-        self.gathering = Gathering(self.groups, self._gather_group)
+        self.progress = Progress()
+        self.backend.on_leaving(self.progress)
+        self.gathering = Gathering(self.groups, self._gather_group, self.progress)
         self._forward_plan = Plan([group.index for group in self.groups])
         self._backward_plan = Plan([group.index for group in reversed(self.groups)])
         pool = BufferPool(self.shards, self.account)
         is_sharded = sharding.gradients and self.shards.size > 1
         self.gradients = [
-            GroupGradients(group, pool, reduce_group, is_sharded, settings.hides_gradients)
+            GroupGradients(group, pool, self._reduce_group, is_sharded, settings.hides_gradients)
             for group in self.groups
         ]
         may_wait = not self.gathering.is_needed and not settings.has_meetings
-        self._reductions = Reductions(self.gradients, reduce_group, may_wait=may_wait)
+        self._reductions = Reductions(
+            self.gradients, self._reduce_group, self.progress, may_wait=may_wait
+        )
         self.num_rounds = 0
         """How often gradients were averaged as part of a backward."""
         self._in_backward = self._is_in_parts = False
         self._saving: list[Any] = []
         self._arrivals = Arrivals(self._arrived)
-        self._steps = Steps(self.groups, self._gather_group)
+        self._steps = Steps(self.groups, self._reduce_group, self.progress)
         self._common_bytes = sum(
             group.whole.nbytes for group in self.groups if group.residence is Residence.COMMON
         )
@@ -404,12 +411,12 @@ class Engine:
         finally:
             for group in self.groups:
                 group.take_back()
-            self._steps.meet()
+            self._steps.meet("the end of full_parameters()")
             for group in exposed:
                 if group.exposed is not None:
                     group.conceal(keep=keep_changes)
             self._keep_changes(keep_changes)
-            self._steps.meet()
+            self._steps.meet("the end of full_parameters(), changes kept")
             for group in self.groups:
                 if keep_changes or not group.is_sharded:
                     group.settle()
@@ -449,6 +456,34 @@ class Engine:
         self.gathering.free_all(may_lend=True)
         for group in self.groups:
             group.age()
+
+    def check_step(self, number: int) -> None:
+        """Before an optimizer's step ``number``: the ranks must have done the same so far.
+
+        Raises:
+            MismatchError: Otherwise; see [Note: ranks that train alike].
+        """
+        for axis in self.holders.axes:
+            Vote.cast(axis, self.progress, "the beginning of optimizer.step()")
+        if drift.is_due(number, self.settings.check_every):
+            self._compare(dict(drift.replicated_gradients(self.gradients)), "optimizer.step()")
+
+    def check_replicas(self, doing: str) -> None:
+        """Compares the parameters that every rank holds; ``doing`` is said in the error."""
+        if self.settings.check_every:
+            self._compare({}, doing)
+
+    def _compare(self, gradients: dict[str, Tensor | None], doing: str) -> None:
+        parameters = dict(drift.replicated_parameters(self.groups))
+        drift.compare(self._reduce_group, parameters, gradients, doing)
+        copies = self.holders.copies
+        if copies:  # the last axis is that of layers which are split
+            drift.compare(
+                self.holders.axes[-1],
+                {name: tensor for name, tensor in parameters.items() if copies.get(name, 1) > 1},
+                {name: tensor for name, tensor in gradients.items() if copies.get(name, 1) > 1},
+                doing,
+            )
 
     def _tell_autograd(self, changed: Sequence[nn.Parameter]) -> None:
         """A backward that still needs the old values must fail, as it does in plain PyTorch."""

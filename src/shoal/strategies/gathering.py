@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from shoal.comm import Backend, Work
 from shoal.comm.operation import AllGather
 from shoal.strategies.flat_group import FlatGroup
+from shoal.strategies.progress import Progress
 from shoal.strategies.schedule import Round
 from shoal.strategies.voting import Vote
 
@@ -41,10 +42,10 @@ class Gathering:
     any more is freed then. See [Note: the round] for the order.
     """
 
-    def __init__(self, groups: Sequence[FlatGroup], backend: Backend) -> None:
+    def __init__(self, groups: Sequence[FlatGroup], backend: Backend, progress: Progress) -> None:
         """``backend`` must carry nothing else: the order of its operations is the schedule's."""
         self._groups = {group.index: group for group in groups if group.is_sharded}
-        self._backend = backend
+        self._backend, self._progress = backend, progress
         self._coming: dict[int, Work[Tensor]] = {}
         self._plan = Plan(list(self._groups))
         self._round = Round([])
@@ -98,7 +99,8 @@ class Gathering:
 
     def _vote(self, wish: bool) -> bool:
         """Whether there is another round; if so it begins."""
-        vote = Vote.cast(self._backend, wish=wish, numbers=self._again)
+        doing = "gathering parameters"
+        vote = Vote.cast(self._backend, self._progress, doing, wish=wish, numbers=self._again)
         self._plan.lasting |= vote.united
         if vote.is_wanted:
             self._round = Round([index for index in self._plan.order if index in self._groups])

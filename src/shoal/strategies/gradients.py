@@ -44,7 +44,8 @@ class GroupGradients:
                 would show for the whole gradient.
         """
         self.group, self._pool, self._backend = group, pool, backend
-        self._is_sharded = is_sharded
+        self.is_sharded = is_sharded
+        """Whether only this rank's part outlives the reduction."""
         self._shows_stand_in = is_sharded or is_hidden or group.is_mixed
         self._buffer: Tensor | None = None
         self._whole: Tensor | None = None
@@ -175,7 +176,7 @@ class GroupGradients:
         self._work = (self._backend.post(operation), flags)
 
     def _operation(self, whole: Tensor, flags: Flags) -> FlaggedAllReduce | FlaggedReduceScatter:
-        if not self._is_sharded:
+        if not self.is_sharded:
             return FlaggedAllReduce(whole, flags)
         place = (self._backend.rank, self._backend.size)
         out = self._kept_memory() if self._shard is None else None
@@ -199,7 +200,7 @@ class GroupGradients:
         (work, flags), self._work = self._work, None
         result = work.wait()
         self.used |= flags.union
-        if self._is_sharded:
+        if self.is_sharded:
             self._shard = result if self._shard is None else self._shard.add_(result)
             self._drop_whole()
 
@@ -223,13 +224,13 @@ class GroupGradients:
 
     def own(self) -> Tensor | None:
         """This rank's part of the averaged gradient."""
-        if self._is_sharded:
+        if self.is_sharded:
             return self._shard
         return None if self._whole is None else self.group.own_slice(self._whole)
 
     def held(self) -> Tensor | None:
         """All that this rank holds of the averaged gradient: whole, or its part."""
-        return self._shard if self._is_sharded else self._whole
+        return self._shard if self.is_sharded else self._whole
 
     def show(self) -> None:
         """Lets the parameters show what they have: nothing if nobody used them."""
@@ -274,7 +275,7 @@ class GroupGradients:
             gradient = parameter.grad
             if gradient is None or isinstance(gradient, ShardedGradient) or place in arrived:
                 continue
-            if self._is_sharded:
+            if self.is_sharded:
                 self._adopt_part(place, gradient)
             elif gradient.data_ptr() != self._all_views()[place].data_ptr() or (
                 place not in self.used and place not in self._collected
@@ -340,7 +341,7 @@ class GroupGradients:
     def gather(self, backend: Backend) -> None:
         """Puts the whole averaged gradient where the parameters show it."""
         whole = self._whole
-        if self._is_sharded and self.used:
+        if self.is_sharded and self.used:
             assert self._shard is not None
             whole = backend.all_gather(self._shard)
         for place, parameter in enumerate(self.group.parameters):
@@ -359,7 +360,7 @@ class GroupGradients:
         self.local.clear()
         self.arrived.clear()
         self._shard = None
-        if self._is_sharded:
+        if self.is_sharded:
             self._drop_whole()
 
     @property

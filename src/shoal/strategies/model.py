@@ -17,6 +17,7 @@ from shoal.sharding.holding import Held
 from shoal.sharding.split import Split
 from shoal.strategies.admission import refuse_copy
 from shoal.strategies.batch_norm import check_layers, check_plain_layers, synchronize
+from shoal.strategies.drift import CHECK_EVERY
 from shoal.strategies.engine import Engine
 from shoal.strategies.materialization import materialize
 from shoal.strategies.precision import parse_precision
@@ -68,6 +69,7 @@ class ShardedModel(nn.Module):
         mixed_precision: str | torch.dtype | None = None,
         replica: int = 1,
         resident_below: int = 0,
+        check_every: int = CHECK_EVERY,
     ) -> None:
         """Takes over the module's parameters; every rank starts from rank 0's values.
 
@@ -82,6 +84,8 @@ class ShardedModel(nn.Module):
             mixed_precision: "bf16" or "fp16" to compute with; the optimizer steps float32.
             replica: How many groups of ranks hold all shards between them; for sharded parameters.
             resident_below: Parameters of fewer elements are not sharded.
+            check_every: Before every how many-th step the ranks compare a fingerprint of what all
+                of them hold, and more often in the beginning; 0 for never.
         """
         super().__init__()
         if isinstance(module, ShardedModel):
@@ -98,6 +102,7 @@ class ShardedModel(nn.Module):
             resident_below,
             has_meetings=sync_batchnorm or self.is_part,
             hides_gradients=self.is_part,
+            check_every=check_every,
         )
         ranks = divide(backend, replica, is_sharded=self.sharding.parameters)
         self.engine = Engine(module, ranks, self.sharding, settings)
@@ -112,6 +117,7 @@ class ShardedModel(nn.Module):
             "mixed_precision": mixed_precision,
             "replica": replica,
             "resident_below": resident_below,
+            "check_every": check_every,
         }
         self.optimizers: list[object] = []
         """What steps this model's memory."""
@@ -281,6 +287,15 @@ class ShardedModel(nn.Module):
     def holds_buffer(self, name: str) -> bool:
         """Whether this rank has the values of a buffer."""
         return True
+
+    def check_ranks(self, doing: str) -> None:
+        """Compares what the ranks have done and what all of them hold; every rank calls it.
+
+        Raises:
+            MismatchError: If the ranks do not train alike, or have drifted apart.
+        """
+        self.engine.progress.compare(self.all_ranks)
+        self.engine.check_replicas(doing)
 
     def split_of(self, name: str) -> Split | None:
         """Which part of a full parameter the module has; None for all of it."""

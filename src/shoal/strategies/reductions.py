@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from shoal.comm import Backend
 from shoal.strategies.gradients import GroupGradients
+from shoal.strategies.progress import Progress
 from shoal.strategies.schedule import Round
 from shoal.strategies.voting import Vote
 
@@ -20,7 +21,12 @@ class Reductions:
     """The reductions of one model's gradients; see [Note: the round] for the order."""
 
     def __init__(
-        self, gradients: Sequence[GroupGradients], backend: Backend, *, may_wait: bool
+        self,
+        gradients: Sequence[GroupGradients],
+        backend: Backend,
+        progress: Progress,
+        *,
+        may_wait: bool,
     ) -> None:
         """``may_wait``: whether a rank may wait for a reduction in the middle of a pass.
 
@@ -28,6 +34,7 @@ class Reductions:
         the reduction only after a meeting that this rank has yet to join.
         """
         self._gradients, self._backend, self._may_wait = gradients, backend, may_wait
+        self._progress = progress
         # Backward comes by the last groups first. Integers have no gradients.
         self._order = [g.group.index for g in reversed(gradients) if g.group.has_gradients]
         self._most = _MOST_IN_FLIGHT_DIRECTLY if backend.shares_memory else _MOST_IN_FLIGHT
@@ -50,8 +57,14 @@ class Reductions:
     def complete_round(self) -> None:
         """Every backward has one round of reductions; gradients that came late want another."""
         self._take_turns(self._round.rest())
-        while Vote.cast(self._backend, wish=bool(self._complete)).is_wanted:
+        while self._vote():
             self.reduce_all()
+
+    def _vote(self) -> bool:
+        wish = bool(self._complete)
+        return Vote.cast(
+            self._backend, self._progress, "the end of backward()", wish=wish
+        ).is_wanted
 
     def reduce_all(self) -> None:
         """Another turn for every group."""

@@ -16,16 +16,23 @@ from torch import Tensor
 
 from shoal.comm import Backend
 from shoal.comm.copying import copy
+from shoal.comm.operation import AllGather
 from shoal.errors import ShoalError
 from shoal.strategies.flat_group import FlatGroup, Residence
+from shoal.strategies.progress import Progress
+from shoal.strategies.voting import Vote
 
 
 class Steps:
     """The optimizer's steps of one model, as its memory sees them."""
 
-    def __init__(self, groups: Sequence[FlatGroup], backend: Backend) -> None:
-        """``backend`` are the ranks that the memory is divided among."""
-        self._groups, self._backend = groups, backend
+    def __init__(self, groups: Sequence[FlatGroup], backend: Backend, progress: Progress) -> None:
+        """``backend`` are the ranks that the memory is divided among.
+
+        It carries the reductions of gradients too, so that a rank that leaves out a step meets the
+        others there at the latest, and both are named.
+        """
+        self._groups, self._backend, self._progress = groups, backend, progress
         self.is_torn = False
         self._is_common = any(group.residence is Residence.COMMON for group in groups)
         is_replicated = [group.residence is Residence.REPLICATED for group in groups]
@@ -47,10 +54,13 @@ class Steps:
         """Whether ranks read or write memory of others."""
         return self._is_common or any(self._others)
 
-    def meet(self) -> None:
-        """Nobody goes on while another still reads or writes what is shared."""
+    def meet(self, doing: str) -> None:
+        """Nobody goes on while another still reads or writes what is shared.
+
+        ``doing`` is what the ranks are at, in words.
+        """
         if self._is_direct:
-            self._backend.barrier()
+            Vote.cast(self._backend, self._progress, doing)
 
     def check(self) -> None:
         """Raises if the parameters are half old, half new; see [Note: torn parameters]."""
@@ -68,15 +78,15 @@ class Steps:
     @contextlib.contextmanager
     def taking(self) -> Iterator[None]:
         """Around the optimizer's own step."""
-        self.meet()
+        self.meet("the beginning of optimizer.step()")
         self.is_torn = self._is_direct
         yield
         for group in self._groups:
             group.refresh()
-        self.meet()
+        self.meet("the end of optimizer.step()")
         self._spread()
         if any(self._others):  # nobody changes what another still reads
-            self.meet()
+            self.meet("the end of optimizer.step(), everything read")
         self.is_torn = False
 
     def _spread(self) -> None:
@@ -85,7 +95,9 @@ class Steps:
             if others:
                 self._read(group, others)
             else:
-                self._backend.all_gather(group.shard, out=group.whole)
+                operation = AllGather(group.shard, group.whole)
+                operation.signature += " of new parameters in optimizer.step()"
+                self._backend.run(operation)
 
     def _read(self, group: FlatGroup, others: Sequence[Tensor]) -> None:
         begin = time.perf_counter()

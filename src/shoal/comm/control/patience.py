@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from shoal.comm.control.plane import Control, Failure
+from shoal.comm.control.plane import HIDDEN, Control, Failure
 from shoal.comm.cores import num_cores
 from shoal.errors import DeadlineError, PeerError
 
@@ -120,8 +120,11 @@ class Patience:
             f"{self._what()}, for {now - self._begin:.1f} s",
             f"  arrived: {_listed(arrived)}; missing: {_listed(late)}",
         ]
-        lines += [f"  rank {rank} was last in {self._control.whereabouts(rank)}" for rank in late]
+        lines += [f"  rank {rank} was last in {self._whereabouts(rank)}" for rank in late]
         return "\n".join(lines)
+
+    def _whereabouts(self, rank: int) -> str:
+        return self._control.whereabouts(rank).partition(HIDDEN)[0]
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from shoal.comm.control.patience import Patience
 
 
+HIDDEN = "\0"
+"""In a note: what follows is for ranks to read, not for people."""
+
+
 class Failure(NamedTuple):
     """Why a world cannot go on.
 
