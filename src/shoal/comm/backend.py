@@ -94,6 +94,11 @@ class Backend(ABC):
         return self.size
 
     @property
+    def is_in_step(self) -> bool:
+        """Whether the ranks of this group are known to have called the same operations so far."""
+        return True
+
+    @property
     def timeout(self) -> float:
         """Seconds an alive but late rank is waited for."""
         return self._state.timeout

@@ -23,7 +23,8 @@ class Lanes:
 
     def lend(self, group: Backend, owner: object) -> Backend:
         """A lane of ``group`` until ``owner`` is gone; all ranks call it together."""
-        free_by_rank = [set(free) for free in group.all_gather_object(sorted(self._free))]
+        usable = sorted(number for number in self._free if self._lanes[number].is_in_step)
+        free_by_rank = [set(free) for free in group.all_gather_object(usable)]
         free = set.intersection(*free_by_rank)
         number = min(free) if free else self._add(group)
         self._free.discard(number)

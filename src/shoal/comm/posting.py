@@ -72,9 +72,11 @@ class Postbox:
         """Empty."""
         self._carrier = carrier
         self._posted: deque[Posted] = deque()
+        self._error: BaseException | None = None
 
     def put(self, operation: Operation, number: int, header: bytes) -> Posted:
         """Shows an operation to the others."""
+        self.check()
         while len(self._posted) >= _MOST_POSTED:
             self.finish(self._posted[0], None)
         posted = Posted(self, operation, number, header)
@@ -98,8 +100,13 @@ class Postbox:
         try:
             posted.num_settled = self._carrier.do_part(posted)
         except BaseException as error:
-            posted.error = error
+            self._error = posted.error = error
             self.abandon()
+
+    def check(self) -> None:
+        """Raises if a posted operation has failed: what came after it is out of step for good."""
+        if self._error is not None:
+            raise self._error
 
     def _is_over(self, posted: Posted) -> bool:
         if posted.error is not None:
@@ -142,3 +149,4 @@ class Postbox:
         """Waits for everything."""
         while self._posted:
             self.finish(self._posted[0], None)
+        self.check()

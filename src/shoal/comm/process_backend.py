@@ -63,6 +63,8 @@ class ProcessBackend(Backend):
         self._errands: list[PendingWork[Any]] = []
         # A training loop agrees on the same headers again and again.
         self._agreed: dict[bytes, tuple[list[bytes], list[Header]]] = {}
+        self._is_in_step = True
+        self._stuck: MismatchError | None = None
         self._lock = threading.Lock()
         self._message_lock = threading.Lock()  # a message need not wait for a collective
         state.groups.append(self)
@@ -127,12 +129,24 @@ class ProcessBackend(Backend):
     def _finish_posted(self) -> None:
         """Waits for what was shown to the others and not carried out yet."""
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the ranks have called the same operations so far."""
+        return self._is_in_step
+
     def _perform(self, operation: Operation, number: int, site: str, eager: bool) -> Any:
         begin = time.perf_counter()
+        if self._stuck is not None:
+            raise self._stuck
         where = self._where(operation, number, site)
         patience = self._patience(where, eager)
         patience.check()
-        headers = self._or_fail(self._agree, operation, number, site, patience)
+        try:
+            headers = self._or_fail(self._agree, operation, number, site, patience)
+        except MismatchError as error:
+            if not eager:  # others may be queued behind it, which no other rank will call
+                self._stuck = error
+            raise
         waited = time.perf_counter() - begin
         payload = operation.prepare(headers, self.rank)
         payload.wires = [header.wire for header in headers]
@@ -194,8 +208,12 @@ class ProcessBackend(Backend):
         if known is not None and known[0] == shown:
             return known[1]
         headers = [decode(header) for header in shown]
-        check_equal(headers, self.ranks, number)
-        operation.check(headers, self.ranks)
+        try:
+            check_equal(headers, self.ranks, number)
+            operation.check(headers, self.ranks)
+        except MismatchError:
+            self._is_in_step = False
+            raise
         if len(self._agreed) >= _MOST_AGREED:
             self._agreed.clear()
         self._agreed[encoded] = (shown, headers)

@@ -8,6 +8,7 @@ a fingerprint of each: one pass over the memory, and one small collective.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -72,10 +73,12 @@ def compare(
     Raises:
         MismatchError: Naming the first that is not the same on every rank.
     """
-    held = [*parameters.items(), *((f"the gradient of {n}", g) for n, g in gradients.items())]
+    # Ranks that hold parts of other sizes may have them in another order.
+    held: list[tuple[str, Tensor | None]] = sorted(parameters.items(), key=itemgetter(0))
+    held += [(f"the gradient of {name}", gradients[name]) for name in sorted(gradients)]
     if not held or group.size == 1:
         return
-    own = torch.stack([_fingerprint(tensor).to(group.device) for _, tensor in held])
+    own = torch.stack([fingerprint(tensor).to(group.device) for _, tensor in held])
     operation = AllGather(own.unsqueeze(0), None)
     operation.signature = f"comparison of {len(held)} replicas in {doing}"
     rows = group.run(operation).tolist()
@@ -91,7 +94,7 @@ def compare(
             )
 
 
-def _fingerprint(tensor: Tensor | None) -> Tensor:
+def fingerprint(tensor: Tensor | None) -> Tensor:
     """One number of the bits of a tensor, on its device."""
     if tensor is None:
         return torch.zeros((), dtype=torch.int64)
