@@ -7,8 +7,7 @@ a fingerprint of each: one pass over the memory, and one small collective.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from shoal.strategies.gradients import GroupGradients
 CHECK_EVERY = 100
 """How many steps pass between two comparisons by default."""
 
+GRADIENT_OF = "the gradient of "
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
@@ -37,61 +37,71 @@ def is_due(number: int, every: int) -> bool:
     return is_early or number % every == 0
 
 
-def replicated_parameters(groups: Sequence[FlatGroup]) -> Iterator[tuple[str, Tensor]]:
-    """What this rank holds whole of the parameters, by name."""
-    for group in groups:
-        if group.residence is Residence.REPLICATED:
-            for slot in group.layout.slots:
-                yield slot.name, group.whole[slot.start : slot.stop]
+Held = Mapping[str, Tensor | None]
+"""What a rank holds whole, by name; None where no rank has it."""
 
 
-def replicated_gradients(
-    gradients: Sequence[GroupGradients],
-) -> Iterator[tuple[str, Tensor | None]]:
-    """Averaged gradients that this rank holds whole, by their parameters' names; None for none."""
+def replicated_buffers(
+    groups: Sequence[FlatGroup], gradients: Sequence[GroupGradients]
+) -> dict[str, Tensor | None]:
+    """All that this rank holds whole, in as few tensors as there are groups."""
+    held: dict[str, Tensor | None] = {
+        f"group {group.index}": group.whole
+        for group in groups
+        if group.residence is Residence.REPLICATED
+    }
+    for own in gradients:
+        if not own.is_sharded and own.used:
+            held[f"gradients of group {own.group.index}"] = own.held()
+    return held
+
+
+def replicated_tensors(
+    groups: Sequence[FlatGroup], gradients: Sequence[GroupGradients]
+) -> dict[str, Tensor | None]:
+    """The same, parameter by parameter."""
+    parameters: dict[str, Tensor | None] = {
+        slot.name: group.whole[slot.start : slot.stop]
+        for group in groups
+        if group.residence is Residence.REPLICATED
+        for slot in group.layout.slots
+    }
+    averaged: dict[str, Tensor | None] = {}
     for own in gradients:
         whole = None if own.is_sharded else own.held()
         if whole is not None:
             for place, slot in enumerate(own.group.layout.slots):
-                yield slot.name, whole[slot.start : slot.stop] if place in own.used else None
-
-
-def compare(
-    group: Backend,
-    parameters: Mapping[str, Tensor],
-    gradients: Mapping[str, Tensor | None],
-    doing: str,
-) -> None:
-    """Compares fingerprints; all ranks of the group call it with the same names.
-
-    Args:
-        group: The ranks.
-        parameters: What each of them holds, by name.
-        gradients: The same; None where no rank has one.
-        doing: What the ranks are at, in words.
-
-    Raises:
-        MismatchError: Naming the first that is not the same on every rank.
-    """
+                part = whole[slot.start : slot.stop] if place in own.used else None
+                averaged[GRADIENT_OF + slot.name] = part
     # Ranks that hold parts of other sizes may have them in another order.
-    held: list[tuple[str, Tensor | None]] = sorted(parameters.items(), key=itemgetter(0))
-    held += [(f"the gradient of {name}", gradients[name]) for name in sorted(gradients)]
+    return dict(sorted(parameters.items())) | dict(sorted(averaged.items()))
+
+
+def differing(group: Backend, held: Held, doing: str) -> dict[str, Sequence[int]]:
+    """What is not the same on all ranks: its fingerprint on each; all call it with the same names.
+
+    ``doing`` is what the ranks are at, in words.
+    """
     if not held or group.size == 1:
-        return
-    own = torch.stack([fingerprint(tensor).to(group.device) for _, tensor in held])
+        return {}
+    own = torch.stack([fingerprint(tensor).to(group.device) for tensor in held.values()])
     operation = AllGather(own.unsqueeze(0), None)
     operation.signature = f"comparison of {len(held)} replicas in {doing}"
-    rows = group.run(operation).tolist()
-    for (name, _), values in zip(held, zip(*rows, strict=True), strict=True):
-        if len(set(values)) > 1:
-            versions = list(dict.fromkeys(values))
-            shown = by_rank([f"value {versions.index(v) + 1}" for v in values], group.ranks)
-            raise MismatchError(
-                f"the ranks have drifted apart: {name} is not the same on all of them ({shown}). "
-                "Something changed it on some ranks only: an edit of weights or gradients that "
-                "depends on the rank or on its own batch, or a step made by something else than "
-                "the wrapped optimizer. Do the same on every rank, or load a checkpoint."
-            )
+    columns = zip(*group.run(operation).tolist(), strict=True)
+    return {name: found for name, found in zip(held, columns, strict=True) if len(set(found)) > 1}
+
+
+def check(group: Backend, held: Held, doing: str) -> None:
+    """Raises `MismatchError` naming the first that is not the same on all ranks."""
+    for name, found in differing(group, held, doing).items():
+        values = list(dict.fromkeys(found))
+        shown = by_rank([f"value {values.index(each) + 1}" for each in found], group.ranks)
+        raise MismatchError(
+            f"the ranks have drifted apart: {name} is not the same on all of them ({shown}). "
+            "Something changed it on some ranks only: an edit of weights or gradients that "
+            "depends on the rank or on its own batch, or a step made by something else than "
+            "the wrapped optimizer. Do the same on every rank, or load a checkpoint."
+        )
 
 
 def fingerprint(tensor: Tensor | None) -> Tensor:

@@ -466,24 +466,21 @@ class Engine:
         for axis in self.holders.axes:
             Vote.cast(axis, self.progress, "the beginning of optimizer.step()")
         if drift.is_due(number, self.settings.check_every):
-            self._compare(dict(drift.replicated_gradients(self.gradients)), "optimizer.step()")
+            self._compare_replicas(self.gradients, "optimizer.step()")
 
     def check_replicas(self, doing: str) -> None:
         """Compares the parameters that every rank holds; ``doing`` is said in the error."""
         if self.settings.check_every:
-            self._compare({}, doing)
+            self._compare_replicas([], doing)
 
-    def _compare(self, gradients: dict[str, Tensor | None], doing: str) -> None:
-        parameters = dict(drift.replicated_parameters(self.groups))
-        drift.compare(self._reduce_group, parameters, gradients, doing)
-        copies = self.holders.copies
+    def _compare_replicas(self, gradients: Sequence[GroupGradients], doing: str) -> None:
+        group, copies = self._reduce_group, self.holders.copies
+        if drift.differing(group, drift.replicated_buffers(self.groups, gradients), doing):
+            drift.check(group, drift.replicated_tensors(self.groups, gradients), doing)
         if copies:  # the last axis is that of layers which are split
-            drift.compare(
-                self.holders.axes[-1],
-                {name: tensor for name, tensor in parameters.items() if copies.get(name, 1) > 1},
-                {name: tensor for name, tensor in gradients.items() if copies.get(name, 1) > 1},
-                doing,
-            )
+            held = drift.replicated_tensors(self.groups, gradients)
+            copied = [n for n in held if copies.get(n.removeprefix(drift.GRADIENT_OF), 1) > 1]
+            drift.check(self.holders.axes[-1], {name: held[name] for name in copied}, doing)
 
     def _tell_autograd(self, changed: Sequence[nn.Parameter]) -> None:
         """A backward that still needs the old values must fail, as it does in plain PyTorch."""
