@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shoal.errors import ShoalError
-
 if TYPE_CHECKING:
     from shoal.strategies.flat_group import FlatGroup
 
@@ -56,15 +54,6 @@ class Changes:
     def adopt(self) -> bool:
         """Makes changes count, and returns whether any were seen."""
         is_seen = self._group.take_back() or self._are_there()
-        if is_seen and self._group.is_common:
-            self.settle()  # one error is enough
-            names = self._group.names
-            which = names[0] if len(names) == 1 else f"one of {names[0]} to {names[-1]}"
-            raise ShoalError(
-                f"{which} was changed in place, but the ranks of this host share its memory, and "
-                "every one of them has changed it: change parameters inside of "
-                "model.full_parameters()"
-            )
         if is_seen or self._is_doubtful:
             self._group.keep_changes()
             self.settle()

@@ -155,8 +155,7 @@ class Engine:
         self._steps.check()
         if torch.is_grad_enabled():
             self._roster.check()
-        if self._common_bytes and not torch.is_grad_enabled():  # no step will find them out
-            self.adopt_changes()
+        self._steps.begin_forward(is_training=torch.is_grad_enabled())
         if module.training and not self._is_in_parts:
             share_buffers(module, self._buffer_group)
         self._begin_pass(self._forward_plan, is_backward=False)
@@ -369,7 +368,7 @@ class Engine:
     @contextlib.contextmanager
     def full_parameters(self, *, keep_changes: bool = True) -> Iterator[None]:
         """All parameters whole on every rank; what is changed is kept."""
-        self.adopt_changes()
+        self.adopt_changes("model.full_parameters()")
         try:
             with self.gathering.keeping():
                 self.gathering.begin_pass(Plan(self._forward_plan.order, is_learned=True))
@@ -390,13 +389,8 @@ class Engine:
 
     @contextlib.contextmanager
     def _exposed(self, keep_changes: bool) -> Iterator[None]:
-        """What ranks share, or have in another precision, is shown as a private copy of masters."""
-        exposed = [
-            group
-            for group in self.groups
-            if (group.is_mixed or (keep_changes and group.residence is Residence.COMMON))
-            and group.exposed is None
-        ]
+        """What has masters in another precision is shown as a private copy of them."""
+        exposed = [group for group in self.groups if group.is_mixed and group.exposed is None]
         for group in exposed:
             group.expose(self._all_masters(group))
         try:
@@ -404,19 +398,16 @@ class Engine:
         finally:
             for group in self.groups:
                 group.take_back()
-            self._steps.meet()
-            for group in exposed:
-                if group.exposed is not None:
-                    group.conceal(keep=keep_changes)
-            self._keep_changes(keep_changes)
-            self._steps.meet()
+            with self._steps.adopting("model.full_parameters()", keep_changes=keep_changes):
+                for group in exposed:
+                    if group.exposed is not None:
+                        group.conceal(keep=keep_changes)
+                self._keep_changes(keep_changes)
             for group in self.groups:
                 if keep_changes or not group.is_sharded:
                     group.settle()
 
     def _all_masters(self, group: FlatGroup) -> Tensor:
-        if not group.is_mixed:
-            return group.whole.clone()
         if not group.owns_part:
             return group.master.clone()
         masters: Tensor = self._gather_group.all_gather(group.master)
@@ -429,10 +420,14 @@ class Engine:
                 if group.is_sharded:
                     group.keep_changes()
 
-    def adopt_changes(self) -> None:
-        """What users did to the parameters counts; see [Note: changes by hand]."""
+    def adopt_changes(self, what: str) -> None:
+        """What users did to the parameters counts, before ``what``; see [Note: changes by hand]."""
         if self._steps.is_torn:  # that was no user
             return
+        self._adopt_own_changes()
+        self._steps.adopt_common(what)
+
+    def _adopt_own_changes(self) -> None:
         for group in self.groups:
             self.gathering.adopt_changes(group)
 
@@ -442,11 +437,12 @@ class Engine:
         if any(group.exposed is not None for group in self.groups):
             raise ShoalError("an optimizer cannot step inside of full_parameters(): leave it first")
         self.gathering.finish_coming()
-        self.adopt_changes()
+        if not self._steps.is_torn:
+            self._adopt_own_changes()
         with self._steps.taking():
             yield
         self._tell_autograd(changing)
-        self.gathering.free_all(may_lend=True)
+        self.gathering.free_all()
         for group in self.groups:
             group.age()
 

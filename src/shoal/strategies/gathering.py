@@ -112,11 +112,11 @@ class Gathering:
         self._plan.order = [*seen, *(index for index in self._plan.order if index not in seen)]
         self._plan.is_learned = True
 
-    def free_all(self, *, may_lend: bool = False) -> None:
-        """Frees every group that nobody holds on to; ``may_lend``: see [Note: lent memory]."""
+    def free_all(self) -> None:
+        """Frees every group that nobody holds on to."""
         for group in self._groups.values():
             if not group.pins and group.index not in self._coming:
-                self._free(group, may_lend=may_lend)
+                self._free(group)
 
     def finish_coming(self) -> None:
         """Nothing is on its way any more: it would arrive with values of before."""
@@ -128,9 +128,9 @@ class Gathering:
         if not self._keep_all:
             self.free_all()
 
-    def _free(self, group: FlatGroup, *, may_lend: bool = False) -> None:
+    def _free(self, group: FlatGroup) -> None:
         self._storages.pop(group.storage_id, None)
-        group.vanish(self.need, self._watching, may_lend=may_lend)
+        group.vanish(self.need, self._watching)
 
     # Groups -----------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class Gathering:
         for group in self._groups.values():
             is_idle = group.is_present and not group.pins and group.index not in self._coming
             if is_idle and group is not needed and group.index not in self._plan.lasting:
-                self._free(group, may_lend=not self._is_in_pass)
+                self._free(group)
 
     @contextmanager
     def keeping(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from shoal.comm import Backend
 from shoal.comm.copying import copy
 from shoal.errors import ShoalError
+from shoal.strategies.common_changes import CommonChanges
 from shoal.strategies.flat_group import FlatGroup, Residence
 
 
@@ -27,7 +28,7 @@ class Steps:
         """``backend`` are the ranks that the memory is divided among."""
         self._groups, self._backend = groups, backend
         self.is_torn = False
-        self._is_common = any(group.residence is Residence.COMMON for group in groups)
+        self._common = CommonChanges(groups)
         is_replicated = [group.residence is Residence.REPLICATED for group in groups]
         self._divided = [
             group
@@ -45,12 +46,47 @@ class Steps:
     @property
     def _is_direct(self) -> bool:
         """Whether ranks read or write memory of others."""
-        return self._is_common or any(self._others)
+        return bool(self._common) or any(self._others)
 
     def meet(self) -> None:
         """Nobody goes on while another still reads or writes what is shared."""
         if self._is_direct:
             self._backend.barrier()
+
+    def begin_forward(self, *, is_training: bool) -> None:
+        """Ranks that share parameters call the model equally often, as all that shard them.
+
+        A forward with gradients is counted, and compared at the step.
+        """
+        if not self._common:
+            return
+        if is_training:
+            self._common.num_calls += 1
+        else:
+            self._common.meet(self._backend, "a forward of the model without gradients")
+
+    def adopt_common(self, what: str) -> None:
+        """What users did to what ranks share counts, before ``what``, which all of them call."""
+        if self._common and self._common.compare(self._backend, what):
+            self._common.keep()
+            self.meet()
+            self._common.drop()
+
+    @contextlib.contextmanager
+    def adopting(self, what: str, *, keep_changes: bool = True) -> Iterator[None]:
+        """Around writes to what is shared; changes that users made by hand count in there.
+
+        See [Note: changes of common memory]. ``what`` is the call that users made.
+        """
+        if self._common:
+            self._common.compare(self._backend, what)
+        else:
+            self.meet()
+        if keep_changes:
+            self._common.keep()
+        yield
+        self.meet()
+        self._common.drop()
 
     def check(self) -> None:
         """Raises if the parameters are half old, half new; see [Note: torn parameters]."""
@@ -68,12 +104,11 @@ class Steps:
     @contextlib.contextmanager
     def taking(self) -> Iterator[None]:
         """Around the optimizer's own step."""
-        self.meet()
-        self.is_torn = self._is_direct
-        yield
-        for group in self._groups:
-            group.refresh()
-        self.meet()
+        with self.adopting("optimizer.step()"):
+            self.is_torn = self._is_direct
+            yield
+            for group in self._groups:
+                group.refresh()
         self._spread()
         if any(self._others):  # nobody changes what another still reads
             self.meet()
