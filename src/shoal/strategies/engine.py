@@ -98,7 +98,7 @@ class Engine:
         self._in_backward = self._is_in_parts = False
         self._saving: list[Any] = []
         self._arrivals = Arrivals(self._arrived)
-        self._steps = Steps(self.groups, self._gather_group)
+        self._steps = Steps(self.groups, reduce_group)
         self._common_bytes = sum(
             group.whole.nbytes for group in self.groups if group.residence is Residence.COMMON
         )
@@ -167,7 +167,9 @@ class Engine:
         return self._precision.narrowed((args, kwargs))
 
     def _begin_pass(self, plan: Plan, *, is_backward: bool) -> None:
-        self.gathering.begin_pass(plan, is_backward=is_backward)
+        forward = "a forward" if torch.is_grad_enabled() else "a forward without gradients"
+        what = "a backward" if is_backward else forward
+        self.gathering.begin_pass(plan, what, is_backward=is_backward)
         if self._common_bytes:
             self.backend.count_in_place(self._common_bytes)
 
@@ -371,7 +373,8 @@ class Engine:
         self.adopt_changes("model.full_parameters()")
         try:
             with self.gathering.keeping():
-                self.gathering.begin_pass(Plan(self._forward_plan.order, is_learned=True))
+                plan = Plan(self._forward_plan.order, is_learned=True)
+                self.gathering.begin_pass(plan, "model.full_parameters()")
                 for group in self.groups:
                     if group.is_sharded:
                         self.gathering.need(group)

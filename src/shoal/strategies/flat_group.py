@@ -237,6 +237,7 @@ class FlatGroup:
         """Gives the parameters the class that knows when they are used; see `vanish`."""
         for parameter in self.parameters:
             parameter.__class__ = AbsentParameter
+            parameter._group = self  # type: ignore[attr-defined]
             parameter._appear = lambda: gather(self)  # type: ignore[attr-defined]
             parameter._using = using  # type: ignore[attr-defined]
 
@@ -273,7 +274,7 @@ class FlatGroup:
         for parameter, kind in zip(self.parameters, self._classes, strict=True):
             if isinstance(parameter, AbsentParameter):
                 parameter.__class__ = kind  # type: ignore[assignment]
-                del parameter._appear, parameter._using
+                del parameter._group, parameter._appear, parameter._using
 
     # Changes by hand ----------------------------------------------------------------------
 

@@ -18,6 +18,8 @@ from shoal.strategies.flat_group import FlatGroup
 from shoal.strategies.schedule import Round
 from shoal.strategies.voting import Vote
 
+_OUTSIDE = "a use of parameters outside of forward and backward"
+
 
 @dataclass
 class Plan:
@@ -54,6 +56,7 @@ class Gathering:
         self.is_needed = bool(self._groups)
         """Whether anything is sharded at all."""
         self._storages = {group.storage_id: group for group in self._groups.values()}
+        self._what = _OUTSIDE
         self.num_gathers = 0
         self._generation = self._all_changed = 0
         self._changed: dict[tuple[int, int], int] = {}
@@ -61,14 +64,14 @@ class Gathering:
 
     # Passes -----------------------------------------------------------------------------
 
-    def begin_pass(self, plan: Plan, *, is_backward: bool = False) -> None:
-        """Groups take their turns by a plan from now on.
+    def begin_pass(self, plan: Plan, what: str, *, is_backward: bool = False) -> None:
+        """Groups take their turns by a plan from now on; ``what`` must be the same on all ranks.
 
         In backward, parts of forward may be computed again without hooks on what autograd saves,
         so parameters are watched there.
         """
         self._plan, self._is_backward = plan, is_backward
-        self._is_in_pass = True
+        self._is_in_pass, self._what = True, what
         for group in self._groups.values():
             if group.is_present:
                 if is_backward:
@@ -87,6 +90,7 @@ class Gathering:
         self._finish_round()
         while self._vote(False):
             self._finish_round()
+        self._what = _OUTSIDE
         self.free_unless_kept()
         if not self._plan.is_learned:
             self._learn()
@@ -98,7 +102,9 @@ class Gathering:
 
     def _vote(self, wish: bool) -> bool:
         """Whether there is another round; if so it begins."""
-        vote = Vote.cast(self._backend, wish=wish, numbers=self._again)
+        vote = Vote.cast(
+            self._backend, wish=wish, numbers=self._again, signature=f"gathers for {self._what}"
+        )
         self._plan.lasting |= vote.united
         if vote.is_wanted:
             self._round = Round([index for index in self._plan.order if index in self._groups])

@@ -50,7 +50,9 @@ class Reductions:
     def complete_round(self) -> None:
         """Every backward has one round of reductions; gradients that came late want another."""
         self._take_turns(self._round.rest())
-        while Vote.cast(self._backend, wish=bool(self._complete)).is_wanted:
+        while Vote.cast(
+            self._backend, wish=bool(self._complete), signature="the end of a backward"
+        ).is_wanted:
             self.reduce_all()
 
     def reduce_all(self) -> None:

@@ -18,8 +18,9 @@ class Vote(Barrier):
         ...     join_in()
     """
 
-    def __init__(self, wish: bool, numbers: Collection[int]) -> None:
+    def __init__(self, wish: bool, numbers: Collection[int], signature: str) -> None:
         """What this rank wants and contributes; every rank learns what all did."""
+        self.signature = signature
         self.meta = (int(wish), *numbers)
         self.is_wanted = wish
         self.united = set(numbers)
@@ -31,8 +32,15 @@ class Vote(Barrier):
         return super().prepare(headers, rank)
 
     @classmethod
-    def cast(cls, group: Backend, *, wish: bool, numbers: Collection[int] = ()) -> Vote:
-        """Votes in a group; all of its ranks do."""
-        vote = cls(wish, numbers)
+    def cast(
+        cls,
+        group: Backend,
+        *,
+        wish: bool,
+        numbers: Collection[int] = (),
+        signature: str = Barrier.signature,
+    ) -> Vote:
+        """Votes in a group; all of its ranks do. ``signature`` is what they vote on."""
+        vote = cls(wish, numbers, signature)
         group.run(vote)
         return vote
