@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+import leaks
 import pools
 import shoal
+from shoal.comm.bootstrap import store_for_one_host
 from shoal.errors import MismatchError, ShoalError
+from shoal.launch.forkserver import fork_server
 from strategies.loops import (
     assert_same,
     data,
@@ -62,6 +65,9 @@ def done_by_one_rank(deed: Callable[[Any], None], strategy: str) -> None:
     "deed", [evaluate, call_without_backward, change, change_all_of_it, ask_for_state]
 )
 def test_what_one_rank_does_alone_is_refused(deed: Callable[[Any], None], backend: str) -> None:
+    fork_server()
+    store_for_one_host()
+    leaks.baseline()
     with pytest.raises(MismatchError):
         shoal.run(done_by_one_rank, 2, backend, args=(deed, "zero3"), timeout=20)
 

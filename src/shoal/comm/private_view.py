@@ -45,7 +45,7 @@ class PrivateView:
         """``shared`` are the same bytes as everybody sees them; ``offset`` begins a page."""
         self._path, self._offset, self._shared = path, offset, shared
         self._mapping = _map_privately(path, offset, shared.numel())
-        self.memory = as_bytes(self._mapping)[: shared.numel()]
+        self.memory = as_bytes(self._mapping)  # to the end of the last page
 
     def another(self) -> PrivateView:
         """A view of the same range without what was written to this one."""
@@ -74,7 +74,8 @@ class PrivateView:
         return is_copy
 
     def _compare(self) -> _Pages:
-        mine, theirs = self.memory.split(mmap.PAGESIZE), self._shared.split(mmap.PAGESIZE)
+        theirs = self._shared.split(mmap.PAGESIZE)
+        mine = self.memory[: self._shared.numel()].split(mmap.PAGESIZE)
         differs = [not torch.equal(*pages) for pages in zip(mine, theirs, strict=True)]
         return np.array(differs, dtype=np.bool_)
 

@@ -3,9 +3,9 @@
 [Note: changes of common memory]
 Users write to their rank's private view, so that each rank has its own changes and computes with
 them at once. They count for all when the ranks next meet, at an optimizer's step for example: each
-rank takes its part of them over into the memory that all share, and drops its copies. All ranks
-must have changed the same parameters and called the model equally often: what they did rides in the
-header of the meeting, which takes place anyway.
+rank takes its part of them over into the memory that all share, and when everybody has, drops its
+copies. All ranks must have changed the same parameters and called the model equally often: what
+they did rides in the header of the first meeting, which takes place anyway.
 """
 
 from __future__ import annotations

@@ -401,11 +401,12 @@ class Engine:
         finally:
             for group in self.groups:
                 group.take_back()
-            with self._steps.adopting("model.full_parameters()", keep_changes=keep_changes):
-                for group in exposed:
-                    if group.exposed is not None:
-                        group.conceal(keep=keep_changes)
-                self._keep_changes(keep_changes)
+            self._steps.begin_writing("model.full_parameters()", keep_changes=keep_changes)
+            for group in exposed:
+                if group.exposed is not None:
+                    group.conceal(keep=keep_changes)
+            self._keep_changes(keep_changes)
+            self._steps.meet()
             for group in self.groups:
                 if keep_changes or not group.is_sharded:
                     group.settle()

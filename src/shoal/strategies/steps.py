@@ -65,28 +65,23 @@ class Steps:
         else:
             self._common.meet(self._backend, "a forward of the model without gradients")
 
-    def adopt_common(self, what: str) -> None:
-        """What users did to what ranks share counts, before ``what``, which all of them call."""
+    def adopt_common(self, what: str, *, keep_changes: bool = True) -> None:
+        """What users did to what ranks share counts, before ``what``, which all of them call.
+
+        See [Note: changes of common memory].
+        """
         if self._common and self._common.compare(self._backend, what):
-            self._common.keep()
+            if keep_changes:
+                self._common.keep()
             self.meet()
             self._common.drop()
 
-    @contextlib.contextmanager
-    def adopting(self, what: str, *, keep_changes: bool = True) -> Iterator[None]:
-        """Around writes to what is shared; changes that users made by hand count in there.
-
-        See [Note: changes of common memory]. ``what`` is the call that users made.
-        """
+    def begin_writing(self, what: str, *, keep_changes: bool = True) -> None:
+        """Everybody is here and nobody computes: what is shared may be written to."""
         if self._common:
-            self._common.compare(self._backend, what)
+            self.adopt_common(what, keep_changes=keep_changes)
         else:
             self.meet()
-        if keep_changes:
-            self._common.keep()
-        yield
-        self.meet()
-        self._common.drop()
 
     def check(self) -> None:
         """Raises if the parameters are half old, half new; see [Note: torn parameters]."""
@@ -104,11 +99,12 @@ class Steps:
     @contextlib.contextmanager
     def taking(self) -> Iterator[None]:
         """Around the optimizer's own step."""
-        with self.adopting("optimizer.step()"):
-            self.is_torn = self._is_direct
-            yield
-            for group in self._groups:
-                group.refresh()
+        self.begin_writing("optimizer.step()")
+        self.is_torn = self._is_direct
+        yield
+        for group in self._groups:
+            group.refresh()
+        self.meet()
         self._spread()
         if any(self._others):  # nobody changes what another still reads
             self.meet()
