@@ -108,12 +108,13 @@ class Engine:
 
     def dissolve(self) -> None:
         """Gives the parameters memory of their own again, and lets go of the module."""
+        values: dict[nn.Parameter, Tensor] = {}
         with self.full_parameters(keep_changes=False):
             for group in self.groups:
                 group.residence = Residence.REPLICATED  # it is not this engine's to free any more
-                group.exposed = None
-                for parameter in group.parameters:
-                    parameter.data = parameter.data.clone()
+                values |= {parameter: parameter.data.clone() for parameter in group.parameters}
+        for parameter, value in values.items():
+            parameter.data = value
         for handle in self._hooks:
             handle.remove()
         self.account.close()
