@@ -30,6 +30,7 @@ def make() -> tuple[Tensor, PrivateView]:
     location = arena.locate(memory)
     assert location is not None
     assert location.offset == PAGE
+    arena.close()  # what it made stays as long as somebody uses it
     return memory, PrivateView(f"/proc/self/fd/{location.fd}", location.offset, memory)
 
 

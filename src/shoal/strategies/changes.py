@@ -3,11 +3,11 @@
 [Note: changes by hand]
 Users write to parameters in place: to initialise, to clamp, to prune. Where parameters are the
 memory that is stepped, that is all there is to it. Elsewhere the change is not where it counts: it
-is in a whole that will be dropped, in a narrow copy of masters, or in memory that all ranks of a
-host share, so that each of them has made it. So the parameters are looked at when all is well, and
-again before it matters: at autograd's version counters, which everything but ``p.data`` increases,
-and for the sake of that at a few elements of each (on the CPU: elsewhere that would mean to wait
-for them). A whole that was gathered for a user's own purposes is taken over in any case.
+is in a whole that will be dropped, or in a narrow copy of masters. So the parameters are looked at
+when all is well, and again before it matters: at autograd's version counters, which everything but
+``p.data`` increases, and for the sake of that at a few elements of each (on the CPU: elsewhere that
+would mean to wait for them). A whole that was gathered for a user's own purposes is taken over in
+any case. Where ranks share memory, see [Note: changes of common memory].
 """
 
 from __future__ import annotations

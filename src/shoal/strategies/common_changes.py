@@ -82,23 +82,30 @@ class _Meeting(Barrier):
 
     def check(self, headers: Sequence[Header], ranks: Sequence[int]) -> None:
         """Raises if some did something else."""
-        if len({header.meta for header in headers}) == 1:
-            return
         if len({header.meta[0] for header in headers}) > 1:
-            found = [f"{header.meta[0]} times" for header in headers]
-            problem = "called the model", "Call it equally often on every rank, also to evaluate"
-        else:
-            found = [self._describe(header) for header in headers]
-            problem = "changed parameters in place", "Make the same changes on every rank"
-        listed = ", ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, found, strict=True))
-        raise MismatchError(
-            f"the ranks share their parameters and must have done the same to them before "
-            f"{self.signature}, but since the last meeting they {problem[0]} differently "
-            f"({listed}). {problem[1]}."
+            counts = [f"{header.meta[0]} times" for header in headers]
+            raise self._mismatch(
+                "call the model equally often, also to evaluate", "called it", ranks, counts
+            )
+        if len({header.meta for header in headers}) > 1:
+            changed = [self._describe(header) for header in headers]
+            raise self._mismatch(
+                "make the same changes to parameters", "changed in place", ranks, changed
+            )
+
+    def _mismatch(
+        self, duty: str, deed: str, ranks: Sequence[int], found: Sequence[str]
+    ) -> MismatchError:
+        listed = ", ".join(
+            f"rank {rank} {deed} {what}" for rank, what in zip(ranks, found, strict=True)
+        )
+        return MismatchError(
+            f"ranks that share their parameters must {duty}, but when they met for "
+            f"{self.signature}, since the last time {listed}"
         )
 
     def _describe(self, header: Header) -> str:
         _, count, _, first = header.meta
         if not count:
-            return "none"
+            return "nothing"
         return self._names[first] + (f" and {count - 1} more" if count > 1 else "")

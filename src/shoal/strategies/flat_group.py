@@ -329,6 +329,8 @@ class FlatGroup:
             return []
         ranges = self._common.written()
         self._count_written(sum(stop - start for start, stop in ranges) * self.whole.itemsize)
+        if not ranges:
+            return []
         return [
             place
             for place, slot in enumerate(self.layout.slots)
