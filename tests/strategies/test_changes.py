@@ -1,6 +1,6 @@
 """Parameters that are changed in place, outside of `full_parameters`.
 
-Where they are sharded such changes were lost, or over shared memory made by every rank.
+Where they are sharded such changes were lost. See also `test_in_place`, over all transports.
 """
 
 from __future__ import annotations
@@ -209,7 +209,10 @@ def test_a_change_between_forward_and_backward_is_an_error(strategy: str) -> Non
 
 
 @each
-def test_masters_keep_their_digits_where_nothing_was_written(strategy: str) -> None:
+@pytest.mark.parametrize("team", [pools.Team("memory", 3), pools.Team("shm", 2)], ids=str)
+def test_masters_keep_their_digits_where_nothing_was_written(
+    strategy: str, team: pools.Team
+) -> None:
     def digits() -> Any:
         module = seeded().float()
         model = shoal.as_distributed(module, strategy=strategy, mixed_precision="bf16")
@@ -219,7 +222,7 @@ def test_masters_keep_their_digits_where_nothing_was_written(strategy: str) -> N
                 parameter.view(-1)[0] = 3
         return before, model.state_dict()
 
-    for before, after in run(digits):
+    for before, after in team.run(digits):
         for name, value in after.items():
             first, *rest = value.view(-1)
             assert first == 3
@@ -238,27 +241,3 @@ def test_parameters_that_are_copied(strategy: str) -> None:
         for parameter, value in zip(parameters, values, strict=True):
             assert type(parameter) is nn.Parameter
             assert torch.equal(parameter * 2, value * 2)
-
-
-# Over shared memory every rank would make the change, on the same numbers.
-
-
-def edited_together(strategy: str) -> list[str]:
-    messages = []
-    for edit in (in_place, through_data, one_row):
-        model, optimizer = wrapped(strategy)
-        one_step(model, optimizer, local(0))
-        shoal.world().barrier()
-        edit(model)
-        shoal.world().barrier()
-        with pytest.raises(ShoalError) as refused:
-            model.state_dict()
-        messages.append(str(refused.value))
-    return messages
-
-
-@gathered
-def test_changes_of_memory_that_ranks_share_are_refused(strategy: str) -> None:
-    for messages in pools.Team("shm", 2).run(edited_together, strategy):
-        for message in messages:
-            assert "was changed in place, but the ranks of this host share" in message

@@ -242,17 +242,34 @@ def test_changes_right_after_a_step_over_shared_memory(strategy: str) -> None:
         assert_same(state, whole_state(model))
 
 
-def step_inside(strategy: str) -> None:
+@torch.no_grad()
+def double(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(2)
+
+
+def step_inside(strategy: str) -> Any:
     module = seeded()
     model, optimizer = shoal.as_distributed(module, momentum(module), strategy=strategy)
     loss_of(model, local(0, items=6)).backward()
     with model.full_parameters():
+        double(model)
         optimizer.step()
+        double(model)
+    return model.state_dict()
 
 
-def test_a_step_inside_full_parameters_over_shared_memory_is_refused() -> None:
-    with pytest.raises(ShoalError, match="cannot step inside of full_parameters"):
-        pools.Team("shm", 2).run(step_inside, "zero3")
+@each
+@pytest.mark.parametrize("backend", ["memory", "shm"])
+def test_a_step_inside_of_full_parameters(strategy: str, backend: str) -> None:
+    model = seeded()
+    optimizer = momentum(model)
+    loss_of(model, data(0, items=6)).backward()
+    double(model)
+    optimizer.step()
+    double(model)
+    for state in pools.Team(backend, 2).run(step_inside, strategy):
+        assert_same(state, whole_state(model))
 
 
 # Gradients and graphs ------------------------------------------------------------------------

@@ -204,3 +204,21 @@ def test_accumulation_and_clipping_are_wide(strategy: str) -> None:
 def test_other_precisions_are_refused(wrong: Any) -> None:
     with pytest.raises(ValueError, match="mixed_precision must be 'bf16', 'fp16' or None"):
         shoal.run(lambda: shoal.as_distributed(nn.Linear(2, 2), mixed_precision=wrong), 1, "memory")
+
+
+@each
+def test_masters_of_parameters_that_stay_whole_keep_their_digits(strategy: str) -> None:
+    """An optimizer that must see all of a parameter has the memory laid out anew."""
+
+    def wrap() -> Any:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4, bias=False))
+        before = whole_state(module)
+        optimizer = torch.optim.Adafactor(module.parameters())
+        model, _ = shoal.as_distributed(
+            module, optimizer, strategy=strategy, mixed_precision="bf16", min_group_bytes=0
+        )
+        return before, model.state_dict()
+
+    for before, after in run(wrap):
+        assert all(torch.equal(after[name], value) for name, value in before.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 import resource
 import signal
@@ -127,24 +128,44 @@ def test_loading(strategy: str) -> None:
         assert_same(loaded, start, tolerance=0)
 
 
-def predict_while_others_step(strategy: str) -> Any:
-    """Rank 0 predicts between backward and step; nobody may change what it computes with."""
+def look_while_others_step(strategy: str) -> Any:
+    """Rank 0 is late for the step; nobody may change what it computes with before it is there."""
     model, optimizer = wrap(strategy)
     x, y = local(0)
     model.train_step(x, y, nn.functional.mse_loss)
-    with torch.no_grad():
-        expected = model(x)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
     if shoal.world().rank == 0:
         for _ in range(200):
-            with torch.no_grad():
-                assert torch.equal(model(x), expected)
+            assert all(map(torch.equal, before, model.parameters()))
     optimizer.step()
-    return True
+    return not any(map(torch.equal, before, model.parameters()))
 
 
 @shared
 def test_a_rank_that_is_late_computes_with_old_parameters(strategy: str) -> None:
-    assert all(team(predict_while_others_step, strategy))
+    assert all(team(look_while_others_step, strategy))
+
+
+def memory_of_changes(strategy: str) -> list[int]:
+    model, optimizer = wrap(strategy)
+    one_step(model, optimizer, local(0))
+    held = [_parameter_bytes()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    one_step(model, optimizer, local(1))
+    return [*held, _parameter_bytes(), shoal.world().stats().memory["parameters"].peak]
+
+
+def _parameter_bytes() -> int:
+    return shoal.world().stats().memory["parameters"].current
+
+
+@shared
+def test_copies_of_changed_pages_are_counted_and_dropped(strategy: str) -> None:
+    for before, after, peak in team(memory_of_changes, strategy):
+        assert before == after
+        assert peak >= before + mmap.PAGESIZE
 
 
 def backward_after_step(strategy: str) -> str:

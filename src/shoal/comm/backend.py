@@ -27,6 +27,7 @@ from shoal.comm import operation as ops
 from shoal.comm.farewells import Farewell, Farewells
 from shoal.comm.lanes import Lanes
 from shoal.comm.ledger import Account
+from shoal.comm.private_view import PrivateView
 from shoal.comm.raw import as_bytes
 from shoal.comm.reduction import ReduceOp
 from shoal.comm.statistics import Snapshot, Statistics
@@ -141,6 +142,13 @@ class Backend(ABC):
 
         None where ranks do not share memory. It has to come from `empty`. Whoever uses it must
         see to it that nobody reads what another writes: nothing is agreed on and nobody waits.
+        """
+        return None
+
+    def share(self, num_bytes: int, owner: int) -> tuple[Tensor, PrivateView] | None:
+        """One memory for all ranks, and this rank's own view of it; all ranks call it.
+
+        None where ranks do not share memory. It counts as the owner's. See [Note: private views].
         """
         return None
 

@@ -177,10 +177,12 @@ class ProcessBackend(Backend):
             raise
 
     def _where(self, operation: Operation, number: int, site: str) -> Callable[[], str]:
-        def text() -> str:
-            return self._named(operation.signature, number, site)
+        signature = operation.signature  # whoever keeps the text must not keep the tensors
 
-        self._control.note(f"{operation.signature} at {site}")
+        def text() -> str:
+            return self._named(signature, number, site)
+
+        self._control.note(f"{signature} at {site}")
         return text
 
     def _named(self, signature: str, number: int, site: str) -> str:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shoal.comm.private_view import PrivateView
 from shoal.comm.raw import as_bytes, of_dtype
 
 _ALIGNMENT = 128
@@ -77,15 +78,16 @@ class Arena:
         self._lock = threading.RLock()
         self.num_freed = 0
 
-    def empty(self, num_bytes: int) -> Tensor:
+    def empty(self, num_bytes: int, alignment: int = _ALIGNMENT) -> Tensor:
         """Bytes in a segment; small requests share one."""
         if num_bytes > _LARGEST_IN_SLAB:
             return as_bytes(self._new_segment(num_bytes))[:num_bytes]
         with self._lock:
-            if self._slab is None or self._slab_used + num_bytes > _SLAB_BYTES:
-                self._slab, self._slab_used = self._new_segment(_SLAB_BYTES), 0
-            slab, start = self._slab, self._slab_used
-            self._slab_used += max(num_bytes, 1) + -max(num_bytes, 1) % _ALIGNMENT
+            start = self._slab_used + -self._slab_used % alignment
+            if self._slab is None or start + num_bytes > _SLAB_BYTES:
+                self._slab, start = self._new_segment(_SLAB_BYTES), 0
+            slab = self._slab
+            self._slab_used = start + max(num_bytes, 1) + -max(num_bytes, 1) % alignment
         # A slice of the whole keeps the segment alive and its storage begins at its address.
         return as_bytes(slab)[start : start + num_bytes]
 
@@ -155,6 +157,10 @@ class Peer:
                     self._views.clear()
                 self._views[key] = view
         return view
+
+    def private_view(self, location: Location, shared: Tensor) -> PrivateView:
+        """The peer's memory at a location that begins a page; ``shared`` is its usual view."""
+        return PrivateView(self._path(location.fd), location.offset, shared)
 
     def _find(self, location: Location, num_bytes: int) -> Tensor:
         # A location names how much its owner has freed, so an old view is never found again.

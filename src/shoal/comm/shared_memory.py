@@ -5,6 +5,7 @@ See [Note: exposures] and [Note: parts and windows] in `shoal.comm.exposing`.
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -27,6 +28,7 @@ from shoal.comm.operation import Operation, Payload, Send, writing
 from shoal.comm.partition import offsets, split_sizes
 from shoal.comm.posted_message import Courier, PostedSend
 from shoal.comm.posting import Carrier, Postbox, Posted
+from shoal.comm.private_view import PrivateView
 from shoal.comm.reduction import reduce_into
 from shoal.comm.segments import Arena, Location, Peer
 from shoal.comm.site import call_site
@@ -92,6 +94,20 @@ class SharedMemoryBackend(SmallOperations):
             )
         self.barrier()  # everybody has mapped what may be let go of from here on
         return mapped
+
+    def share(self, num_bytes: int, owner: int) -> tuple[Tensor, PrivateView]:
+        """Maps the owner's memory twice, once to write for everybody and once privately."""
+        if self.rank == owner:
+            shared = self._arena.empty(num_bytes, mmap.PAGESIZE)
+            location = self._arena.locate(shared)
+            assert location is not None
+            self.broadcast_object(list(location), root=owner)
+        else:
+            location = Location(*self.broadcast_object(root=owner))
+            shared = self._view(owner, location.encode(), num_bytes, torch.uint8)
+        view = self._peers[self.ranks[owner]].private_view(location, shared)
+        self.barrier()  # everybody has mapped what may be let go of from here on
+        return shared, view
 
     def _make_group(self, members: Sequence[int], slot: int) -> SharedMemoryBackend:
         ranks = [self.ranks[member] for member in members]

@@ -117,15 +117,18 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._is_closed.wait(_LOOK_EVERY_S):
-            for flight in self._still_under_way():
-                verdict = flight.verdict or flight.examine()
-                if verdict is None:
-                    continue
-                self._tell(verdict)
-                flight.cut_short(verdict)
-                if not flight.is_stubborn:
-                    self.release(flight)
+            self._look()  # what it saw it forgets: a transfer has memory
             self._is_needed.wait()
+
+    def _look(self) -> None:
+        for flight in self._still_under_way():
+            verdict = flight.verdict or flight.examine()
+            if verdict is None:
+                continue
+            self._tell(verdict)
+            flight.cut_short(verdict)
+            if not flight.is_stubborn:
+                self.release(flight)
 
     def _still_under_way(self) -> list[Flight]:
         with self._lock:

@@ -8,12 +8,15 @@ keep it even then: autograd must not save the memory of a parameter that will so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from shoal.strategies.flat_group import FlatGroup
 
 # What can be asked of a parameter without its values.
 _HARMLESS = frozenset(
@@ -32,6 +35,7 @@ _HARMLESS = frozenset(
 class AbsentParameter(nn.Parameter):
     """A parameter whose values are on other ranks right now; see [Note: absent parameters]."""
 
+    _group: FlatGroup
     _appear: Callable[[], None]
     _using: Callable[[], AbstractContextManager[Any]]
 
@@ -55,11 +59,22 @@ class AbsentParameter(nn.Parameter):
         if _asked(func) in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **keywords)  # type: ignore[operator]
-        watched = _make_appear((args, keywords))
-        if watched is None:
-            return func(*args, **keywords)  # type: ignore[operator]
-        with watched._using(), torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **keywords)  # type: ignore[operator]
+        absent = list(_absent_among((args, keywords)))
+        groups = [parameter._group for parameter in absent]
+        for group in groups:  # one that comes must not send another away
+            group.pins += 1
+        try:
+            for parameter in absent:
+                if isinstance(parameter, AbsentParameter):  # still: it may have come with another
+                    parameter._appear()
+            watched = [parameter for parameter in absent if type(parameter) is AbsentParameter]
+            if not watched:
+                return func(*args, **keywords)  # type: ignore[operator]
+            with watched[0]._using(), torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **keywords)  # type: ignore[operator]
+        finally:
+            for group in groups:
+                group.pins -= 1
 
 
 def _asked(func: object) -> str:
@@ -67,15 +82,11 @@ def _asked(func: object) -> str:
     return getattr(func.__self__, "__name__", "") if name in ("__get__", "__set__") else name  # type: ignore[attr-defined]
 
 
-def _make_appear(value: object) -> AbsentParameter | None:
-    """Returns one that goes on being watched, if there is any."""
+def _absent_among(value: object) -> Iterator[AbsentParameter]:
     if isinstance(value, AbsentParameter):
-        value._appear()
-        return value if type(value) is AbsentParameter else None
-    items: Iterable[object] = ()
-    if isinstance(value, tuple | list):
-        items = value
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _absent_among(item)
     elif isinstance(value, dict):
-        items = value.values()
-    watched = [_make_appear(item) for item in items]
-    return next((parameter for parameter in watched if parameter is not None), None)
+        yield from _absent_among(tuple(value.values()))

@@ -3,11 +3,11 @@
 [Note: changes by hand]
 Users write to parameters in place: to initialise, to clamp, to prune. Where parameters are the
 memory that is stepped, that is all there is to it. Elsewhere the change is not where it counts: it
-is in a whole that will be dropped, in a narrow copy of masters, or in memory that all ranks of a
-host share, so that each of them has made it. So the parameters are looked at when all is well, and
-again before it matters: at autograd's version counters, which everything but ``p.data`` increases,
-and for the sake of that at a few elements of each (on the CPU: elsewhere that would mean to wait
-for them). A whole that was gathered for a user's own purposes is taken over in any case.
+is in a whole that will be dropped, or in a narrow copy of masters. So the parameters are looked at
+when all is well, and again before it matters: at autograd's version counters, which everything but
+``p.data`` increases, and for the sake of that at a few elements of each (on the CPU: elsewhere that
+would mean to wait for them). A whole that was gathered for a user's own purposes is taken over in
+any case. Where ranks share memory, see [Note: changes of common memory].
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
     from shoal.strategies.flat_group import FlatGroup
@@ -56,15 +54,6 @@ class Changes:
     def adopt(self) -> bool:
         """Makes changes count, and returns whether any were seen."""
         is_seen = self._group.take_back() or self._are_there()
-        if is_seen and self._group.is_common:
-            self.settle()  # one error is enough
-            names = self._group.names
-            which = names[0] if len(names) == 1 else f"one of {names[0]} to {names[-1]}"
-            raise ShoalError(
-                f"{which} was changed in place, but the ranks of this host share its memory, and "
-                "every one of them has changed it: change parameters inside of "
-                "model.full_parameters()"
-            )
         if is_seen or self._is_doubtful:
             self._group.keep_changes()
             self.settle()

@@ -115,12 +115,13 @@ class Engine:
 
     def dissolve(self) -> None:
         """Gives the parameters memory of their own again, and lets go of the module."""
+        values: dict[nn.Parameter, Tensor] = {}
         with self.full_parameters(keep_changes=False):
             for group in self.groups:
                 group.residence = Residence.REPLICATED  # it is not this engine's to free any more
-                group.exposed = None
-                for parameter in group.parameters:
-                    parameter.data = parameter.data.clone()
+                values |= {parameter: parameter.data.clone() for parameter in group.parameters}
+        for parameter, value in values.items():
+            parameter.data = value
         for handle in self._hooks:
             handle.remove()
         self.account.close()
@@ -162,8 +163,7 @@ class Engine:
         self._steps.check()
         if torch.is_grad_enabled():
             self._roster.check()
-        if self._common_bytes and not torch.is_grad_enabled():  # no step will find them out
-            self.adopt_changes()
+        self._steps.begin_forward(is_training=torch.is_grad_enabled())
         if module.training and not self._is_in_parts:
             share_buffers(module, self._buffer_group)
         self._begin_pass(self._forward_plan, is_backward=False)
@@ -175,7 +175,9 @@ class Engine:
         return self._precision.narrowed((args, kwargs))
 
     def _begin_pass(self, plan: Plan, *, is_backward: bool) -> None:
-        self.gathering.begin_pass(plan, is_backward=is_backward)
+        forward = "a forward" if torch.is_grad_enabled() else "a forward without gradients"
+        what = "a backward" if is_backward else forward
+        self.gathering.begin_pass(plan, what, is_backward=is_backward)
         if self._common_bytes:
             self.backend.count_in_place(self._common_bytes)
 
@@ -376,10 +378,11 @@ class Engine:
     @contextlib.contextmanager
     def full_parameters(self, *, keep_changes: bool = True) -> Iterator[None]:
         """All parameters whole on every rank; what is changed is kept."""
-        self.adopt_changes()
+        self.adopt_changes("model.full_parameters()")
         try:
             with self.gathering.keeping():
-                self.gathering.begin_pass(Plan(self._forward_plan.order, is_learned=True))
+                plan = Plan(self._forward_plan.order, is_learned=True)
+                self.gathering.begin_pass(plan, "model.full_parameters()")
                 for group in self.groups:
                     if group.is_sharded:
                         self.gathering.need(group)
@@ -397,13 +400,8 @@ class Engine:
 
     @contextlib.contextmanager
     def _exposed(self, keep_changes: bool) -> Iterator[None]:
-        """What ranks share, or have in another precision, is shown as a private copy of masters."""
-        exposed = [
-            group
-            for group in self.groups
-            if (group.is_mixed or (keep_changes and group.residence is Residence.COMMON))
-            and group.exposed is None
-        ]
+        """What has masters in another precision is shown as a private copy of them."""
+        exposed = [group for group in self.groups if group.is_mixed and group.exposed is None]
         for group in exposed:
             group.expose(self._all_masters(group))
         try:
@@ -411,19 +409,17 @@ class Engine:
         finally:
             for group in self.groups:
                 group.take_back()
-            self._steps.meet("the end of full_parameters()")
+            self._steps.begin_writing("model.full_parameters()", keep_changes=keep_changes)
             for group in exposed:
                 if group.exposed is not None:
                     group.conceal(keep=keep_changes)
             self._keep_changes(keep_changes)
-            self._steps.meet("the end of full_parameters(), changes kept")
+            self._steps.meet("the end of model.full_parameters()")
             for group in self.groups:
                 if keep_changes or not group.is_sharded:
                     group.settle()
 
     def _all_masters(self, group: FlatGroup) -> Tensor:
-        if not group.is_mixed:
-            return group.whole.clone()
         if not group.owns_part:
             return group.master.clone()
         masters: Tensor = self._gather_group.all_gather(group.master)
@@ -436,10 +432,14 @@ class Engine:
                 if group.is_sharded:
                     group.keep_changes()
 
-    def adopt_changes(self) -> None:
-        """What users did to the parameters counts; see [Note: changes by hand]."""
+    def adopt_changes(self, what: str) -> None:
+        """What users did to the parameters counts, before ``what``; see [Note: changes by hand]."""
         if self._steps.is_torn:  # that was no user
             return
+        self._adopt_own_changes()
+        self._steps.adopt_common(what)
+
+    def _adopt_own_changes(self) -> None:
         for group in self.groups:
             self.gathering.adopt_changes(group)
 
@@ -449,11 +449,12 @@ class Engine:
         if any(group.exposed is not None for group in self.groups):
             raise ShoalError("an optimizer cannot step inside of full_parameters(): leave it first")
         self.gathering.finish_coming()
-        self.adopt_changes()
+        if not self._steps.is_torn:
+            self._adopt_own_changes()
         with self._steps.taking():
             yield
         self._tell_autograd(changing)
-        self.gathering.free_all(may_lend=True)
+        self.gathering.free_all()
         for group in self.groups:
             group.age()
 

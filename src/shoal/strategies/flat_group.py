@@ -6,7 +6,8 @@ replicated the whole is always there. Where they are sharded it is made when it 
 dropped afterwards, and this rank's *shard* has memory of its own. Whoever still holds a view of
 a dropped whole keeps it alive; nothing ever points at freed memory. Where ranks share memory,
 sharded parameters are one whole that all of them map: it is always there, and each rank writes
-its own part of it only.
+its own part of it only. The parameters are views of a private mapping of it, which shows what all
+ranks write and keeps to itself what a user writes; see [Note: private views].
 
 [Note: masters]
 What an optimizer steps are the *masters*: the whole itself or this rank's part of it. With mixed
@@ -27,11 +28,11 @@ from torch import Tensor, nn
 
 from shoal.comm import Backend
 from shoal.comm.ledger import Account
-from shoal.errors import ShoalError
 from shoal.sharding.layout import GroupLayout
 from shoal.strategies.absent_parameter import AbsentParameter
 from shoal.strategies.changes import Changes
-from shoal.strategies.lent import Lent, is_held
+from shoal.strategies.common_whole import CommonWhole
+from shoal.strategies.lent import Lent, OldView, num_holders
 
 
 class Residence(StrEnum):
@@ -76,7 +77,9 @@ class FlatGroup:
         self.is_present = True
         self.exposed: Tensor | None = None
         self.pins = 0
-        self.lent: list[Lent] = []
+        self.lent: list[Lent | OldView] = []
+        self._common: CommonWhole | None = None
+        self._num_bytes_written = 0
         self._classes = [type(parameter) for parameter in parameters]
         first = parameters[0].detach()
         self.master_dtype = first.dtype
@@ -87,15 +90,16 @@ class FlatGroup:
         self.shard = self._place_shard(backend)
         self.master = self._place_master(values)
         self.point_at(self.whole)
-        is_plain = self.residence is Residence.REPLICATED and not self.is_mixed
-        self.changes = None if is_plain else Changes(self)
+        self._num_own_views = num_holders(self.whole)
+        is_watched = self.is_sharded or (self.is_mixed and not self.is_common)
+        self.changes = Changes(self) if is_watched else None
         self.account = account
         account.add("parameters", self.num_bytes_held)
 
     def _joined_values(self, like: Tensor, backend: Backend) -> Tensor:
         """The parameters' values in a row, in memory that may become the whole."""
         numel = self.layout.num_elements
-        if self.is_sharded or self.is_mixed:
+        if self.residence is not Residence.REPLICATED or self.is_mixed:
             values = torch.zeros(numel, dtype=like.dtype, device=like.device)
         else:
             values = backend.empty(numel, like.dtype, like.device).zero_()
@@ -107,25 +111,18 @@ class FlatGroup:
     def _place_whole(self, values: Tensor, backend: Backend) -> Tensor:
         numel, dtype = self.layout.num_elements, self._nothing.dtype
         if self.is_common:
-            return self._map_whole(values.to(dtype), backend)
+            # Ranks take turns in making it, so that each has its share.
+            self._common = CommonWhole(values.to(dtype), backend, self.index % backend.size)
+            return self._common.view
         if not self.is_mixed:
             return values
         if self.is_sharded:
             return values.to(dtype)
         return backend.empty(numel, dtype, values.device).copy_(values)
 
-    def _map_whole(self, values: Tensor, backend: Backend) -> Tensor:
-        """One memory for all ranks; they take turns in making it, so that each has its share."""
-        owner = self.index % backend.size
-        numel = values.numel()
-        own = backend.empty(max(numel, 1) if backend.rank == owner else 1, values.dtype)
-        if backend.rank == owner:
-            own[:numel].copy_(values)
-        reachable = backend.reach(own)
-        assert reachable is not None
-        return reachable[owner][:numel]
-
     def _place_shard(self, backend: Backend) -> Tensor:
+        if self._common is not None:
+            return self.own_slice(self._common.shared)
         shard = self.own_slice(self.whole)
         if not self.is_sharded:
             return shard
@@ -200,7 +197,7 @@ class FlatGroup:
         self.point_at(self.whole)
 
     def _take_over(self, buffer: Tensor) -> None:
-        if not self.is_common:  # there, everybody writes its own part only
+        if not self.is_common:  # there, its own part is all that a rank writes
             self.whole.copy_(buffer)
         if self.owns_part:
             self.shard.copy_(self.own_slice(buffer))
@@ -213,13 +210,11 @@ class FlatGroup:
         self,
         gather: Callable[[FlatGroup], None],
         using: Callable[[], AbstractContextManager[Any]],
-        *,
-        may_lend: bool = False,
     ) -> None:
         """Frees the whole.
 
         ``gather`` is called when somebody wants it nevertheless; what is then done with it is done
-        inside of ``using``. ``may_lend``: see [Note: lent memory].
+        inside of ``using``.
         """
         if not self.is_present or not self.is_sharded:
             return
@@ -229,7 +224,7 @@ class FlatGroup:
         with torch._C.DisableTorchFunctionSubclass():
             for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
                 parameter.data = self._nothing.expand(slot.shape)
-        if may_lend and is_held(self.whole):
+        if num_holders(self.whole) > 1:
             self.lent.append(Lent(self))
         self.whole = self._nothing
         self.watch(gather, using)
@@ -242,6 +237,7 @@ class FlatGroup:
         """Gives the parameters the class that knows when they are used; see `vanish`."""
         for parameter in self.parameters:
             parameter.__class__ = AbsentParameter
+            parameter._group = self  # type: ignore[attr-defined]
             parameter._appear = lambda: gather(self)  # type: ignore[attr-defined]
             parameter._using = using  # type: ignore[attr-defined]
 
@@ -278,7 +274,7 @@ class FlatGroup:
         for parameter, kind in zip(self.parameters, self._classes, strict=True):
             if isinstance(parameter, AbsentParameter):
                 parameter.__class__ = kind  # type: ignore[assignment]
-                del parameter._appear, parameter._using
+                del parameter._group, parameter._appear, parameter._using
 
     # Changes by hand ----------------------------------------------------------------------
 
@@ -288,8 +284,11 @@ class FlatGroup:
             self.changes.settle()
 
     def adopt_changes(self) -> bool:
-        """Makes what was changed by hand count, and returns whether anything was."""
-        if self.exposed is not None:
+        """Makes what was changed by hand count, and returns whether anything was.
+
+        What is common takes all ranks: see [Note: changes of common memory].
+        """
+        if self.exposed is not None or self.is_common:
             return False
         is_seen = self._adopt_lent()
         if not self.is_present:
@@ -303,9 +302,13 @@ class FlatGroup:
         return any(seen)
 
     def age(self) -> None:
-        """The optimizer has made a step: what was lent before is old."""
+        """The optimizer has made a step: what users hold of before is old."""
         for lent in self.lent:
             lent.is_old = True
+        if self._common is not None and num_holders(self.whole) > self._num_own_views:
+            self.lent.append(OldView(self.names, self._common.replace_view()))
+            self.whole = self._common.view
+            self.point_at(self.whole)
 
     def overwrite(self, is_new: Tensor, buffer: Tensor) -> None:
         """Takes some elements of a buffer over into what is stepped, and into the whole."""
@@ -317,6 +320,33 @@ class FlatGroup:
         if self.whole is not self._nothing:  # it was gathered again in the meantime
             self.whole.copy_(torch.where(is_new, buffer, self.whole))
 
+    def find_written(self) -> list[int]:
+        """Places of common parameters that were written to, or lie on one page with such."""
+        assert self._common is not None
+        self.take_back()
+        self._adopt_lent()
+        if self.exposed is not None:
+            return []
+        ranges = self._common.written()
+        self._count_written(sum(stop - start for start, stop in ranges) * self.whole.itemsize)
+        if not ranges:
+            return []
+        return [
+            place
+            for place, slot in enumerate(self.layout.slots)
+            if any(slot.start < stop and start < slot.stop for start, stop in ranges)
+        ]
+
+    def drop_written(self) -> None:
+        """Common parameters show what all ranks have."""
+        assert self._common is not None
+        self._common.drop()
+        self._count_written(0)
+
+    def _count_written(self, num_bytes: int) -> None:
+        self.account.add("parameters", num_bytes - self._num_bytes_written)
+        self._num_bytes_written = num_bytes
+
     def keep_changes(self) -> None:
         """Takes what was written to the whole over into what is stepped."""
         if not self.is_present:
@@ -325,7 +355,7 @@ class FlatGroup:
         if self.is_mixed:  # what was not written keeps its digits
             is_same = part == self.master.to(part.dtype)
             self.master.copy_(torch.where(is_same, self.master, part.to(self.master_dtype)))
-        if self.is_sharded:
+        if self.residence is not Residence.REPLICATED:
             self.shard.copy_(part)
 
     def take_back(self) -> bool:
@@ -341,11 +371,6 @@ class FlatGroup:
                 and parameter.numel()
             ]
             for slot, parameter in moved:
-                if self.is_common and self.exposed is None:
-                    raise ShoalError(
-                        f"{slot.name} was given other memory, but the ranks of this host share it: "
-                        "change it inside of model.full_parameters()"
-                    )
                 view = buffer[slot.start : slot.stop].view(slot.shape)
                 view.copy_(parameter.data)
                 parameter.data = view

@@ -19,6 +19,8 @@ from shoal.strategies.progress import Progress
 from shoal.strategies.schedule import Round
 from shoal.strategies.voting import Vote
 
+_OUTSIDE = "a use of parameters outside of forward and backward"
+
 
 @dataclass
 class Plan:
@@ -55,6 +57,7 @@ class Gathering:
         self.is_needed = bool(self._groups)
         """Whether anything is sharded at all."""
         self._storages = {group.storage_id: group for group in self._groups.values()}
+        self._what = _OUTSIDE
         self.num_gathers = 0
         self._generation = self._all_changed = 0
         self._changed: dict[tuple[int, int], int] = {}
@@ -62,14 +65,14 @@ class Gathering:
 
     # Passes -----------------------------------------------------------------------------
 
-    def begin_pass(self, plan: Plan, *, is_backward: bool = False) -> None:
-        """Groups take their turns by a plan from now on.
+    def begin_pass(self, plan: Plan, what: str, *, is_backward: bool = False) -> None:
+        """Groups take their turns by a plan from now on; ``what`` must be the same on all ranks.
 
         In backward, parts of forward may be computed again without hooks on what autograd saves,
         so parameters are watched there.
         """
         self._plan, self._is_backward = plan, is_backward
-        self._is_in_pass = True
+        self._is_in_pass, self._what = True, what
         for group in self._groups.values():
             if group.is_present:
                 if is_backward:
@@ -88,6 +91,7 @@ class Gathering:
         self._finish_round()
         while self._vote(False):
             self._finish_round()
+        self._what = _OUTSIDE
         self.free_unless_kept()
         if not self._plan.is_learned:
             self._learn()
@@ -99,7 +103,7 @@ class Gathering:
 
     def _vote(self, wish: bool) -> bool:
         """Whether there is another round; if so it begins."""
-        doing = "gathering parameters"
+        doing = f"gathers for {self._what}"
         vote = Vote.cast(self._backend, self._progress, doing, wish=wish, numbers=self._again)
         self._plan.lasting |= vote.united
         if vote.is_wanted:
@@ -114,11 +118,11 @@ class Gathering:
         self._plan.order = [*seen, *(index for index in self._plan.order if index not in seen)]
         self._plan.is_learned = True
 
-    def free_all(self, *, may_lend: bool = False) -> None:
-        """Frees every group that nobody holds on to; ``may_lend``: see [Note: lent memory]."""
+    def free_all(self) -> None:
+        """Frees every group that nobody holds on to."""
         for group in self._groups.values():
             if not group.pins and group.index not in self._coming:
-                self._free(group, may_lend=may_lend)
+                self._free(group)
 
     def finish_coming(self) -> None:
         """Nothing is on its way any more: it would arrive with values of before."""
@@ -130,9 +134,9 @@ class Gathering:
         if not self._keep_all:
             self.free_all()
 
-    def _free(self, group: FlatGroup, *, may_lend: bool = False) -> None:
+    def _free(self, group: FlatGroup) -> None:
         self._storages.pop(group.storage_id, None)
-        group.vanish(self.need, self._watching, may_lend=may_lend)
+        group.vanish(self.need, self._watching)
 
     # Groups -----------------------------------------------------------------------------
 
@@ -192,7 +196,7 @@ class Gathering:
         for group in self._groups.values():
             is_idle = group.is_present and not group.pins and group.index not in self._coming
             if is_idle and group is not needed and group.index not in self._plan.lasting:
-                self._free(group, may_lend=not self._is_in_pass)
+                self._free(group)
 
     @contextmanager
     def keeping(self) -> Iterator[None]:

@@ -306,12 +306,10 @@ class ShardedModel(nn.Module):
 
         Between them the ranks hold every element, some perhaps several times.
         """
+        if any(group.exposed is not None for group in self.engine.groups):
+            raise ShoalError("parameters may change inside of full_parameters(): leave it first")
+        self.engine.adopt_changes("looking at what each rank holds")
         for group in self.engine.groups:
-            if group.exposed is not None:
-                raise ShoalError(
-                    "parameters may change inside of full_parameters(): leave it first"
-                )
-            self.engine.gathering.adopt_changes(group)
             low, high = group.master_bounds
             for slot in group.layout.slots:
                 start, stop = (min(max(edge, low), high) for edge in slot.bounds)

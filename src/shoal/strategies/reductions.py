@@ -63,7 +63,7 @@ class Reductions:
     def _vote(self) -> bool:
         wish = bool(self._complete)
         return Vote.cast(
-            self._backend, self._progress, "the end of backward()", wish=wish
+            self._backend, self._progress, "the end of a backward", wish=wish
         ).is_wanted
 
     def reduce_all(self) -> None:

@@ -18,6 +18,7 @@ from shoal.comm import Backend
 from shoal.comm.copying import copy
 from shoal.comm.operation import AllGather
 from shoal.errors import ShoalError
+from shoal.strategies.common_changes import CommonChanges
 from shoal.strategies.flat_group import FlatGroup, Residence
 from shoal.strategies.progress import Progress
 from shoal.strategies.voting import Vote
@@ -34,7 +35,7 @@ class Steps:
         """
         self._groups, self._backend, self._progress = groups, backend, progress
         self.is_torn = False
-        self._is_common = any(group.residence is Residence.COMMON for group in groups)
+        self._common = CommonChanges(groups)
         is_replicated = [group.residence is Residence.REPLICATED for group in groups]
         self._divided = [
             group
@@ -52,7 +53,7 @@ class Steps:
     @property
     def _is_direct(self) -> bool:
         """Whether ranks read or write memory of others."""
-        return self._is_common or any(self._others)
+        return bool(self._common) or any(self._others)
 
     def meet(self, doing: str) -> None:
         """Nobody goes on while another still reads or writes what is shared.
@@ -61,6 +62,36 @@ class Steps:
         """
         if self._is_direct:
             Vote.cast(self._backend, self._progress, doing)
+
+    def begin_forward(self, *, is_training: bool) -> None:
+        """Ranks that share parameters call the model equally often, as all that shard them.
+
+        A forward with gradients is counted, and compared at the step.
+        """
+        if not self._common:
+            return
+        if is_training:
+            self._common.num_calls += 1
+        else:
+            self._common.meet(self._backend, "a forward of the model without gradients")
+
+    def adopt_common(self, what: str, *, keep_changes: bool = True) -> None:
+        """What users did to what ranks share counts, before ``what``, which all of them call.
+
+        See [Note: changes of common memory].
+        """
+        if self._common and self._common.compare(self._backend, what):
+            if keep_changes:
+                self._common.keep()
+            self.meet(f"{what}, changes kept")
+            self._common.drop()
+
+    def begin_writing(self, what: str, *, keep_changes: bool = True) -> None:
+        """Everybody is here and nobody computes: what is shared may be written to."""
+        if self._common:
+            self.adopt_common(what, keep_changes=keep_changes)
+        else:
+            self.meet(what)
 
     def check(self) -> None:
         """Raises if the parameters are half old, half new; see [Note: torn parameters]."""
@@ -78,7 +109,7 @@ class Steps:
     @contextlib.contextmanager
     def taking(self) -> Iterator[None]:
         """Around the optimizer's own step."""
-        self.meet("the beginning of optimizer.step()")
+        self.begin_writing("optimizer.step()")
         self.is_torn = self._is_direct
         yield
         for group in self._groups:

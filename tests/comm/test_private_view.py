@@ -1,0 +1,82 @@
+"""Shared memory with changes of one's own."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.comm.private_view import PrivateView
+from shoal.comm.segments import Arena
+
+PAGE = mmap.PAGESIZE
+
+
+@pytest.fixture(params=["pagemap", "no pagemap"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the kernel's help and without."""
+    if request.param == "no pagemap":
+        monkeypatch.setattr(os, "pread", lambda *_: b"")
+
+
+def make() -> tuple[Tensor, PrivateView]:
+    """Three and a half pages behind some others, and a view of them."""
+    arena = Arena()
+    arena.empty(100)
+    memory = arena.empty(3 * PAGE + PAGE // 2, PAGE).zero_()
+    location = arena.locate(memory)
+    assert location is not None
+    assert location.offset == PAGE
+    arena.close()  # what it made stays as long as somebody uses it
+    return memory, PrivateView(f"/proc/self/fd/{location.fd}", location.offset, memory)
+
+
+def test_others_are_seen_and_do_not_see(way: None) -> None:
+    memory, view = make()
+    memory[5] = 1
+    assert view.memory[5] == 1
+    view.memory[6] = 2
+    assert memory[6] == 0
+    memory[3 * PAGE] = 3
+    assert view.memory[3 * PAGE] == 3
+
+
+def test_written_pages_are_found_and_dropped(way: None) -> None:
+    memory, view = make()
+    assert view.memory.sum() == 0
+    assert view.written() == []
+    view.memory[PAGE + 7] = 1
+    view.memory[2 * PAGE : 2 * PAGE + 3] = 2
+    assert view.written() == [(PAGE, 3 * PAGE)]
+    view.memory[memory.numel() - 1] = 3
+    assert view.written() == [(PAGE, 4 * PAGE)]
+    view.drop()
+    assert view.written() == []
+    assert torch.equal(view.memory[: memory.numel()], memory)
+
+
+def test_writing_what_is_there_already_is_found() -> None:
+    _, view = make()
+    view.memory[3] = 0
+    assert view.written() == [(0, PAGE)]
+
+
+def test_views_do_not_see_each_others_changes() -> None:
+    memory, view = make()
+    view.memory[0] = 1
+    other = view.another()
+    assert other.memory[0] == 0
+    assert other.written() == []
+    memory[PAGE] = 5
+    assert other.memory[PAGE] == view.memory[PAGE] == 5
+
+
+def test_no_file_stays_open() -> None:
+    _, view = make()
+    before = len(os.listdir("/proc/self/fd"))
+    views = [view.another() for _ in range(10)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(views) == 10
