@@ -87,6 +87,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
         """Global batches in a whole epoch, also while one is resumed in the middle."""
         return len(self._cuts(0, self._place()[1])) - 1
 
+    @property
+    def num_ranks(self) -> int:
+        """How many parts each batch is divided into."""
+        return self._place()[1]
+
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of an epoch; without it each iteration takes the next epoch's.
 
@@ -111,8 +116,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
         if self._is_resumed and epoch != due:
             warnings.warn(
                 f"the state that was loaded is at sample {self._begin} of {self.length} of epoch "
-                f"{self.epoch}, and set_epoch({epoch}) goes to another one: epochs or parts of them "
-                f"are left out or trained on again. Begin the loop over epochs with epoch {due}",
+                f"{self.epoch}, and set_epoch({epoch}) goes elsewhere: epochs or parts of them are "
+                f"left out or trained on again. Begin the loop over epochs with epoch {due}",
                 stacklevel=3,
             )
 
@@ -153,7 +158,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state_dict` was taken, at any number of ranks and any batch size.
 
-        After the end of an epoch the next one begins. If more ranks go on than there are samples left in the epoch, these few are left out.
+        After the end of an epoch the next one begins. If more ranks go on than there are samples
+        left in the epoch, these few are left out.
         """
         if state["length"] != self.length:
             raise ValueError(

@@ -78,6 +78,8 @@ def save(
         raise TypeError(f"extra must be a dict; got a {type(extra).__name__}")
     ranks = model_state.ranks_of(model)
     finish_pending(ranks)
+    if isinstance(model, ShardedModel):
+        model.synchronize_buffers()
     store = Store(filesystem.absolute(Path(path)), filesystem)
     companions = Companions(scheduler, scaler, sampler)
     optimizers = optimizer_state.as_list(optimizer)

@@ -40,6 +40,7 @@ class Settings:
             parameters, as synchronized BatchNorm does.
         hides_gradients: Whether parameters are parts of others' already, so that what they show
             for a gradient must not be taken for the whole.
+        averages_buffers: Whether ranks go on with the average of their buffers, not rank 0's.
     """
 
     min_group_bytes: int = MIN_GROUP_BYTES
@@ -47,3 +48,4 @@ class Settings:
     resident_below: int = 0
     has_meetings: bool = False
     hides_gradients: bool = False
+    averages_buffers: bool = False
