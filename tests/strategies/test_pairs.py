@@ -165,6 +165,7 @@ def test_a_scripted_model() -> None:
             shoal.run(lambda module=module: shoal.as_distributed(module), 1, "memory")
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_forward_mode_where_parameters_are_gathered() -> None:
     def derive(strategy: str) -> torch.Tensor:
         model = shoal.as_distributed(build(), strategy=strategy)

@@ -241,7 +241,7 @@ def test_a_sum(ranks) -> None:
 @pytest.mark.parametrize(("strategy", "options"), [("pipeline", {}), ("hybrid", {"pipeline": 2})])
 def test_causes_in_a_pipeline(strategy, options) -> None:
     """Micro-batches are parts too, and it is not the ranks that are to blame."""
-    normal = builder(lambda: nn.BatchNorm1d(17), rows=8)
+    normal = builder(lambda: nn.BatchNorm1d(17), rows=16)
     for reference in ("batch", "split"):
         report = shoal.verify(normal, strategy, 2, reference=reference, **options)
         assert "BatchNorm takes the statistics of each micro-batch" in report.cause

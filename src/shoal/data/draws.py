@@ -79,7 +79,7 @@ class Draws:
         self._generators, self._ranks = Generators(generators), ranks.lane(self)
         self._is_resumed = False
         self.start: dict[str, Any] | None = None
-        """The states at the beginning of the epoch that is under way, or that is to be resumed."""
+        """The states at the beginning of the last epoch, or of the one that is to be resumed."""
         self._stream: Any = None
 
     @property
@@ -104,7 +104,6 @@ class Draws:
             yield item
             with self._going_on():
                 item = next(iterator, _END)
-        self.start = None
 
     def compare(self, what: str, found: str) -> None:
         """Raises if ranks differ in what they are about to divide; every rank calls it."""

@@ -22,6 +22,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+import pools
 import shoal
 from shoal.data import DividedLoader
 from shoal.errors import DeadlineError, MismatchError
@@ -36,8 +37,10 @@ class Stream(IterableDataset):
         self.length, self.draw = length, draw
 
     def __iter__(self):
-        order = [int(number) for number in self.draw(self.length)]
         worker = get_worker_info()
+        if worker is not None:  # all workers share out one order
+            torch.manual_seed(worker.seed - worker.id)
+        order = [int(number) for number in self.draw(self.length)]
         yield from order[worker.id :: worker.num_workers] if worker else order
 
     def __len__(self) -> int:
@@ -77,7 +80,7 @@ LOADERS = {
     "dropped": lambda: DataLoader(NUMBERS, 8, shuffle=True, drop_last=True),
     "weighted": lambda: DataLoader(NUMBERS, 6, sampler=WeightedRandomSampler([1.0] * 22, 24)),
     "replacement": lambda: DataLoader(
-        NUMBERS, 6, sampler=RandomSampler(NUMBERS, True, 50, generator())
+        NUMBERS, 6, sampler=RandomSampler(NUMBERS, True, 51, generator())
     ),
     "lazy": lambda: DataLoader(NUMBERS, 8, sampler=Lazy()),
     "buckets": lambda: DataLoader(NUMBERS, batch_sampler=Buckets()),
@@ -166,7 +169,7 @@ def test_between_processes(backend) -> None:
         workers = DataLoader(NUMBERS, 8, shuffle=True, num_workers=2, persistent_workers=True)
         return [*found, epochs(divide(workers))]
 
-    *found, workers = zip(*shoal.run(iterate, 2, backend), strict=True)
+    *found, workers = zip(*pools.Team(backend, 2).run(iterate), strict=True)
     for name, ranks in zip(("shuffled", "stream", "buckets"), found, strict=True):
         whole = put_together(list(ranks))
         assert [len(batch) for batch in whole[0]] == [len(batch) for batch in alone(name)[0]]
@@ -244,7 +247,7 @@ def test_training_is_that_of_one_process() -> None:
         data = TensorDataset(torch.randn(20, 3), torch.randn(20, 2))
         model = nn.Linear(3, 2).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        loader = DataLoader(data, batch_size=6, shuffle=True, generator=generator())
+        loader = DataLoader(data, batch_size=7, shuffle=True, generator=generator())
         model, optimizer, loader = shoal.as_distributed(
             model, optimizer, loader, strategy=strategy or "ddp", enabled=bool(strategy)
         )
@@ -268,7 +271,7 @@ def test_training_is_that_of_one_process() -> None:
 # Going on ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stop", [0, 1, 2, 3, "end"])
+@pytest.mark.parametrize("stop", [0, 1, 2, "end"])
 @pytest.mark.parametrize(
     "name", ["shuffled", "generator", "replacement", "stream", "ready batches"]
 )
@@ -293,7 +296,7 @@ def test_resumed(name, stop, tmp_path) -> None:
     def go_on():
         seed(100 + shoal.world().rank)
         loader = divide(LOADERS[name]())
-        shoal.load(tmp_path, nn.Linear(1, 1), sampler=loader)
+        shoal.load(tmp_path, nn.Linear(1, 1), sampler=loader, random_state=True)
         before = loader.state_dict()["batches"]
         assert before == (0 if stop == "end" else stop + 1)
         return epochs(loader, 1)
