@@ -176,8 +176,8 @@ def as_distributed(
 def as_distributed(
     model: nn.Module,
     optimizer: None = None,
+    loader: Loader = ...,
     *,
-    loader: Loader,
     strategy: str = ...,
     backend: str = ...,
     enabled: bool = ...,

@@ -188,7 +188,8 @@ def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
 
 def _check_alike(loader: DataLoader[Any], ranks: Backend) -> None:
     """Ranks that have other loaders would divide other batches."""
-    length = None if _is_stream(loader) else len(loader.dataset)  # type: ignore[arg-type]
+    is_sized = not _is_stream(loader) and hasattr(loader.dataset, "__len__")
+    length = len(loader.dataset) if is_sized else "any number of"  # type: ignore[arg-type]
     own = f"{length} samples, batch_size={loader.batch_size}, drop_last={loader.drop_last}"
     own += f", num_workers={loader.num_workers}" if _is_stream(loader) else ""
     for rank, other in enumerate(ranks.all_gather_object(own)):

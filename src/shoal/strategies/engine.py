@@ -259,7 +259,6 @@ class Engine:
         self.num_rounds += 1
         self._reductions.complete_round()
         self._finish_reductions()
-        self.input_watch.compare()
 
     def share_buffers(self) -> None:
         """All ranks have the same buffers; see [Note: buffers that learn]."""
@@ -272,6 +271,7 @@ class Engine:
             self._reductions.average_over(self.ranks.replicas)
         if self.settings.averages_buffers:
             self.share_buffers()
+        self.input_watch.compare()
 
     def _show_gradients(self) -> None:
         for gradients in self.gradients:

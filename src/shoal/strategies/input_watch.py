@@ -14,6 +14,8 @@ from shoal.comm import Backend
 from shoal.strategies.fingerprint import fingerprint
 
 NUM_ROUNDS = 3
+# Of a round with more calls of the model, the first ones tell enough.
+_MOST_CALLS = 16
 
 
 class InputWatch:
@@ -31,7 +33,7 @@ class InputWatch:
 
     def see(self, inputs: Any) -> None:
         """The model is called, in training."""
-        if self._rounds_left:
+        if self._rounds_left and len(self._seen) < _MOST_CALLS:
             self._seen.append(fingerprint(inputs))
 
     def compare(self) -> None:

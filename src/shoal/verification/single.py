@@ -200,9 +200,10 @@ class Buffers:
 
     def finish(self) -> None:
         """What the next step begins with."""
-        first = self._seen[0] if self._seen else self._begin
-        everybody = list(zip(*self._seen, strict=True))
-        self._set([_average(of_ranks) for of_ranks in everybody] if self._averages else first)
+        if self._averages and self._seen:
+            self._set([_average(of_ranks) for of_ranks in zip(*self._seen, strict=True)])
+        else:
+            self._set(self._seen[0] if self._seen else self._begin)
 
     def _set(self, values: Sequence[Tensor]) -> None:
         with torch.no_grad():
