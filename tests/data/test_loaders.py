@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 import pytest
@@ -311,6 +311,25 @@ def test_resumed(name, stop, tmp_path) -> None:
         assert found == expected[1:]
     else:
         assert len(found) == num_batches  # nothing was left: the next epoch
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_resumed_after_a_batch_that_two_were_joined_to(ranks) -> None:
+    """Samples that were trained on with the batch before do not come again."""
+
+    def begin():
+        loader = divide(DataLoader(NUMBERS, 5))
+        list(islice(loader, 4))
+        return loader.state_dict()
+
+    def go_on(state):
+        loader = divide(DataLoader(NUMBERS, 5))
+        loader.load_state_dict(state)
+        return epochs(loader, 1)
+
+    state = shoal.run(begin, 3, "memory")[1]
+    (found,) = put_together(shoal.run(go_on, ranks, "memory", args=(state,)))
+    assert joined(found) == list(range(22))  # the next epoch
 
 
 def test_what_workers_have_fetched_ahead_comes_again() -> None:

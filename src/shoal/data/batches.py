@@ -45,6 +45,10 @@ class AgreedSampler(Sampler[Any]):
             if number >= num_to_skip:
                 yield item
 
+    def num_drawn(self, num_given: int) -> int:
+        """How many of the user's were drawn for those that were given to the loader."""
+        return num_given
+
     def __len__(self) -> int:
         """As the user's."""
         return len(self.inner)  # type: ignore[arg-type]
@@ -57,11 +61,21 @@ class RankBatches(AgreedSampler):
         """See [Note: global batches] in `shoal.sampling` for the last batch."""
         super().__init__(inner, draws)
         self._place = place
+        self._joined_at: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
         """Lists of indices; every rank has at least one of each batch."""
-        for batch in joined(super().__iter__(), self._place.size):
+        first, self._joined_at = self.num_to_skip, None
+        batches = joined(super().__iter__(), self._place.size)
+        for number, (batch, is_joined) in enumerate(batches, start=first):
+            if is_joined:
+                self._joined_at = number
             yield batch[self._place.bounds(len(batch))]
+
+    def num_drawn(self, num_given: int) -> int:
+        """One more, once a last batch was given that two were joined to."""
+        is_beyond = self._joined_at is not None and num_given > self._joined_at
+        return num_given + is_beyond
 
     def __len__(self) -> int:
         """Batches of an epoch; of a batch sampler of one's own perhaps one more than there are."""
@@ -72,21 +86,24 @@ class RankBatches(AgreedSampler):
         return length - (0 < rest < self._place.size and length > 1)
 
 
-def joined(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    """Batches of at least ``size`` samples: a smaller last one goes with the one before."""
+def joined(batches: Iterable[Any], size: int) -> Iterator[tuple[list[Any], bool]]:
+    """Batches of at least ``size`` samples: a smaller last one goes with the one before.
+
+    Each comes with whether it was joined so.
+    """
     iterator = map(list, batches)
-    held = next(iterator, None)
+    held, is_joined = next(iterator, None), False
     for number, batch in enumerate(iterator, start=1):
         assert held is not None
         if len(batch) < size and next(iterator, None) is None:
-            held += batch
+            held, is_joined = held + batch, True
             break
         _check_size(held, size, number - 1)
-        yield held
+        yield held, False
         held = batch
     if held is not None:
         _check_size(held, size, -1)
-        yield held
+        yield held, is_joined
 
 
 def _check_size(batch: list[Any], size: int, number: int) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from itertools import islice
 from typing import Any, TypeVar, cast
 
 import torch
@@ -54,18 +55,24 @@ class DividedLoader(DataLoader[T]):
             yield batch
 
     def _parts(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        if not _is_stream(self):
-            agreed = self.batch_sampler if self.batch_sampler is not None else self.sampler
-            agreed.num_to_skip = self._num_batches  # type: ignore[union-attr]
+        if _is_stream(self):
+            yield from islice(self._stream(begin), self._num_batches, None)
+        else:
+            self._agreed.num_to_skip = self._num_batches
             yield from (batch.value if isinstance(batch, Part) else batch for batch in begin())
-            return
-        parts = self._draws.drawn(lambda: iter(begin()))
-        num_to_skip = self._num_batches
-        for number, part in enumerate(parts):
-            if number == 0 and part.seen:
+
+    def _stream(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        for number, part in enumerate(self._draws.drawn(lambda: iter(begin()))):
+            if number == 0:
                 self._draws.compare("the first batch of the dataset", part.seen)
-            if number >= num_to_skip and part.is_there:
+            if part.is_there:
                 yield part.value
+
+    @property
+    def _agreed(self) -> AgreedSampler:
+        """What gives the indices."""
+        agreed: Any = self.sampler if self.batch_sampler is None else self.batch_sampler
+        return cast(AgreedSampler, agreed)
 
     def __len__(self) -> int:
         """Batches of an epoch, the same on every rank."""
@@ -81,6 +88,8 @@ class DividedLoader(DataLoader[T]):
         What workers have fetched ahead and nobody was given does not count.
         """
         num_batches = self._num_to_skip or self._num_batches
+        if not _is_stream(self) and not self._num_to_skip:
+            num_batches = self._agreed.num_drawn(num_batches)
         return {
             "batches": num_batches,
             "batch_size": self.batch_size,
