@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -131,15 +132,99 @@ def test_an_iteration_that_was_left_begins_anew() -> None:
     assert one.state_dict()["position"] == 5
 
 
-def test_the_end_of_an_epoch_is_a_place() -> None:
+def resumed(state, size=1, **options):
+    """Samplers that go on, one for each rank."""
+    found = samplers(20, 5, size, **options)
+    for one in found:
+        one.load_state_dict(state)
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_resumed_at_the_end_of_an_epoch(size) -> None:
+    """The next epoch follows, not an empty one."""
     (one,) = samplers(20, 5, 1)
     list(one)
     state = one.state_dict()
     assert (state["epoch"], state["position"]) == (0, 20)
-    (other,) = samplers(20, 5, 1)
+    others = resumed(state, size)
+    assert all(other.state_dict() == state for other in others)  # nothing has happened yet
+    second, third = list(one), list(one)
+    assert global_batches([list(other) for other in others]) == second
+    assert global_batches([list(other) for other in others]) == third
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_resumed_in_a_loop_over_epochs(start) -> None:
+    """Whether it begins with the epoch that was saved or the one after: each is trained on once."""
+    (one,) = samplers(20, 5, 1)
+    epochs = [list(one) for _ in range(3)]
+    one.set_epoch(0)
+    list(one)
+    (other,) = resumed(one.state_dict())
+    seen = []
+    for epoch in range(start, 3):
+        other.set_epoch(epoch)
+        seen += list(other)
+    assert seen == epochs[1] + epochs[2]
+    other.set_epoch(0)
+    assert list(other) == epochs[0]  # asked for once more
+
+
+@pytest.mark.parametrize("by_count", [False, True])
+def test_the_end_of_an_epoch_with_a_rest_that_is_dropped(by_count) -> None:
+    (one,) = samplers(22, 5, 1, drop_last=True)
+    first = list(islice(one, 4))  # as a loop that saves after its last batch
+    state = one.state_dict(num_batches=4) if by_count else one.state_dict()
+    assert state["position"] == 22
+    (other,) = samplers(22, 2, 1, drop_last=True)  # batches that the rest would be enough for
     other.load_state_dict(state)
-    assert list(other) == []
-    assert list(other) == list(one)  # the next epoch
+    seen = list(other)
+    assert other.epoch == 1
+    assert len(seen) == 11
+    assert joined(seen)[:20] != joined(first)
+
+
+@pytest.mark.parametrize(("epoch", "stop"), [(1, 2), (0, 4), (3, 4), (2, 0)])
+def test_epochs_that_are_left_out_or_repeated_are_warned_of(epoch, stop) -> None:
+    (one,) = samplers(20, 5, 1)
+    one.set_epoch(1)
+    list(islice(one, stop))
+    (other,) = resumed(one.state_dict())
+    with (
+        pytest.warns(UserWarning, match="left out or trained on again")
+        if epoch != 1
+        else (contextlib.nullcontext())
+    ):
+        other.set_epoch(epoch)
+    list(other)
+    other.set_epoch(7)  # the user's own choice, once training has gone on
+
+
+def test_workers_at_the_end_of_an_epoch() -> None:
+    (one,) = samplers(20, 5, 1)
+    assert len(list(DataLoader(range(20), batch_sampler=one, num_workers=1))) == 4
+    (other,) = resumed(one.state_dict())
+    loader = DataLoader(range(20), batch_sampler=other, num_workers=1)
+    assert [batch.tolist() for batch in loader] == list(one)
+
+
+def test_saved_and_loaded_at_the_end_of_an_epoch(tmp_path) -> None:
+    """By `shoal.save` and `shoal.load`, on other numbers of ranks."""
+
+    def save() -> list[list[int]]:
+        sampler = shoal.sampler(20, 5)
+        list(sampler)
+        shoal.save(tmp_path, torch.nn.Linear(1, 1), sampler=sampler)
+        return list(sampler)
+
+    def load() -> list[list[int]]:
+        sampler = shoal.sampler(20, 5)
+        shoal.load(tmp_path, torch.nn.Linear(1, 1), sampler=sampler)
+        return list(sampler)
+
+    saved = global_batches(shoal.run(save, 2, "memory"))
+    assert saved == global_batches(shoal.run(load, 3, "memory"))
 
 
 def test_a_loader_with_workers_is_ahead() -> None:

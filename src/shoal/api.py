@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from shoal.checkpoint import load as load
 from shoal.checkpoint import save as save
 from shoal.comm.backend import DEFAULT_TIMEOUT_S, Backend
 from shoal.comm.world import World, current, find_current, set_current
+from shoal.data import divide
 from shoal.errors import PeerError, ShoalError
 from shoal.launch.exit import watch_exit
 from shoal.launch.joining import check_name, choose_for_cpu, join
@@ -20,7 +22,10 @@ from shoal.launch.run import run_outcomes
 from shoal.optim import PAIRS, Kind, ShardedOptimizer, find_kind
 from shoal.sampling import sampler as sampler
 from shoal.strategies import ShardedModel
+from shoal.strategies.options import check_options
 from shoal.verification import Report, Trial, hold
+
+Loader = TypeVar("Loader", bound=DataLoader[Any] | Sequence[DataLoader[Any]])
 
 
 def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT_S) -> World:
@@ -143,16 +148,63 @@ def _ending(outcome: Outcome) -> str:
     return f"its process {how} before it returned"
 
 
+# Models and optimizers come back as Any: they have what the user's have and more, and a script that
+# gives them the same names again would not pass a type checker that knew their classes.
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: None = None,
+    loader: None = None,
+    *,
+    strategy: str = ...,
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Any,
+) -> Any: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    loader: None = None,
+    *,
+    strategy: str = ...,
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Any,
+) -> tuple[Any, Any]: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: None = None,
+    loader: Loader = ...,
+    *,
+    strategy: str = ...,
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Any,
+) -> tuple[Any, Loader]: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    loader: Loader,
+    *,
+    strategy: str = ...,
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Any,
+) -> tuple[Any, Any, Loader]: ...
 def as_distributed(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    loader: Any = None,
     *,
     strategy: str = "auto",
     backend: str = "auto",
     enabled: bool = True,
     **options: Any,
 ) -> Any:
-    """Turns a model, and the optimizer that was built for it, into distributed ones.
+    """Turns a model, the optimizer that was built for it and its data into distributed ones.
 
     Starts communication where nobody has. Wrapping twice with the same strategy returns what is
     there.
@@ -160,32 +212,46 @@ def as_distributed(
     Args:
         model: Any module.
         optimizer: A torch optimizer over the model's parameters, or a list of them.
+        loader: A torch `DataLoader`, or a list of them. Its batches are those of all ranks
+            together, and each rank gets its part; ranks that hold parts of one replica get the
+            same. One that is divided already comes back as it is.
         strategy: "ddp", "zero1", "zero2", "zero3", "fsdp", "tensor", "pipeline", "hybrid", or
             "auto" to choose by size.
         backend: What to start communication with, if it has to be started.
-        enabled: If false, model and optimizer come back untouched.
+        enabled: If false, everything comes back untouched.
         options: For the model's class, for example ``min_group_bytes``, ``sync_batchnorm`` or
             ``seed`` (for a model on the meta device); see `ShardedModel`.
 
     Returns:
-        The wrapped model, or the wrapped model and optimizer (a list if one was given).
+        The wrapped model; with others a tuple of it, the optimizer and the loader, as far as they
+        were given (lists if lists were).
 
     Example:
-        >>> model, optimizer = shoal.as_distributed(model, optimizer, strategy="zero3")
+        >>> model, optimizer, loader = shoal.as_distributed(
+        ...     model, optimizer, loader, strategy="zero3"
+        ... )
     """
     if not enabled:
-        return model if optimizer is None else (model, optimizer)
+        return _as_given(model, optimizer, loader)
     world = find_current() or _start_for(model, backend)
     name = _strategy_for(model, world) if strategy == "auto" else strategy
     if name not in PAIRS:
         raise ValueError(f"strategy must be one of {', '.join(PAIRS)} or auto; got {strategy!r}")
+    check_options(options, name, {each: pair[0] for each, pair in PAIRS.items()})
     model_class, optimizer_class = PAIRS[name]
     wrapped = _wrap_model(model, model_class, world, options)
-    if optimizer is None:
-        return wrapped
+    stepped: Any = optimizer
     if isinstance(optimizer, Sequence):
-        return wrapped, _wrap_optimizers(optimizer, optimizer_class, wrapped)
-    return wrapped, _wrap_optimizer(optimizer, optimizer_class, wrapped)
+        stepped = _wrap_optimizers(optimizer, optimizer_class, wrapped)
+    elif optimizer is not None:
+        stepped = _wrap_optimizer(optimizer, optimizer_class, wrapped)
+    return _as_given(wrapped, stepped, None if loader is None else divide(loader, wrapped))
+
+
+def _as_given(model: nn.Module, *others: Any) -> Any:
+    """The model alone, or with what else there is."""
+    given = [each for each in others if each is not None]
+    return (model, *given) if given else model
 
 
 def _strategy_for(model: nn.Module, world: World) -> str:
@@ -245,6 +311,7 @@ def verify(
     steps: int = 5,
     reference: str = "batch",
     tolerance: float | None = None,
+    weight: Callable[[Any, Any], Any] | None = None,
     **options: Any,
 ) -> Report:
     """Trains one process and many ranks on the same global batches, and compares every step.
@@ -265,6 +332,8 @@ def verify(
             (BatchNorm, dropout) or amplifies rounding (Muon, Adafactor, mixed precision).
         tolerance: What an element may be off by, relative to one plus its size. By default 1e-5
             in float32, 1e-10 in float64 and 1e-2 in 16 bits.
+        weight: ``weight(inputs, targets)`` is how much a rank's rows count, as for ``train_step``;
+            for losses that are means over tokens.
         options: As for `as_distributed`.
 
     Returns:
@@ -276,6 +345,15 @@ def verify(
         >>> report.raise_if_different()
     """
     trial = Trial(
-        build, as_distributed, strategy, ranks, backend, steps, reference, tolerance, options
+        build,
+        as_distributed,
+        strategy,
+        ranks,
+        backend,
+        steps,
+        reference,
+        tolerance,
+        weight,
+        options,
     )
     return hold(trial, run)

@@ -14,6 +14,7 @@ is joined to the one before.
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sized
 from itertools import pairwise
@@ -56,7 +57,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self._world = world
         self._begin = 0  # where in the epoch this iteration began
         self._position = 0  # samples of the epoch that all ranks together were given
-        self._is_resumed = self._is_over = False
+        self._is_resumed = self._is_named = self._is_over = False
         self._reader: Callable[[], Any] | None = None  # a loader that fetches ahead
 
     def __getstate__(self) -> dict[str, Any]:
@@ -66,11 +67,12 @@ class GlobalBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         """This rank's part of each global batch of an epoch."""
         rank, size = self._place()
-        if self._is_over:
-            self.set_epoch(self.epoch + 1)
+        if self._is_over or self._is_resumed_at_the_end(size):
+            self._go_to(self.epoch + 1)
         elif not self._is_resumed:
             self._begin = 0
-        self._is_resumed, self._position = False, self._begin
+        self._is_resumed = self._is_named = self._is_over = False
+        self._position = self._begin
         order, cuts = self._order(), self._cuts(self._begin, size)
         self._reader = _prefetching_reader(sys._getframe(1))
         for begin, end in pairwise(cuts):
@@ -85,14 +87,39 @@ class GlobalBatchSampler(Sampler[list[int]]):
         """Global batches in a whole epoch, also while one is resumed in the middle."""
         return len(self._cuts(0, self._place()[1])) - 1
 
+    @property
+    def num_ranks(self) -> int:
+        """How many parts each batch is divided into."""
+        return self._place()[1]
+
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of an epoch; without it each iteration takes the next epoch's.
 
-        Naming the epoch that was resumed leaves the place in it as it is.
+        Naming the epoch that was resumed leaves the place in it as it is: if nothing is left of it,
+        its iteration is empty, and the next epoch is the next one to train on.
         """
         if epoch != self.epoch:
-            self.epoch, self._begin, self._position, self._is_resumed = epoch, 0, 0, False
-        self._is_over = False
+            self._warn_of_gap(epoch)
+            self._go_to(epoch)
+        self._is_named, self._is_over = True, False
+
+    def _go_to(self, epoch: int) -> None:
+        """The beginning of an epoch."""
+        self.epoch, self._begin, self._position, self._is_resumed = epoch, 0, 0, False
+
+    def _is_resumed_at_the_end(self, size: int) -> bool:
+        """Whether a state was loaded of which nothing is left, and nobody asked for its epoch."""
+        return self._is_resumed and not self._is_named and len(self._cuts(self._begin, size)) == 1
+
+    def _warn_of_gap(self, epoch: int) -> None:
+        due = self.epoch + (self._begin == self.length)
+        if self._is_resumed and epoch != due:
+            warnings.warn(
+                f"the state that was loaded is at sample {self._begin} of {self.length} of epoch "
+                f"{self.epoch}, and set_epoch({epoch}) goes elsewhere: epochs or parts of them are "
+                f"left out or trained on again. Begin the loop over epochs with epoch {due}",
+                stacklevel=3,
+            )
 
     def state_dict(self, num_batches: int | None = None) -> dict[str, Any]:
         """Where in which epoch training is; the same on every rank.
@@ -106,6 +133,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
             num_batches = self._num_handed_out(self._reader())
         if num_batches is not None:
             position = self._cuts(self._begin, self._place()[1])[num_batches]
+        if self.drop_last and self.length - position < self.batch_size:
+            position = self.length  # what is dropped does not come any more
         return {
             "epoch": self.epoch,
             "position": position,
@@ -129,7 +158,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state_dict` was taken, at any number of ranks and any batch size.
 
-        If more ranks go on than there are samples left in the epoch, these few are left out.
+        After the end of an epoch the next one begins. If more ranks go on than there are samples
+        left in the epoch, these few are left out.
         """
         if state["length"] != self.length:
             raise ValueError(
@@ -138,7 +168,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
             )
         self.epoch, self.seed, self.shuffle = state["epoch"], state["seed"], state["shuffle"]
         self._begin = self._position = state["position"]
-        self._is_resumed, self._is_over = True, False
+        self._is_resumed, self._is_named, self._is_over = True, False, False
 
     def _order(self) -> torch.Tensor:
         if not self.shuffle:

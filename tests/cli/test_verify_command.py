@@ -57,7 +57,7 @@ def test_a_difference_is_an_exit_code(module: str, capsys: pytest.CaptureFixture
     text = capsys.readouterr().out
     assert text.count(" no ") == 2
     assert text.count("likely cause: ") == 1
-    assert "not a sum" in text
+    assert "the loss is a sum" in text
 
 
 def test_a_strategy_that_does_not_fit_is_refused(

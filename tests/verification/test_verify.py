@@ -158,7 +158,7 @@ class BatchMean(nn.Module):
         (builder(UrandomNoise), "loss", "not deterministic"),
         (builder(RankDependent), "loss", "depend on the rank"),
         (builder(BatchMean), "loss", "must not depend on other rows"),
-        (builder(loss_fn=lambda y, t: (y - t).square().sum()), "loss", "not a sum"),
+        (builder(loss_fn=lambda y, t: (y - t).square().sum()), "loss", "2 times too small"),
         (builder(optimizer=lambda p: torch.optim.SGD(p, lr=1e25)), "loss", "not finite"),
     ],
     ids=["batchnorm", "dropout", "noise", "rank", "batch mean", "sum", "diverges"],
@@ -172,6 +172,88 @@ def test_the_likely_cause(build, kind, words) -> None:
     assert words in str(report)
     with pytest.raises(ShoalError, match="DIFFERS"):
         report.raise_if_different()
+
+
+def language(rows=6, *, mark=-100, shifted=False, masked=False):
+    """A build function for a loss over tokens, of which rows have different numbers."""
+
+    def build():
+        model = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 11))
+        batches = []
+        for _ in range(3):
+            tokens = torch.randint(2, 11, (rows, 7))
+            is_padding = torch.arange(7) > torch.arange(rows)[:, None]
+            targets = tokens.masked_fill(is_padding, mark)
+            batches.append((tokens, (targets, (~is_padding).float()) if masked else targets))
+        return model, sgd(model.parameters()), batches, loss_fn
+
+    def loss_fn(logits, targets):
+        if masked:
+            targets, mask = targets
+            losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+            return (losses * mask.flatten()).sum() / mask.sum()
+        if shifted:
+            logits, targets = logits[:, :-1], targets[:, 1:]
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=mark)
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (language(), "targets that are not -100"),
+        (language(7), "differs between ranks: 10, 18"),
+        (language(mark=1), "targets that are not 1"),
+        (language(shifted=True), "differs between ranks: 3, 12"),
+        (language(mark=0, masked=True), "targets[0] that are not 0"),
+    ],
+)
+def test_a_mean_over_tokens(build, words) -> None:
+    """Its number differs between ranks; with the right weight it is equal."""
+    report = shoal.verify(build, "ddp", 2)
+    assert not report.equal
+    assert words in report.cause
+    assert "weight=" in report.cause
+
+    def num_tokens(inputs, targets):
+        tokens = targets[0] if isinstance(targets, tuple) else targets
+        first = 1 if "3, 12" in words else 0
+        mark = {"-100": -100, " not 1": 1, " not 0": 0}
+        marks = [value for name, value in mark.items() if name in words] or [-100]
+        return (tokens[:, first:] != marks[0]).sum()
+
+    for strategy in ("ddp", "zero3"):
+        for reference in ("batch", "split"):
+            report = shoal.verify(build, strategy, 3, reference=reference, weight=num_tokens)
+            assert report.equal, report
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_sum(ranks) -> None:
+    build = builder(loss_fn=lambda y, t: F.mse_loss(y, t, reduction="sum"), rows=7)
+    report = shoal.verify(build, "zero2", ranks)
+    assert f"its {ranks} parts (ranks)" in report.cause
+    assert f"they are {ranks} times too small" in report.cause
+    assert shoal.verify(build, "zero2", ranks, reference="split").equal
+
+
+@pytest.mark.parametrize(("strategy", "options"), [("pipeline", {}), ("hybrid", {"pipeline": 2})])
+def test_causes_in_a_pipeline(strategy, options) -> None:
+    """Micro-batches are parts too, and it is not the ranks that are to blame."""
+    normal = builder(lambda: nn.BatchNorm1d(17), rows=16)
+    for reference in ("batch", "split"):
+        report = shoal.verify(normal, strategy, 2, reference=reference, **options)
+        assert "BatchNorm takes the statistics of each micro-batch" in report.cause
+        assert "into 8" in report.cause
+    report = shoal.verify(normal, strategy, 2, micro_batches=1, **options)
+    assert report.equal, report
+    total = builder(loss_fn=lambda y, t: F.mse_loss(y, t, reduction="sum"), rows=8)
+    report = shoal.verify(total, strategy, 2, micro_batches=4, **options)
+    assert "4 parts (micro-batches of all ranks)" in report.cause
+    report = shoal.verify(language(8), strategy, 2, micro_batches=2, **options)
+    assert "micro_batches=1" in report.cause
+    assert "not -100" in report.cause
 
 
 def test_uneven_parts_are_named() -> None:

@@ -56,7 +56,7 @@ def save(
         scheduler: A learning-rate scheduler, or a list; anything with a ``state_dict()``, or such a
             state.
         scaler: A gradient scaler.
-        sampler: A `shoal.sampler`.
+        sampler: A `shoal.sampler`, or a loader that `as_distributed` divided.
         keep: How many checkpoints stay in the folder; all by default.
         wait: If false, what there is to save is copied, and written while training goes on. An
             error is then raised by the next call of `save` or `load`, or by ``wait()`` of what
@@ -80,6 +80,7 @@ def save(
     finish_pending(ranks)
     if isinstance(model, ShardedModel):
         model.check_ranks("shoal.save()")
+        model.synchronize_buffers()
     store = Store(filesystem.absolute(Path(path)), filesystem)
     companions = Companions(scheduler, scaler, sampler)
     optimizers = optimizer_state.as_list(optimizer)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from torch.optim import Optimizer
+
+from shoal.optim.kinds import Kind
 from shoal.optim.optimizer import ShardedOptimizer
 from shoal.strategies.data_parallel import (
     DDPModel,
@@ -10,6 +13,7 @@ from shoal.strategies.data_parallel import (
     ZeRO2Model,
     ZeRO3Model,
 )
+from shoal.strategies.model import ShardedModel
 
 
 class DDPOptimizer(ShardedOptimizer):
@@ -17,11 +21,37 @@ class DDPOptimizer(ShardedOptimizer):
 
     model_class = DDPModel
 
+    def _check_pair(self, optimizer: Optimizer, model: ShardedModel) -> None:
+        super()._check_pair(optimizer, model)
+        if model.sharding != DDPModel.sharding:
+            raise TypeError(
+                "the model's memory is laid out for a ZeRO1Optimizer, which was wrapped for it "
+                "before: wrap all of its optimizers as ZeRO1Optimizer, or all as DDPOptimizer"
+            )
+
 
 class ZeRO1Optimizer(ShardedOptimizer):
-    """Each rank steps its part and has its part of the state; new parameters are gathered."""
+    """Each rank steps its part and has its part of the state; new parameters are gathered.
+
+    A `DDPModel` becomes what a `ZeRO1Model` is: its memory is laid out anew.
+    """
 
     model_class = ZeRO1Model
+
+    def __init__(
+        self, optimizer: Optimizer, model: ShardedModel, *, kind: Kind | str | None = None
+    ) -> None:
+        """See `ShardedOptimizer`."""
+        self._check_pair(optimizer, model)
+        if model.sharding != ZeRO1Model.sharding:
+            model.shard_as(ZeRO1Model.sharding, type(self).__name__)
+        super().__init__(optimizer, model, kind=kind)
+
+    def _check_pair(self, optimizer: Optimizer, model: ShardedModel) -> None:
+        if type(model) is DDPModel:
+            self._check_optimizer(optimizer)
+        else:
+            super()._check_pair(optimizer, model)
 
 
 class ZeRO2Optimizer(ShardedOptimizer):

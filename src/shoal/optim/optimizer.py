@@ -99,6 +99,14 @@ class ShardedOptimizer(Optimizer):
         return {"the class": f"{kind.__module__}.{kind.__qualname__}"} | self._options.chosen()
 
     def _check_pair(self, optimizer: Optimizer, model: ShardedModel) -> None:
+        self._check_optimizer(optimizer)
+        if not isinstance(model, self.model_class):
+            raise TypeError(
+                f"{type(self).__name__} goes with {self.model_class.__name__}; "
+                f"got a {type(model).__name__}"
+            )
+
+    def _check_optimizer(self, optimizer: Optimizer) -> None:
         if isinstance(optimizer, ShardedOptimizer):
             raise TypeError("the optimizer is wrapped already")
         if not isinstance(optimizer, Optimizer):
@@ -108,11 +116,6 @@ class ShardedOptimizer(Optimizer):
                 "SparseAdam steps sparse gradients only, and gradients are averaged over the ranks "
                 "as dense ones (also those of nn.Embedding(sparse=True)): use Adam, or SGD or "
                 "Adagrad, whose steps are the same for both"
-            )
-        if not isinstance(model, self.model_class):
-            raise TypeError(
-                f"{type(self).__name__} goes with {self.model_class.__name__}; "
-                f"got a {type(model).__name__}"
             )
 
     def _check_kind(self) -> None:

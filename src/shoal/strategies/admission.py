@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import zip_longest
 from typing import NoReturn
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -16,6 +17,13 @@ from shoal.strategies.arrivals import is_watched
 
 def check_models(module: nn.Module, backend: Backend) -> None:
     """Refuses a model that is wrapped already, on no device, or another than the other ranks'."""
+    scripted = [n for n, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+    if scripted:
+        raise TypeError(
+            f"{scripted[0] or 'the model'} was made by torch.jit.script or torch.jit.trace, and "
+            "such modules take no hooks, by which shoal sees when a model is used: wrap the plain "
+            "module (torch.compile goes with every strategy), and script what you have trained"
+        )
     if any(map(is_lazy, module.parameters())):
         raise ValueError(
             "the model has lazy parameters that have no shape yet: run a batch through it before "

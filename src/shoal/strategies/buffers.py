@@ -1,6 +1,15 @@
-"""Running statistics and the like: every rank goes on with rank 0's."""
+"""Running statistics and the like: every rank goes on with rank 0's, or with the average.
+
+[Note: buffers that learn]
+A buffer that forward changes by what it sees (BatchNorm's statistics, a codebook that follows the
+data) is another one on every rank after every pass. Before the next pass of training all ranks
+take rank 0's. Where the average is asked for they also take it when gradients have been averaged,
+so that a rank that looks at its own buffers after a step sees those of everybody.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -8,18 +17,43 @@ from torch import Tensor, nn
 from shoal.comm import Backend
 
 
-def share_buffers(module: nn.Module, backend: Backend) -> None:
-    """Gives all ranks rank 0's buffers, with one message for each dtype and device."""
+def share_buffers(module: nn.Module, backend: Backend, *, averages: bool = False) -> None:
+    """Gives all ranks the same buffers, with one message for each dtype and device.
+
+    Args:
+        module: Whose buffers.
+        backend: The ranks.
+        averages: Whether floating numbers become the average over the ranks, with a second message;
+            everything else is rank 0's.
+    """
+    if backend.size == 1:
+        return
+    for buffers in _by_kind(module):
+        own = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
+        joined = own.clone() if averages else own
+        backend.broadcast(joined)
+        if averages and (own.is_floating_point() or own.is_complex()):
+            joined = _average(own, joined, backend)
+        parts = joined.split([buffer.numel() for buffer in buffers])
+        for buffer, part in zip(buffers, parts, strict=True):
+            _take_over(buffer, part.view(buffer.shape))
+
+
+def _by_kind(module: nn.Module) -> Iterator[list[Tensor]]:
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for buffer in module.buffers():
         if buffer.numel():
             kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-    for buffers in kinds.values():
-        joined = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
-        backend.broadcast(joined)
-        parts = joined.split([buffer.numel() for buffer in buffers])
-        for buffer, part in zip(buffers, parts, strict=True):
-            _take_over(buffer, part.view(buffer.shape))
+    yield from kinds.values()
+
+
+def _average(own: Tensor, first: Tensor, backend: Backend) -> Tensor:
+    """Rank 0's plus the mean of what others differ by: what is equal stays so to the last bit."""
+    wide = torch.complex128 if own.is_complex() else torch.float64
+    # What is equal may be infinite, as in masks, and then has no difference.
+    apart = torch.where(own == first, 0, own.to(wide) - first.to(wide))
+    backend.all_reduce(apart)
+    return (first.to(wide) + apart / backend.size).to(own.dtype)
 
 
 @torch.no_grad()

@@ -27,10 +27,12 @@ from shoal.strategies.buffer_pool import BufferPool
 from shoal.strategies.buffers import share_buffers
 from shoal.strategies.clipping import Holders, clip_norm, held_gradients, norm_like
 from shoal.strategies.flat_group import FlatGroup, Residence
+from shoal.strategies.forward_mode import check_forward_mode
 from shoal.strategies.gathering import Gathering, Plan
 from shoal.strategies.gradients import GroupGradients
 from shoal.strategies.grouping import Grouping
 from shoal.strategies.heap import keep_freed_memory
+from shoal.strategies.input_watch import InputWatch
 from shoal.strategies.pins import pin_compiled, pin_parents
 from shoal.strategies.precision import Precision
 from shoal.strategies.progress import Progress
@@ -73,6 +75,9 @@ class Engine:
             keep_freed_memory()
         self._gather_group, self._reduce_group = self.shards.lane(self), self.shards.lane(self)
         self._buffer_group = self.backend.lane(self)
+        self.progress = Progress()
+        self.backend.on_leaving(self.progress)
+        self.input_watch = InputWatch(self._buffer_group, self.progress)
         self._precision = Precision(module, settings.compute_dtype)
         narrowing = self._precision.install(module)
         self.account = self.backend.open_account()
@@ -85,8 +90,6 @@ class Engine:
             for place, parameter in enumerate(group.parameters)
         }
         self._roster = Roster(module, lambda parameter: id(parameter) in self._place)
-        self.progress = Progress()
-        self.backend.on_leaving(self.progress)
         self.gathering = Gathering(self.groups, self._gather_group, self.progress)
         self._forward_plan = Plan([group.index for group in self.groups])
         self._backward_plan = Plan([group.index for group in reversed(self.groups)])
@@ -158,14 +161,18 @@ class Engine:
 
     @torch._disable_dynamo
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.gathering.is_needed:
+            check_forward_mode(self.backend)
         if self._is_recomputing() or _is_transforming():
             return None
         self._steps.check()
         if torch.is_grad_enabled():
             self._roster.check()
+            if module.training:
+                self.input_watch.see((args, kwargs))
         self._steps.begin_forward(is_training=torch.is_grad_enabled())
         if module.training and not self._is_in_parts:
-            share_buffers(module, self._buffer_group)
+            self.share_buffers()
         self._begin_pass(self._forward_plan, is_backward=False)
         saving: Any = contextlib.nullcontext()
         if self.gathering.is_needed and torch.is_grad_enabled():
@@ -262,10 +269,18 @@ class Engine:
         self._reductions.complete_round()
         self._finish_reductions()
 
+    def share_buffers(self) -> None:
+        """All ranks have the same buffers; see [Note: buffers that learn]."""
+        averages = self.settings.averages_buffers
+        share_buffers(self.module, self._buffer_group, averages=averages)
+
     def _finish_reductions(self) -> None:
         self._reductions.finish()
         if self.ranks.replicas is not None:
             self._reductions.average_over(self.ranks.replicas)
+        if self.settings.averages_buffers:
+            self.share_buffers()
+        self.input_watch.compare()
 
     def _show_gradients(self) -> None:
         for gradients in self.gradients:
@@ -278,7 +293,7 @@ class Engine:
         Buffers are shared once, because graphs of earlier parts may need them unchanged.
         """
         if self.module.training:
-            share_buffers(self.module, self._buffer_group)
+            self.share_buffers()
         self.adopt_gradients()
         for gradients in self.gradients:
             gradients.add_in_place(True)

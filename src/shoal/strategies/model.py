@@ -65,6 +65,7 @@ class ShardedModel(nn.Module):
         min_group_bytes: int | None = None,
         auto_sync: bool = True,
         sync_batchnorm: bool = False,
+        average_buffers: bool = False,
         seed: int = 0,
         mixed_precision: str | torch.dtype | None = None,
         replica: int = 1,
@@ -80,6 +81,8 @@ class ShardedModel(nn.Module):
                 4 MiB between processes, and more where only gradients travel.
             auto_sync: Whether each backward averages the gradients over the ranks.
             sync_batchnorm: Whether BatchNorm sees the rows of all ranks instead of this one's.
+            average_buffers: Whether floating buffers that forward changes become the average over
+                the ranks; by default all ranks go on with rank 0's.
             seed: For the values of what is on the meta device.
             mixed_precision: "bf16" or "fp16" to compute with; the optimizer steps float32.
             replica: How many groups of ranks hold all shards between them; for sharded parameters.
@@ -103,6 +106,7 @@ class ShardedModel(nn.Module):
             has_meetings=sync_batchnorm or self.is_part,
             hides_gradients=self.is_part,
             check_every=check_every,
+            averages_buffers=average_buffers,
         )
         ranks = divide(backend, replica, is_sharded=self.sharding.parameters)
         self.engine = Engine(module, ranks, self.sharding, settings)
@@ -113,6 +117,7 @@ class ShardedModel(nn.Module):
             "min_group_bytes": min_group_bytes,
             "auto_sync": auto_sync,
             "sync_batchnorm": sync_batchnorm,
+            "average_buffers": average_buffers,
             "seed": seed,
             "mixed_precision": mixed_precision,
             "replica": replica,
@@ -133,14 +138,26 @@ class ShardedModel(nn.Module):
 
     def keep_whole(self, parameters: Sequence[nn.Parameter]) -> None:
         """Lays the memory out anew so that these parameters are not cut between ranks."""
+        self._check_free("an optimizer that needs whole parameters")
+        self._lay_out(parameters)
+
+    def shard_as(self, sharding: Sharding, optimizer: str) -> None:
+        """Lays the memory out anew, for an optimizer that divides it in another way."""
+        self._check_free(f"a {optimizer}")
+        vars(self)["sharding"] = sharding
+        self._lay_out()
+
+    def _check_free(self, who: str) -> None:
         if self.optimizers:
             raise ShoalError(
-                "an optimizer that needs whole parameters must be wrapped before the others of "
-                "the same model, because the memory is laid out for it"
+                f"{who} must be wrapped before the others of the same model, because the memory is "
+                f"laid out for it; the model has a {type(self.optimizers[0]).__name__} already"
             )
+
+    def _lay_out(self, undivided: Sequence[nn.Parameter] = ()) -> None:
         old = self.engine
         old.dissolve()
-        self.engine = Engine(self.module, old.ranks, self.sharding, old.settings, parameters)
+        self.engine = Engine(self.module, old.ranks, self.sharding, old.settings, undivided)
         self.engine.auto_sync = old.auto_sync
         self.engine.holders = old.holders
 
@@ -253,8 +270,22 @@ class ShardedModel(nn.Module):
                 whole = self.engine.shards.all_gather(shard)
                 yield name, whole[: parameter.numel()].view(parameter.shape)
 
+    def synchronize_buffers(self) -> None:
+        """Gives all ranks the buffers that training goes on with; every rank calls it.
+
+        A forward in training begins with it. Call it where ranks look at buffers that the last
+        forward has changed, as before each rank evaluates its part of the data.
+        """
+        self.engine.share_buffers()
+
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The module's full state under its own names; every rank calls it."""
+        """The module's full state under its own names; every rank calls it.
+
+        Where everything is replicated (``ddp``) nothing is exchanged, so that a rank may call it
+        alone; buffers are this rank's then, and rank 0's are the ones that count.
+        """
+        if self.is_part or self.sharding.optimizer:
+            self.synchronize_buffers()
         with self.whole_parameters(keep_changes=False):
             state = self.module.state_dict(*args, **kwargs)
             return {

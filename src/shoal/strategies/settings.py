@@ -41,6 +41,7 @@ class Settings:
         hides_gradients: Whether parameters are parts of others' already, so that what they show
             for a gradient must not be taken for the whole.
         check_every: Before every how many-th step the ranks compare their replicas; 0 for never.
+        averages_buffers: Whether ranks go on with the average of their buffers, not rank 0's.
     """
 
     min_group_bytes: int = MIN_GROUP_BYTES
@@ -49,3 +50,4 @@ class Settings:
     has_meetings: bool = False
     hides_gradients: bool = False
     check_every: int = 0
+    averages_buffers: bool = False

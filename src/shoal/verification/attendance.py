@@ -24,7 +24,7 @@ def attend(trial: Trial) -> Findings:
     """Trains until the end or the first difference; rank 0's findings are the ones that count."""
     world = current()
     wrap = partial(trial.wrap, strategy=trial.strategy, **trial.options)
-    member = Member(trial.build, trial.steps, world, wrap)
+    member = Member(trial.build, trial.steps, world, wrap, trial.weight)
     num_shares = member.data_group.size
     reference = _reference(trial, num_shares) if world.rank == 0 else None
     judge, first_move, ranks_differ = Judge(_tolerance(trial, member)), 0.0, ""
@@ -41,14 +41,28 @@ def attend(trial: Trial) -> Findings:
         if odd is not None or not is_same:
             break
     return Findings(
-        judge.tolerance, judge.first, judge.largest, ranks_differ, first_move, num_shares
+        judge.tolerance,
+        judge.first,
+        judge.largest,
+        ranks_differ,
+        first_move,
+        num_shares,
+        member.num_micro_batches,
     )
 
 
 def _reference(trial: Trial, num_shares: int) -> WholeBatch:
     narrow = parse_precision(trial.options.get("mixed_precision"))
     if trial.reference == "split":
-        return SplitBatch(trial.build, trial.steps, num_shares, compute_dtype=narrow)
+        averages = bool(trial.options.get("average_buffers"))
+        return SplitBatch(
+            trial.build,
+            trial.steps,
+            num_shares,
+            weight=trial.weight,
+            compute_dtype=narrow,
+            averages_buffers=averages,
+        )
     return WholeBatch(trial.build, trial.steps, compute_dtype=narrow)
 
 

@@ -8,62 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
-
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.comm.partition import split_sizes
 from shoal.strategies.training import count_items
-from shoal.verification.judge import Difference, Judge
-from shoal.verification.single import SplitBatch, WholeBatch
-from shoal.verification.trial import Findings, Trial
-
-
-@dataclass(frozen=True)
-class Case:
-    """A trial that ended in a difference."""
-
-    trial: Trial
-    findings: Findings
-    difference: Difference
-
-    @cached_property
-    def num_steps(self) -> int:
-        """The steps up to and including the one that differed."""
-        return self.difference.step
-
-    def whole(self, variation: int = 0) -> WholeBatch:
-        """One process on the whole batch."""
-        return WholeBatch(self.trial.build, self.num_steps, variation=variation)
-
-    def split(self) -> SplitBatch:
-        """One process that replays the ranks."""
-        return SplitBatch(self.trial.build, self.num_steps, self.findings.num_shares)
-
-    def compare(self, left: WholeBatch, right: WholeBatch) -> Difference | None:
-        """The first difference of two single processes."""
-        judge = Judge(self.findings.tolerance)
-        for step in range(self.num_steps):
-            if not judge.compare(step, left.walk(step), right.walk(step)):
-                break
-        return judge.first
-
-    @cached_property
-    def division(self) -> Difference | None:
-        """How one process on the parts of a batch differs from one on the whole."""
-        return self.compare(self.whole(), self.split())
-
-    @cached_property
-    def model(self) -> nn.Module:
-        """The user's."""
-        return self.whole().parts.model
-
-    @property
-    def has_batch_statistics(self) -> bool:
-        """Whether a layer in training looks at all rows of a batch."""
-        return any(isinstance(m, _BatchNorm) and m.training for m in self.model.modules())
+from shoal.verification.case import Case
 
 
 def likely_cause(case: Case) -> str:
@@ -122,6 +70,14 @@ def _batch_statistics(case: Case) -> str:
     is_synchronized = bool(case.trial.options.get("sync_batchnorm"))
     if not case.has_batch_statistics:
         return ""
+    if case.has_micro_batches:
+        return (
+            "BatchNorm takes the statistics of each micro-batch, and running ones from one after "
+            f"the other, where one process takes those of the whole batch; a pipeline cuts it into "
+            f"{case.findings.num_micro_batches}. Train with micro_batches=1 (and with "
+            "sync_batchnorm=True beside other pipelines), or with layers that look at single rows "
+            "(GroupNorm, LayerNorm)"
+        )
     if case.trial.reference == "split" and is_synchronized:
         return (
             "with sync_batchnorm=True the ranks train as one process on the whole batch: compare "
@@ -136,7 +92,7 @@ def _batch_statistics(case: Case) -> str:
 
 
 def _rounding(case: Case) -> str:
-    if case.trial.reference == "split" or case.division is None:
+    if case.is_replayed or case.division is None:
         return ""
     # Where the gradients agree and what the same optimizer makes of them does not, it is its doing.
     if case.division.kind != "parameter" and not _is_same_in_double(case):
@@ -157,10 +113,53 @@ def _is_same_in_double(case: Case) -> bool:
     return case.compare(whole, split) is None
 
 
+def _sum(case: Case) -> str:
+    """A sum instead of a mean."""
+    if case.is_replayed or case.losses.is_mean_over_rows or not case.losses.is_sum:
+        return ""
+    number, parts = case.num_parts, _name_of_parts(case)
+    return (
+        "the loss is a sum, not a mean: that of the whole batch is the sum of those of its "
+        f"{number} parts ({parts}), and gradients are averaged over these, so they are {number} "
+        'times too small. Take the mean over the rows (reduction="mean"), or multiply the loss by '
+        f"the number of {parts}"
+    )
+
+
+def _tokens(case: Case) -> str:
+    """A mean over something of which parts have different numbers."""
+    if case.is_replayed or case.trial.weight is not None or case.losses.is_mean_over_rows:
+        return ""
+    tokens = case.losses.find_tokens()
+    if tokens is None:
+        return ""
+    counts = ", ".join(map(str, tokens.counts))
+    found = (
+        f"the loss is a mean over the elements of {tokens.name} that are not {tokens.mark} (tokens "
+        f"that are not padded, masked or ignored?), and their number differs between "
+        f"{_name_of_parts(case)}: {counts}. "
+    )
+    if case.has_micro_batches:
+        return found + (
+            "Micro-batches count by their rows: train with micro_batches=1 and train_step(weight="
+            "number of tokens), or with a loss that is a mean over rows"
+        )
+    return found + (
+        "Ranks count by their rows: call model.train_step(inputs, targets, loss_fn, weight=number "
+        "of tokens), and verify it with shoal.verify(..., weight=lambda inputs, targets: number of "
+        "tokens). In a plain loop multiply the loss by that number and by the number of ranks, and "
+        "divide it by the sum of that number over the ranks"
+    )
+
+
+def _name_of_parts(case: Case) -> str:
+    return "micro-batches of all ranks" if case.has_micro_batches else "ranks"
+
+
 def _rows(case: Case) -> str:
     """Not a mean over rows."""
     is_synchronized = bool(case.trial.options.get("sync_batchnorm"))
-    if case.trial.reference == "split" or case.division is None or is_synchronized:
+    if case.is_replayed or case.division is None or is_synchronized:
         return ""
     return (
         "one process gives different results for the whole batch and for its parts, so the ranks "
@@ -171,10 +170,10 @@ def _rows(case: Case) -> str:
 
 
 def _uneven(case: Case) -> str:
-    rows = count_items(case.whole().parts.batches[case.num_steps - 1][0])
-    if rows % case.findings.num_shares == 0:
+    rows = count_items(case.parts.batches[case.num_steps - 1][0])
+    if rows % case.num_parts == 0:
         return ""
-    sizes = split_sizes(rows, case.findings.num_shares)
+    sizes = split_sizes(rows, case.num_parts)
     return f" (the parts have {', '.join(map(str, sizes))} rows)"
 
 
@@ -212,6 +211,8 @@ _SUSPECTS: tuple[Callable[[Case], str], ...] = (
     _random_numbers,
     _batch_statistics,
     _rounding,
+    _sum,
+    _tokens,
     _rows,
     _own_ways,
     _narrow_miss,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal.comm import Backend
 from shoal.comm.world import World
+from shoal.strategies import PipelineParallelModel
 from shoal.verification.batches import share
 from shoal.verification.dice import Dice
 from shoal.verification.single import BUILD_SEED, rank_dice
@@ -27,14 +28,22 @@ class Member(Trainee):
     Gradients and parameters are gathered to be looked at, so all ranks walk together.
     """
 
-    def __init__(self, build: Build, num_steps: int, world: World, wrap: Wrap) -> None:
+    def __init__(
+        self,
+        build: Build,
+        num_steps: int,
+        world: World,
+        wrap: Wrap,
+        weight: Callable[[Any, Any], Any] | None = None,
+    ) -> None:
         """``wrap(model, optimizers)`` makes them distributed."""
-        self._world = world
+        self._world, self._weight = world, weight
         with Dice(BUILD_SEED).rolling():
             self.parts = Parts.build(build, num_steps)
         self.parts.model, self.parts.optimizers = wrap(self.parts.model, self.parts.optimizers)
         self.data_group: Backend = self.parts.model.data_group  # type: ignore[assignment]
         """The ranks that get other rows than this one."""
+        self.parts.model.engine.input_watch.stop()  # type: ignore[operator, union-attr]
         self._dice = rank_dice(self.data_group.rank)
         self.fingerprints: dict[tuple[str, str], str] = {}
         """What this rank has of each thing that all ranks must have alike, as a few bytes."""
@@ -43,10 +52,19 @@ class Member(Trainee):
         """Forward and backward of this rank's rows."""
         data = self.data_group
         inputs, targets = share(self.parts.batches[step], data.rank, data.size)
+        how = {} if self._weight is None else {"weight": float(self._weight(inputs, targets))}
         with self._dice.rolling():
-            loss: Tensor = self.parts.model.train_step(inputs, targets, self.parts.loss_fn)  # type: ignore[operator]
+            loss: Tensor = self.parts.model.train_step(inputs, targets, self.parts.loss_fn, **how)  # type: ignore[operator]
         self.fingerprints["loss", ""] = fingerprint(loss)
         return loss
+
+    @property
+    def num_micro_batches(self) -> int:
+        """How many parts a rank's rows are cut into."""
+        model: Any = self.parts.model
+        if not isinstance(model, PipelineParallelModel):
+            return 1
+        return model.pipeline.work.micro_batches
 
     def gradients(self) -> Iterator[Seen]:
         """Joined from the ranks' parts; where a rank has all of one, that must be alike."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,21 +87,24 @@ class SplitBatch(WholeBatch):
         num_steps: int,
         num_ranks: int,
         *,
+        weight: Callable[[Any, Any], Any] | None = None,
         variation: int = 0,
         compute_dtype: torch.dtype | None = None,
+        averages_buffers: bool = False,
     ) -> None:
         """Each local batch has the random numbers that its rank would have."""
         super().__init__(build, num_steps, variation=variation, compute_dtype=compute_dtype)
         self._all_dice = [rank_dice(rank, variation) for rank in range(num_ranks)]
+        self._weight, self._averages_buffers = weight, averages_buffers
         self._kernels = contextlib.nullcontext if compute_dtype else fused_where_free
 
     def compute(self, step: int) -> Tensor:
         """Forward and backward of each rank's rows, all from the same parameters and buffers."""
         num_ranks = len(self._all_dice)
         batches = [share(self.parts.batches[step], rank, num_ranks) for rank in range(num_ranks)]
-        weights = [count_items(inputs) for inputs, _ in batches]
+        weights = [self._weigh(*batch) for batch in batches]
         losses, total = LossSum(), GradientSum(self.parts.model)
-        buffers = Buffers(self.parts.model)
+        buffers = Buffers(self.parts.model, self._averages_buffers)
         for rank, batch in enumerate(batches):
             if weights[rank]:
                 buffers.rewind()
@@ -113,6 +117,10 @@ class SplitBatch(WholeBatch):
         buffers.finish()
         total.finish(num_ranks)
         return losses.mean()
+
+    def _weigh(self, inputs: Any, targets: Any) -> float:
+        """How much a local batch counts."""
+        return count_items(inputs) if self._weight is None else float(self._weight(inputs, targets))
 
     def update(self, step: int) -> None:
         """The optimizers' step, with the kernels that ranks use."""
@@ -133,9 +141,9 @@ class LossSum:
     def __init__(self) -> None:
         """Nothing yet."""
         self._losses: list[Tensor] = []
-        self._weights: list[int] = []
+        self._weights: list[float] = []
 
-    def add(self, loss: Tensor, weight: int) -> None:
+    def add(self, loss: Tensor, weight: float) -> None:
         """Counts a local batch."""
         self._losses.append(loss.detach())
         self._weights.append(weight)
@@ -173,31 +181,46 @@ class GradientSum:
 
 
 class Buffers:
-    """Running statistics and the like: every rank begins a step with rank 0's."""
+    """Running statistics and the like: every rank begins a step with rank 0's, or the average."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, averages: bool = False) -> None:
         """As they are at the beginning of the step."""
-        self._buffers = list(model.buffers())
+        self._buffers, self._averages = list(model.buffers()), averages
         self._begin = [buffer.clone() for buffer in self._buffers]
-        self._first: list[Tensor] | None = None
+        self._seen: list[list[Tensor]] = []
 
     def rewind(self) -> None:
         """Back to the beginning of the step."""
         self._set(self._begin)
 
     def remember(self) -> None:
-        """The first to have trained is the one that counts."""
-        if self._first is None:
-            self._first = [buffer.clone() for buffer in self._buffers]
+        """What a rank has made of them."""
+        if self._averages or not self._seen:
+            self._seen.append([buffer.clone() for buffer in self._buffers])
 
     def finish(self) -> None:
-        """What the first one has, the next step begins with."""
-        self._set(self._first or self._begin)
+        """What the next step begins with."""
+        if self._averages and self._seen:
+            self._set([_average(of_ranks) for of_ranks in zip(*self._seen, strict=True)])
+        else:
+            self._set(self._seen[0] if self._seen else self._begin)
 
-    def _set(self, values: list[Tensor]) -> None:
+    def _set(self, values: Sequence[Tensor]) -> None:
         with torch.no_grad():
             for buffer, value in zip(self._buffers, values, strict=True):
                 buffer.copy_(value)
+
+
+def _average(of_ranks: Sequence[Tensor]) -> Tensor:
+    """Of floating numbers; others are the first rank's."""
+    first = of_ranks[0]
+    if not first.is_floating_point():
+        return first
+    # In rank order and from the first one's, as ranks do it.
+    apart = torch.zeros_like(first, dtype=torch.float64)
+    for each in of_ranks:
+        apart = apart + torch.where(each == first, 0, each.double() - first.double())
+    return (first.double() + apart / len(of_ranks)).to(first.dtype)
 
 
 def _double(batch: Batch) -> Batch:

@@ -9,6 +9,8 @@ from typing import Any
 from shoal.verification.judge import Difference
 from shoal.verification.trainee import Build
 
+Weight = Callable[[Any, Any], Any]
+"""How much a local batch counts, from its inputs and targets."""
 REFERENCES = ("batch", "split")
 
 
@@ -25,6 +27,7 @@ class Trial:
         steps: How many steps to train.
         reference: "batch" or "split".
         tolerance: What an element may be off by; None: by the kind of its numbers.
+        weight: ``weight(inputs, targets)`` is how much a rank's rows count; None: their number.
         options: Of the strategy.
     """
 
@@ -36,6 +39,7 @@ class Trial:
     steps: int = 5
     reference: str = "batch"
     tolerance: float | None = None
+    weight: Weight | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -58,6 +62,7 @@ class Findings:
         ranks_differ: Which ranks differ from each other in what, in words; empty if none do.
         first_move: How far the first step moved any parameter.
         num_shares: How many parts each global batch was cut into.
+        num_micro_batches: How many of them each such part was cut into, in a pipeline.
     """
 
     tolerance: float
@@ -66,3 +71,4 @@ class Findings:
     ranks_differ: str
     first_move: float
     num_shares: int
+    num_micro_batches: int = 1

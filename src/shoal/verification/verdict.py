@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from shoal.verification.attendance import attend
-from shoal.verification.diagnosis import Case, likely_cause
+from shoal.verification.case import Case
+from shoal.verification.diagnosis import likely_cause
 from shoal.verification.report import Report
 from shoal.verification.trial import Findings, Trial
 

@@ -1,0 +1,209 @@
+"""Any `DataLoader`, divided over the ranks that see different data.
+
+[Note: a loader's batches]
+A script that works in one process has batches of some size, and trains the same on any number of
+ranks if that is the size of the *global* batch. So a loader stays what it is, batch by batch, and
+each rank takes its contiguous part of every batch. Ranks that hold parts of one replica of the
+model take the same part.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from itertools import islice
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from shoal.comm import Backend
+from shoal.data.batches import AgreedSampler, ItemsOfBatch, Part, Place, RankBatches, RowsOfBatch
+from shoal.data.draws import Draws
+from shoal.errors import MismatchError
+from shoal.sampling import GlobalBatchSampler
+from shoal.strategies import ShardedModel
+
+T = TypeVar("T")
+
+
+class DividedLoader(DataLoader[T]):
+    """What `divide` makes of a loader, beside the class that it was.
+
+    Its attributes are the user's: ``batch_size`` is that of the global batch.
+    """
+
+    _draws: Draws
+    _place: Place
+    _num_batches = 0
+    """How many of the iteration under way were handed out."""
+    _num_to_skip = 0
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """This rank's part of each batch; all ranks iterate equally often."""
+        resumed_at = self._num_to_skip
+        yield from self._epoch(super().__iter__)
+        if resumed_at and self._num_batches == resumed_at:  # nothing was left of it
+            yield from self._epoch(super().__iter__)
+        self._num_batches = 0
+
+    def _epoch(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        self._num_batches, self._num_to_skip = self._num_to_skip, 0
+        for batch in self._parts(begin):
+            self._num_batches += 1
+            yield batch
+
+    def _parts(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        if _is_stream(self):
+            yield from islice(self._stream(begin), self._num_batches, None)
+        else:
+            self._agreed.num_to_skip = self._num_batches
+            yield from (batch.value if isinstance(batch, Part) else batch for batch in begin())
+
+    def _stream(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        for number, part in enumerate(self._draws.drawn(lambda: iter(begin()))):
+            if number == 0:
+                self._draws.compare("the first batch of the dataset", part.seen)
+            if part.is_there:
+                yield part.value
+
+    @property
+    def _agreed(self) -> AgreedSampler:
+        """What gives the indices."""
+        agreed: Any = self.sampler if self.batch_sampler is None else self.batch_sampler
+        return cast(AgreedSampler, agreed)
+
+    def __len__(self) -> int:
+        """Batches of an epoch, the same on every rank."""
+        length = super().__len__()
+        if not _is_stream(self) or self.batch_size is None or self.drop_last:
+            return length
+        rest = len(self.dataset) % self.batch_size  # type: ignore[arg-type]
+        return length - (0 < rest < self._place.size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where in the data training is, the same on every rank; for `shoal.save` as ``sampler``.
+
+        What workers have fetched ahead and nobody was given does not count.
+        """
+        num_batches = self._num_to_skip or self._num_batches
+        if not _is_stream(self) and not self._num_to_skip:
+            num_batches = self._agreed.num_drawn(num_batches)
+        return {
+            "batches": num_batches,
+            "batch_size": self.batch_size,
+            "start": self._draws.start if num_batches else None,
+            "generators": self._draws.own_states,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken, at any number of ranks; every rank calls it.
+
+        In the middle of an epoch with the next batch, after its end with the next epoch.
+        """
+        if state["batch_size"] != self.batch_size:
+            raise ValueError(
+                f"the state is of a loader with batch_size={state['batch_size']}, and this one has "
+                f"{self.batch_size}: its batches are others. shoal.sampler can be resumed with "
+                "another batch size"
+            )
+        self._num_to_skip, self._num_batches = state["batches"], 0
+        self._draws.resume(state["start"], state["generators"])
+
+
+def divide(loader: Any, model: ShardedModel) -> Any:
+    """Divides a loader, or each of a list of them."""
+    if isinstance(loader, list | tuple):
+        return [_divide(each, model) for each in loader]
+    return _divide(loader, model)
+
+
+def _divide(loader: DataLoader[T], model: ShardedModel) -> DataLoader[T]:
+    """Gives each rank its part of a loader's batches; see [Note: a loader's batches].
+
+    Args:
+        loader: Any; it is not changed. One that is divided already comes back as it is.
+        model: Whose ``data_group`` sees different data. All of its ranks call this.
+    """
+    if not isinstance(loader, DataLoader):
+        raise TypeError(
+            f"loader must be a torch DataLoader, or a list of them; got a {type(loader).__name__}. "
+            "Other sources of batches are yours to divide: by model.data_group.rank and .size, or "
+            "with shoal.sampler"
+        )
+    if _is_divided(loader, model.data_group):
+        return loader
+    _check_alike(loader, model.all_ranks)
+    place = Place(model.data_group.rank, model.data_group.size)
+    draws = Draws(_generators(loader), model.all_ranks)
+    divided = copy.copy(loader)
+    divided.__class__ = _divided_class(cast(Any, type(loader)))
+    changes = {"_draws": draws, "_place": place, "_iterator": None}
+    vars(divided).update(changes | _changes(loader, draws, place))  # setattr refuses some of them
+    return divided
+
+
+def _changes(loader: DataLoader[Any], draws: Draws, place: Place) -> dict[str, Any]:
+    """Which attributes a divided loader has another of."""
+    if _is_stream(loader):
+        kind = RowsOfBatch if loader.batch_size is None else ItemsOfBatch
+        return {"collate_fn": kind(loader.collate_fn, place)}
+    if loader.batch_sampler is not None:
+        return {"batch_sampler": RankBatches(loader.batch_sampler, draws, place)}
+    rows = RowsOfBatch(loader.collate_fn, place)
+    return {"sampler": AgreedSampler(loader.sampler, draws), "collate_fn": rows}
+
+
+def _is_stream(loader: DataLoader[Any]) -> bool:
+    return isinstance(loader.dataset, IterableDataset)
+
+
+@cache
+def _divided_class(kind: Any) -> Any:
+    """The user's class, iterated over in parts."""
+    return type(f"Divided{kind.__name__}", (DividedLoader, kind), {})
+
+
+def _is_divided(loader: DataLoader[Any], data: Backend) -> bool:
+    """Whether somebody has done it, over as many ranks as see different data."""
+    if isinstance(loader, DividedLoader):
+        return True
+    batches: Any = loader.batch_sampler
+    inner = getattr(batches, "sampler", loader.sampler)
+    if isinstance(batches, GlobalBatchSampler):
+        num_parts = batches.num_ranks
+    elif isinstance(inner, DistributedSampler) and inner.num_replicas > 1:
+        num_parts = inner.num_replicas
+    else:
+        return False
+    if num_parts != data.size:
+        raise ValueError(
+            f"the loader's sampler divides the data into {num_parts} parts, and {data.size} ranks "
+            "see different data: pass the loader without it, or make it for model.data_group "
+            "(shoal.sampler(..., world=model.data_group))"
+        )
+    return True
+
+
+def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """What the order is drawn from, besides the generators that everything draws from."""
+    holders: list[Any] = [loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
+    holders += [loader.sampler, loader if _is_stream(loader) else None]
+    found = [each for holder in holders for each in getattr(holder, "__dict__", {}).values()]
+    unique = {id(each): each for each in found if isinstance(each, torch.Generator)}
+    return list(unique.values())
+
+
+def _check_alike(loader: DataLoader[Any], ranks: Backend) -> None:
+    """Ranks that have other loaders would divide other batches."""
+    is_sized = not _is_stream(loader) and hasattr(loader.dataset, "__len__")
+    length = len(loader.dataset) if is_sized else "any number of"  # type: ignore[arg-type]
+    own = f"{length} samples, batch_size={loader.batch_size}, drop_last={loader.drop_last}"
+    own += f", num_workers={loader.num_workers}" if _is_stream(loader) else ""
+    for rank, other in enumerate(ranks.all_gather_object(own)):
+        if other != own:
+            raise MismatchError(
+                f"the ranks' loaders differ: rank {ranks.rank} has {own}, rank {rank} has {other}. "
+                "Make the same loader on every rank; shoal divides it"
+            )

@@ -1,0 +1,27 @@
+"""Forward-mode differentiation, where parameters are gathered in the middle of it."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import forward_ad
+
+from shoal.comm import Backend
+from shoal.errors import ShoalError
+
+
+def check_forward_mode(backend: Backend) -> None:
+    """Refuses what would fail in the middle, with words that name neither model nor strategy.
+
+    Inside of `torch.func.jvp` nothing can be copied into parameters. The level of
+    `torch.autograd.forward_ad` is one for all threads of a process, and so for all ranks of it.
+    """
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    is_jvp = any(each.key() == torch._C._functorch.TransformType.Jvp for each in stack)
+    is_dual = forward_ad._current_level >= 0 and backend.name == "memory"
+    if is_jvp or is_dual:
+        what = "torch.func.jvp" if is_jvp else "torch.autograd.forward_ad over 'memory'"
+        raise ShoalError(
+            f"forward-mode differentiation ({what}) does not go with parameters that are gathered "
+            "while they are used: choose strategy 'ddp', 'zero1' or 'zero2', or 'zero3' over "
+            "shared memory, where nothing is gathered"
+        )

@@ -1,0 +1,97 @@
+"""Options that a strategy does not have: what to do instead, whoever they belong to."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from shoal.strategies.model import ShardedModel
+
+# What people pass who come from torch's DDP and FSDP, DeepSpeed, Accelerate or Megatron.
+_ELSEWHERE = {
+    "find_unused_parameters": "parameters that a rank does not use are noticed anyway",
+    "static_graph": "every step may use other parameters, at no extra cost",
+    "broadcast_buffers": "buffers are rank 0's at the beginning of each forward in training; "
+    "average_buffers=True takes the average instead",
+    "gradient_as_bucket_view": "gradients always lie in the memory that is reduced",
+    "bucket_cap_mb": "say min_group_bytes=, in bytes, for how much travels at once",
+    "device_ids": "move the model to its device before it is wrapped",
+    "output_device": "move the model to its device before it is wrapped",
+    "process_group": "pass the ranks as world= to the model's class (shoal.strategies), for "
+    "example the axis of a mesh",
+    "device_mesh": "say data=, tensor= and pipeline= of strategy 'hybrid', or replica= of 'fsdp'",
+    "mesh": "say data=, tensor= and pipeline= of strategy 'hybrid', or replica= of 'fsdp'",
+    "ignored_params": "freeze what is not to be trained (requires_grad_(False)), say "
+    "resident_below= for small parameters that are to stay whole, or wrap a part of the model",
+    "reshard_after_forward": "strategy 'zero3' frees parameters after use, 'zero2' keeps them",
+    "auto_wrap_policy": "what travels together is found by itself; say min_group_bytes= for how "
+    "much at least",
+    "sharding_strategy": "choose strategy='ddp', 'zero1', 'zero2', 'zero3' or 'fsdp'",
+    "mixed_precision_policy": 'say mixed_precision="bf16" or "fp16"',
+    "dtype": 'say mixed_precision="bf16" or "fp16"',
+    "cpu_offload": "nothing is offloaded: shard more (strategy 'zero3'), or use more ranks",
+    "use_orig_params": "parameters always are the module's own",
+    "sync_module_states": "every rank always begins with rank 0's values",
+    "prefetch": "parameters are always gathered ahead, in the order of the last pass",
+    "limit_all_gathers": "what is under way is always bounded",
+    "gradient_accumulation_steps": "use `with model.no_sync():` around all backwards but the last",
+    "gradient_clipping": "call model.clip_grad_norm_(...) before optimizer.step()",
+    "stage": "choose strategy='zero1', 'zero2' or 'zero3'; zero= is for 'tensor', 'pipeline' and "
+    "'hybrid'",
+    "num_microbatches": "say micro_batches= of strategy 'pipeline' or 'hybrid'",
+    "config": "options are given by name, one by one",
+    "batch_size": "the loader's batch is that of all ranks, and is divided among them",
+    "shuffle": "the loader knows",
+}  # fmt: skip
+_SYNONYMS = {
+    "ignored_modules": "ignored_params", "ignored_states": "ignored_params",
+    "fsdp_auto_wrap_policy": "auto_wrap_policy", "mp_policy": "mixed_precision_policy",
+    "param_dtype": "dtype", "reduce_dtype": "dtype", "fp16": "dtype", "bf16": "dtype",
+    "offload_policy": "cpu_offload", "offload_optimizer": "cpu_offload",
+    "offload_param": "cpu_offload", "forward_prefetch": "prefetch", "backward_prefetch": "prefetch",
+    "zero_stage": "stage", "n_microbatches": "num_microbatches", "chunk_size": "num_microbatches",
+    "config_params": "config", "ds_config": "config", "deepspeed_plugin": "config",
+    "fsdp_plugin": "config", "kwargs_handlers": "config",
+}  # fmt: skip
+
+
+def check_options(
+    options: Iterable[str], strategy: str, models: Mapping[str, type[ShardedModel]]
+) -> None:
+    """Raises for an option that a strategy does not have.
+
+    Raises:
+        TypeError: It names the option and the strategy, and says what there is instead.
+    """
+    known = options_of(models[strategy])
+    for name in options:
+        if name not in known:
+            raise TypeError(
+                f"strategy {strategy!r} has no option {name!r}: {_advice(name, known, models)}"
+            )
+
+
+def options_of(model_class: type[nn.Module]) -> list[str]:
+    """The options that a model's class takes, its own and those that it hands on."""
+    return [
+        name
+        for kind in model_class.__mro__
+        if issubclass(kind, ShardedModel) and "__init__" in vars(kind)
+        for name, parameter in inspect.signature(kind.__init__).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    ]
+
+
+def _advice(name: str, known: list[str], models: Mapping[str, type[ShardedModel]]) -> str:
+    reason = _ELSEWHERE.get(_SYNONYMS.get(name, name))
+    if reason is not None:
+        return reason
+    others = [other for other, kind in models.items() if name in options_of(kind)]
+    if others:
+        return f"it is one of {', '.join(map(repr, others))}"
+    close = difflib.get_close_matches(name, known, n=1)
+    meant = f"did you mean {close[0]!r}? " if close else ""
+    return f"{meant}It has {', '.join(known)}"

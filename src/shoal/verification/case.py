@@ -1,0 +1,86 @@
+"""A trial that ended in a difference, to be looked into in one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shoal.strategies.training import count_items
+from shoal.verification.judge import Difference, Judge
+from shoal.verification.loss_weights import PartLosses
+from shoal.verification.single import SplitBatch, WholeBatch
+from shoal.verification.trainee import Parts
+from shoal.verification.trial import Findings, Trial
+
+
+@dataclass(frozen=True)
+class Case:
+    """A trial that ended in a difference."""
+
+    trial: Trial
+    findings: Findings
+    difference: Difference
+
+    @cached_property
+    def num_steps(self) -> int:
+        """The steps up to and including the one that differed."""
+        return self.difference.step
+
+    def whole(self, variation: int = 0) -> WholeBatch:
+        """One process on the whole batch."""
+        return WholeBatch(self.trial.build, self.num_steps, variation=variation)
+
+    def split(self) -> SplitBatch:
+        """One process that replays the ranks, and the micro-batches of each."""
+        return SplitBatch(
+            self.trial.build, self.num_steps, self.num_parts, weight=self.trial.weight
+        )
+
+    @cached_property
+    def num_parts(self) -> int:
+        """What a batch is cut into, over all ranks."""
+        rows = count_items(self.parts.batches[self.num_steps - 1][0])
+        most = self.findings.num_shares * self.findings.num_micro_batches
+        return min(most, rows) if self.has_micro_batches else most
+
+    @property
+    def has_micro_batches(self) -> bool:
+        """Whether a rank's rows are cut once more, in a pipeline."""
+        return self.findings.num_micro_batches > 1
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether the reference cuts batches as the ranks do."""
+        return self.trial.reference == "split" and not self.has_micro_batches
+
+    def compare(self, left: WholeBatch, right: WholeBatch) -> Difference | None:
+        """The first difference of two single processes."""
+        judge = Judge(self.findings.tolerance)
+        for step in range(self.num_steps):
+            if not judge.compare(step, left.walk(step), right.walk(step)):
+                break
+        return judge.first
+
+    @cached_property
+    def division(self) -> Difference | None:
+        """How one process on the parts of a batch differs from one on the whole."""
+        return self.compare(self.whole(), self.split())
+
+    @cached_property
+    def parts(self) -> Parts:
+        """The user's, as they are before training."""
+        return self.whole().parts
+
+    @property
+    def has_batch_statistics(self) -> bool:
+        """Whether a layer in training looks at all rows of a batch."""
+        modules = self.parts.model.modules()
+        return any(isinstance(m, _BatchNorm) and m.training for m in modules)
+
+    @cached_property
+    def losses(self) -> PartLosses:
+        """Of the batch in which training differed, whole and in parts."""
+        parts = self.whole().parts
+        return PartLosses(parts, parts.batches[self.num_steps - 1], self.num_parts)
