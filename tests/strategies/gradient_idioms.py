@@ -83,7 +83,9 @@ def edits_in_place(model: Any, optimizer: Any, loss: Loss) -> list[Tensor]:
         gradient.index_fill_(0, torch.tensor([1]), 0.125)
         gradient.masked_fill_(gradient > 0.3, 0.3)
     torch._foreach_mul_([p.grad for p in model.parameters()], 0.9)
-    torch._foreach_add_([p.grad for p in model.parameters()], [p.detach() for p in model.parameters()])
+    torch._foreach_add_(
+        [p.grad for p in model.parameters()], [p.detach() for p in model.parameters()]
+    )
     optimizer.step()
     optimizer.zero_grad()
     loss(1).backward()

@@ -22,6 +22,7 @@ from shoal.strategies.flat_group import FlatGroup
 from shoal.strategies.gradient_owners import GradientOwners
 from shoal.strategies.gradient_part import GradientPart, PartLayout
 from shoal.strategies.sharded_gradient import ShardedGradient
+from shoal.strategies.shown_buffer import ShownBuffer
 
 _MOST_VIEWS = 8
 # References to a gradient that nobody holds but the dictionary and whoever counts them.
@@ -57,9 +58,8 @@ class GroupGradients:
         self._buffer: Tensor | None = None
         self._whole: Tensor | None = None
         self._views: dict[int, list[Tensor]] = {}
-        self._faces: dict[int, list[Tensor]] = {}
+        self._outside: ShownBuffer | None = None
         self._shown: dict[int, ShardedGradient] = {}
-        self._offsets = [slot.start * group.master.itemsize for slot in group.layout.slots]
         self._shard: Tensor | None = None
         self._shard_memory: Tensor | None = None
         self._collected: set[int] = set()
@@ -173,25 +173,16 @@ class GroupGradients:
 
     def _all_views(self) -> list[Tensor]:
         """Each parameter's place in the buffer."""
-        return self._cached(self._views)
-
-    def _all_faces(self) -> list[Tensor]:
-        """The same for users, who may give one other memory: ``parameter.grad.data = ...``."""
-        return self._cached(self._faces)
-
-    def _cached(self, known: dict[int, list[Tensor]]) -> list[Tensor]:
-        address = self.whole().data_ptr()
-        views = known.get(address)
+        whole = self.whole()
+        views = self._views.get(whole.data_ptr())
         if views is None:
-            views = [self._view(place) for place in range(len(self.group.parameters))]
-            if len(known) >= _MOST_VIEWS:
-                known.clear()
-            known[address] = views
+            views = [
+                whole[slot.start : slot.stop].view(slot.shape) for slot in self.group.layout.slots
+            ]
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            self._views[whole.data_ptr()] = views
         return views
-
-    def _view(self, place: int) -> Tensor:
-        slot = self.group.layout.slots[place]
-        return self.whole()[slot.start : slot.stop].view(slot.shape)
 
     def whole(self) -> Tensor:
         """The buffer of the group's whole gradient."""
@@ -294,16 +285,13 @@ class GroupGradients:
 
     def _face(self, place: int) -> Tensor:
         """What a parameter shows."""
-        if self._shows_parts:
-            return self._shown_part(place)
-        faces = self._all_faces()
-        if not self._is_in_buffer(place, faces[place]):
-            faces[place] = self._view(place)
-        return faces[place]
+        return self._shown_part(place) if self._shows_parts else self._as_seen().face(place)
 
-    def _is_in_buffer(self, place: int, gradient: Tensor) -> bool:
-        address = self.whole().data_ptr() + self._offsets[place]
-        return gradient.data_ptr() == address or not gradient.numel()
+    def _as_seen(self) -> ShownBuffer:
+        if self._outside is None:
+            has_faces = not self._shows_parts
+            self._outside = ShownBuffer(self.whole(), self.group.layout, has_faces=has_faces)
+        return self._outside
 
     def _shown_part(self, place: int) -> ShardedGradient:
         shown = self._shown.get(place)
@@ -328,10 +316,9 @@ class GroupGradients:
             if self._shard is None:
                 self._shard = self._kept_memory().zero_()
             return self._shard[slice(*self._own_bounds(place))]
-        slot = self.group.layout.slots[place]
         if self._whole is None:
             self.whole().zero_()
-        return self.whole()[slot.start : slot.stop]
+        return self._as_seen().elements(place)
 
     def check_averaged(self, places: Collection[int]) -> None:
         """Raises if this rank's gradients of some parameters are still only its own."""
@@ -372,7 +359,7 @@ class GroupGradients:
             return False
         if place not in self.used and place not in self._collected:
             return False
-        return self._is_in_buffer(place, gradient)
+        return self._as_seen().contains(place, gradient)
 
     def _adopt_part(self, place: int, gradient: ShardedGradient) -> None:
         """One that was computed from averaged ones is averaged."""
@@ -458,6 +445,11 @@ class GroupGradients:
         self.finish_reduction()
         for place in places:
             self.group.parameters[place].grad = None
+        if self._outside is not None and self._outside.is_held(places):
+            others = self._leave_buffer()
+            self.whole().copy_(others)
+            self.forget_cleared()
+            self.show()
         self.forget_cleared()
 
     def make_zero(self, places: set[int]) -> None:
@@ -467,6 +459,16 @@ class GroupGradients:
             self._zero(place)
         for place in places & self.by_hand.keys():
             self.by_hand[place].zero_()
+
+    def _leave_buffer(self) -> Tensor:
+        """Users keep the buffer, and the group takes another; see [Note: what users hold]."""
+        left = self._whole
+        assert left is not None
+        assert self._buffer is not None
+        self._pool.account.add("gradients", -self._buffer.nbytes)
+        self._views.pop(left.data_ptr(), None)
+        self._buffer = self._whole = self._outside = None
+        return left
 
     def gather(self, backend: Backend) -> None:
         """Puts the whole averaged gradient where the parameters show it."""
@@ -483,9 +485,12 @@ class GroupGradients:
     def clear(self) -> None:
         """Forgets all gradients."""
         self.finish_reduction()
-        for place, parameter in enumerate(self.group.parameters):
+        for parameter in self.group.parameters:
             parameter.grad = None
+        for place in [*self._shown]:
             self._release(place)
+        if self._outside is not None and self._outside.is_held(range(len(self.group.parameters))):
+            self._leave_buffer()
         self.used.clear()
         self._collected.clear()
         self.local.clear()

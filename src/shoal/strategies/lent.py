@@ -56,5 +56,10 @@ class Lent:
 def is_held(whole: Tensor) -> bool:
     """Whether there is any other tensor in its memory."""
     # One is the tensor itself, one the object that stands for its memory in Python.
-    count: int = torch._C._storage_Use_Count(whole.untyped_storage()._cdata)
-    return count > 2
+    return num_uses(whole) > 2
+
+
+def num_uses(tensor: Tensor) -> int:
+    """How many tensors and other objects there are in its memory."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
