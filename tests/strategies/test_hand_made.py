@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import pools
 import shoal
-from shoal.errors import ShoalError
+from shoal.errors import MismatchError, ShoalError
 from strategies.loops import (
     assert_same,
     data,
@@ -83,7 +83,7 @@ def test_gradients_that_are_set(strategy: str) -> None:
     assert_equal(train, strategy)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@each
 def test_gradients_that_are_replaced_and_added_to(strategy: str) -> None:
     def train(model: Any, optimizer: Any, batch: Any) -> None:
         loss_of(model, batch(0)).backward()
@@ -95,6 +95,205 @@ def test_gradients_that_are_replaced_and_added_to(strategy: str) -> None:
         optimizer.step()
 
     assert_equal(train, strategy)
+
+
+# Gradients of one's own ------------------------------------------------------------------------
+
+
+def own_gradients(model: Any, loss: Tensor) -> None:
+    parameters = list(model.parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient
+
+
+@each
+def test_own_gradients_are_averaged_before_anybody_looks(strategy: str) -> None:
+    """Clipped by the model, or whole: what one process would see."""
+
+    def train(model: Any, optimizer: Any, batch: Any) -> None:
+        own_gradients(model, loss_of(model, batch(0)))
+        if isinstance(model, shoal.strategies.ShardedModel):
+            model.clip_grad_norm_(0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+            own_gradients(model, loss_of(model, batch(1)))
+            model.synchronize_gradients()
+        else:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+            own_gradients(model, loss_of(model, batch(1)))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+
+    assert_equal(train, strategy)
+
+
+@each
+def test_own_gradients_of_some_ranks(strategy: str) -> None:
+    """A rank that has none counts like one that used none in backward."""
+
+    def train() -> Any:
+        module = seeded()
+        model, optimizer = shoal.as_distributed(module, momentum(module), strategy=strategy)
+        for _ in range(2):
+            if shoal.world().rank == 1:
+                weight = model.layers[0].weight  # of which only the shape is known everywhere
+                weight.grad = torch.ones(weight.shape, dtype=weight.dtype)
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
+
+    expected = seeded()
+    optimizer = momentum(expected)
+    for _ in range(2):
+        expected.layers[0].weight.grad = torch.ones_like(expected.layers[0].weight) / 3
+        optimizer.step()
+        optimizer.zero_grad()
+    for state in run(train):
+        assert_same(state, whole_state(expected))
+
+
+@each
+def test_final_gradients_are_not_averaged(strategy: str) -> None:
+    """The average of equal ones would not be it in the last bit, and ranks trust each other."""
+
+    def train() -> Any:
+        module = seeded()
+        model, optimizer = shoal.as_distributed(module, momentum(module), strategy=strategy)
+        world = shoal.world()
+        loss_of(model, local(0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model, local(1)).backward()
+        for is_around_step in (False, True):
+            optimizer.zero_grad()
+            loss_of(model, local(1)).backward()
+            world.reset_stats()
+            if is_around_step:
+                _set_all(model, 0.1)
+                with model.gradients_are_final():
+                    optimizer.step()
+            else:
+                with model.gradients_are_final():
+                    _set_all(model, 0.1)
+                optimizer.step()
+            counters = world.stats()
+            names = ("all_reduce", "reduce_scatter")
+            assert not any(counters[name].calls for name in names if name in counters)
+        return model.state_dict()
+
+    expected = seeded()
+    optimizer = momentum(expected)
+    loss_of(expected, data(0)).backward()
+    optimizer.step()
+    for _ in range(2):
+        _set_all(expected, 0.1)
+        optimizer.step()
+    for state in run(train):
+        assert_same(state, whole_state(expected))
+
+
+def _set_all(model: Any, value: float) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.full(parameter.shape, value, dtype=parameter.dtype)
+
+
+@distinct
+def test_an_own_gradient_beside_an_averaged_one_is_a_mismatch(strategy: str) -> None:
+    def train(model: Any, optimizer: Any, batch: Any) -> None:
+        loss_of(model, batch(0)).backward()
+        first, second = list(model.parameters())[:2]
+        first.grad = torch.ones_like(first)
+        if shoal.world().rank == 1:
+            second.grad = torch.ones_like(second)
+        optimizer.step()
+
+    with pytest.raises(MismatchError, match=r"layers\.0\.bias was put in by hand on ranks \[1\]"):
+        run(on_ranks, train, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_own_and_averaged_gradients_are_not_clipped_together(strategy: str) -> None:
+    def train(model: Any, optimizer: Any, batch: Any) -> None:
+        loss_of(model, batch(0)).backward()
+        first = next(model.parameters())
+        first.grad = torch.ones_like(first)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    with pytest.raises(ShoalError, match=r"model\.synchronize_gradients\(\) before"):
+        run(on_ranks, train, strategy)
+
+
+@each
+def test_own_gradients_that_are_made_zero(strategy: str) -> None:
+    def train(model: Any, optimizer: Any, batch: Any) -> None:
+        for is_none in (False, True):
+            own_gradients(model, loss_of(model, batch(0)))
+            optimizer.zero_grad(set_to_none=is_none)
+            optimizer.step()
+
+    assert_equal(train, strategy)
+
+
+# Hooks ------------------------------------------------------------------------------------------
+
+
+@each
+def test_a_gradient_that_a_hook_sets_to_none_is_none(strategy: str) -> None:
+    """Memory that nobody had written to was taken for the gradient."""
+
+    def train(model: Any, optimizer: Any, batch: Any) -> None:
+        chosen = list(model.parameters())[1:3]
+        handles = [
+            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in chosen
+        ]
+        for step in range(2):
+            loss_of(model, batch(step)).backward()
+            assert [p.grad for p in chosen] == [None, None]
+            optimizer.step()
+            optimizer.zero_grad()
+        for handle in handles:
+            handle.remove()
+        loss_of(model, batch(2)).backward()
+        optimizer.step()
+
+    assert_equal(train, strategy)
+
+
+def _steps_in_hooks(model: Any) -> None:
+    for parameter in model.parameters():
+        own = torch.optim.SGD([parameter], lr=0.1)
+
+        def step(_: Any, own: Any = own) -> None:
+            own.step()
+            own.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step)
+
+
+def _applied_by_torch(model: Any) -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@distinct
+@pytest.mark.parametrize("apply", [_steps_in_hooks, _applied_by_torch])
+def test_optimizers_that_step_in_backward(strategy: str, apply: Any) -> None:
+    """Each rank would step with its own gradients. One rank has no others."""
+
+    def train(model: Any, optimizer: Any, batch: Any) -> None:
+        apply(model)
+        for step in range(2):
+            loss_of(model, batch(step)).backward()
+
+    with pytest.raises(ShoalError, match="each rank would step with its own"):
+        run(on_ranks, train, strategy)
+    expected = alone(train)
+    (state,) = run(on_ranks, train, strategy, ranks=1)
+    assert_same(state, expected)
 
 
 @each
@@ -290,19 +489,6 @@ def test_hooks_that_are_hung_on_later_see_every_gradient(strategy: str) -> None:
             optimizer.zero_grad()
 
     assert_equal(train, strategy)
-
-
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_nothing_can_be_added_to_a_gradient_that_is_elsewhere(strategy: str) -> None:
-    """It was taken for what autograd adds, and forgotten."""
-
-    def train(model: Any, optimizer: Any, batch: Any) -> None:
-        loss_of(model, batch(0)).backward()
-        for parameter in model.parameters():
-            parameter.grad.add_(parameter.detach(), alpha=0.1)
-
-    with pytest.raises(ShoalError, match="gradient that is spread over the ranks"):
-        run(on_ranks, train, strategy)
 
 
 @each

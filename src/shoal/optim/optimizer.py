@@ -40,9 +40,9 @@ from shoal.strategies.progress import compare
 class ShardedOptimizer(Optimizer):
     """Wraps any torch optimizer, built before or after the model was wrapped.
 
-    The user's object is kept: its ``param_groups`` are pointed at this rank's memory, so
-    hyperparameters and learning-rate schedulers go on working. What an optimizer needs to see
-    at once (`Kind`) is found by trying, or declared.
+    The user's object is kept, with its ``param_groups``, so hyperparameters and learning-rate
+    schedulers go on working; while it steps, it has this rank's memory in the place of the
+    parameters. What an optimizer needs to see at once (`Kind`) is found by trying, or declared.
     """
 
     model_class: ClassVar[type[ShardedModel]] = ShardedModel
@@ -52,7 +52,7 @@ class ShardedOptimizer(Optimizer):
     def __init__(
         self, optimizer: Optimizer, model: ShardedModel, *, kind: Kind | str | None = None
     ) -> None:
-        """Points the optimizer at this rank's memory.
+        """Makes the optimizer step this rank's memory.
 
         Args:
             optimizer: The user's.
@@ -85,9 +85,14 @@ class ShardedOptimizer(Optimizer):
                 stacklevel=2,
             )
         self._num_states = self._state_bytes = 0
+        self._num_rounds = 0
+        self._is_stepping = False
         self._segments = Segmentation(optimizer, model.engine, self.kind, may_fuse=self._may_fuse())
         if self.kind is not Kind.GLOBAL:
-            self._segments.replace_parameters()
+            self._segments.take_over()
+            optimizer.register_state_dict_pre_hook(_refuse_state)
+            optimizer.register_load_state_dict_pre_hook(_refuse_state)
+        optimizer.register_step_pre_hook(self._check_step)
         model.optimizers.append(self)
         self.num_steps = 0
         """How many steps this rank has made."""
@@ -138,7 +143,7 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The user's, with this rank's memory for parameters."""
+        """The user's."""
         return self.optimizer.param_groups
 
     @property
@@ -200,10 +205,9 @@ class ShardedOptimizer(Optimizer):
             loaded = {key: as_loaded(key, value, master, options) for key, value in state.items()}
             if loaded:
                 self.optimizer.state[parameter] = loaded
-        for group, own, originals in zip(saved, self.param_groups, self._originals, strict=True):
+        for group, own in zip(saved, self.param_groups, strict=True):
             own.update({key: value for key, value in group.items() if key != "params"})
-            own["params"] = list(originals)
-        self._segments.replace_parameters()
+        self._segments.take_over()
 
     # What this rank holds -----------------------------------------------------------------
 
@@ -308,7 +312,8 @@ class ShardedOptimizer(Optimizer):
             shared = [(key, comparable(value)) for key, value in sorted(full.shared.items())]
             return which, tuple(sorted(full.dtypes.items(), key=str)), tuple(shared)
 
-        return self._segments.cut(self._originals, kind_of, is_short=is_short)
+        with self._segments.in_place():  # whose state says how they can be stepped
+            return self._segments.cut(self._originals, kind_of, is_short=is_short)
 
     def _accept(
         self,
@@ -361,15 +366,18 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = self._mean(closure())
-        self._engine.adopt_gradients()
+        self._engine.check_averaged(self.parameters)
+        self._engine.adopt_gradients(self._num_rounds)
         self._check_ranks()
         for which, segment in self._segments.by_group():
             self._hand_out(which, segment)
         try:
-            with self._engine.stepping(self.parameters):
+            with self._engine.stepping(self.parameters), self._stepping():
                 self._inner_step()
         finally:
-            self._hide_gradients()
+            for segment in self._segments:
+                segment.parameter.grad = None
+        self._num_rounds = self._engine.num_rounds
         self._account()
         return loss
 
@@ -377,6 +385,25 @@ class ShardedOptimizer(Optimizer):
         """Now and then, when all gradients are there and nothing has been stepped yet."""
         if self is self.model.optimizers[0]:
             self._engine.check_step(self.num_steps + 1)
+
+    @contextlib.contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """Around a step of the user's optimizer."""
+        is_global = self.kind is Kind.GLOBAL  # it steps the parameters themselves
+        self._is_stepping = True
+        try:
+            with contextlib.nullcontext() if is_global else self._segments.in_place():
+                yield
+        finally:
+            self._is_stepping = False
+
+    def _check_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Refuses a step of the user's object that this one does not make."""
+        if optimizer is self.optimizer and not self._is_stepping:
+            raise ShoalError(
+                "this optimizer was wrapped for several ranks: step the one that "
+                "shoal.as_distributed(model, optimizer) returned instead"
+            )
 
     def _inner_step(self) -> None:
         """The user's optimizer, on this rank's memory."""
@@ -406,14 +433,17 @@ class ShardedOptimizer(Optimizer):
 
         def evaluate() -> Any:
             loss = self._mean(closure()) if closure is not None else None
-            self._engine.gather_gradients()
+            self._engine.gather_gradients(self._num_rounds)
             return loss
 
         if closure is None:
             evaluate()
             self._check_ranks()
-        with self._engine.full_parameters():
+        with self._engine.full_parameters(), self._stepping():
             loss = self.optimizer.step(evaluate if closure is not None else None)
+        with self._engine.hand_made.final():  # the step may have changed them, the same everywhere
+            self._engine.hand_made.adopt()
+        self._num_rounds = self._engine.num_rounds
         self._account()
         return loss
 
@@ -426,17 +456,10 @@ class ShardedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of its parameters, or makes them zero."""
         self._engine.zero_gradients(self.parameters, set_to_none=set_to_none)
-        self._hide_gradients()
-
-    def _hide_gradients(self) -> None:
-        """See `Segment.hide`."""
-        for segment in self._segments:
-            segment.hide()
 
     def _hand_out(self, which: int, segment: Segment) -> None:
         """Gives a segment its gradient, if its parameters have one."""
         gradients = self._engine.gradients[segment.group.index]
-        gradients.check_averaged(segment.places)
         used = [place in gradients.used for place in segment.places]
         if any(used) and not all(used):
             for part in self._segments.divide(which, segment, used):
@@ -444,3 +467,10 @@ class ShardedOptimizer(Optimizer):
             return
         buffer = gradients.own() if self._engine.sharding.optimizer else gradients.held()
         segment.show(buffer if used[0] else None)
+
+
+def _refuse_state(*_: Any) -> NoReturn:
+    raise ShoalError(
+        "this optimizer was wrapped for several ranks, and this rank has a part of its state: save "
+        "and load with the one that shoal.as_distributed(model, optimizer) returned instead"
+    )

@@ -1,9 +1,6 @@
-"""`GradScaler`: torch's, for gradients that are spread over the ranks."""
+"""`GradScaler`: torch's, with ranks that agree on all of it."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,14 +10,12 @@ from shoal.comm import Backend
 from shoal.errors import MismatchError
 from shoal.optim.optimizer import ShardedOptimizer
 
-Kinds = dict[tuple[torch.device, torch.dtype], list[Tensor]]
-
 
 class GradScaler(torch.amp.GradScaler):
-    """Scales losses so that small gradients survive 16 bits, and skips steps on all ranks together.
+    """``torch.amp.GradScaler`` that notices when ranks scale their losses differently.
 
-    Used like ``torch.amp.GradScaler``, which cannot see gradients that are elsewhere and raises.
-    The ranks agree whether any of them found an infinite gradient.
+    Torch's own works, too: ranks skip a step together or not at all. It cannot know that another
+    rank has another scale where every rank has whole gradients.
 
     Example:
         >>> scaler = shoal.optim.GradScaler("cuda")
@@ -34,20 +29,15 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Unscales what this rank holds of the optimizer's gradients; all ranks call it."""
+        """Unscales the optimizer's gradients; all ranks call it."""
         if not isinstance(optimizer, ShardedOptimizer):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        found = found_inf
-        for (device, dtype), gradients in _by_kind(_held_gradients(optimizer)).items():
-            if dtype is torch.float16 and not allow_fp16:
-                raise ValueError(
-                    "gradients in float16 cannot be unscaled, they would be rounded to zero: keep "
-                    "the parameters in float32"
-                )
-            here = torch.zeros((), dtype=torch.float32, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, inv_scale.to(device))
-            found = torch.maximum(found, here.to(found.device))
         engine = optimizer.model.engine
+        engine.adopt_gradients()  # what was put in by hand is averaged first
+        everywhere = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        found = torch.stack(
+            [found_inf, *(each.to(found_inf) for each in everywhere.values())]
+        ).amax(0)
         for group in (engine.backend, *engine.holders.axes):
             found = self._agreed(found, group)
         return {found.device: found}
@@ -66,39 +56,3 @@ class GradScaler(torch.amp.GradScaler):
             )
         agreed: Tensor = is_found.to(found.device, found.dtype)
         return agreed
-
-
-def _held_gradients(optimizer: ShardedOptimizer) -> Iterator[Tensor]:
-    """All that this rank holds of the averaged gradients of an optimizer's parameters."""
-    engine = optimizer.model.engine
-    engine.adopt_gradients()
-    places: dict[int, set[int]] = {}
-    for parameter in optimizer.parameters:
-        group, place = engine.locate(parameter)  # type: ignore[misc]
-        places.setdefault(group, set()).add(place)
-    for index, own in places.items():
-        gradients = engine.gradients[index]
-        held = gradients.held()
-        if held is None:
-            continue
-        if gradients.used <= own:  # nobody else's in there
-            yield held
-        else:
-            yield from _slices(engine, index, held, gradients.used & own)
-
-
-def _slices(engine: Any, index: int, held: Tensor, places: set[int]) -> Iterator[Tensor]:
-    group = engine.groups[index]
-    base = group.low if engine.sharding.gradients else 0
-    for place in sorted(places):
-        slot = group.layout.slots[place]
-        start, stop = (min(max(edge - base, 0), len(held)) for edge in slot.bounds)
-        yield held[start:stop]
-
-
-def _by_kind(gradients: Iterator[Tensor]) -> Kinds:
-    kinds: Kinds = {}
-    for gradient in gradients:
-        if gradient.numel():
-            kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    return kinds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor, nn
@@ -21,7 +22,8 @@ KindOf = Callable[[int, FlatGroup, int], object]
 class Segmentation:
     """For each parameter group of an optimizer its segments; see [Note: segments].
 
-    The optimizer's ``param_groups`` and state follow them.
+    The optimizer's state belongs to them. Its ``param_groups`` have the user's parameters, and the
+    segments only while it steps.
     """
 
     def __init__(self, optimizer: Optimizer, engine: Engine, kind: Kind, *, may_fuse: bool) -> None:
@@ -39,8 +41,8 @@ class Segmentation:
         """All of them as they are now, with the number of the parameter group."""
         return [(which, segment) for which, own in enumerate(self._by_group) for segment in own]
 
-    def replace_parameters(self) -> None:
-        """Puts segments in the place of the parameters that the optimizer has, state included."""
+    def take_over(self) -> None:
+        """Makes segments for the parameters that the optimizer has, and moves their state."""
         param_groups = self._optimizer.param_groups
         segments = self.cut([group["params"] for group in param_groups], self._kind_at)
         moved = self._moved_state(segments)
@@ -53,8 +55,19 @@ class Segmentation:
     def adopt(self, segments: list[list[Segment]]) -> None:
         """Has the optimizer step these from now on."""
         self._by_group = segments
-        for group, own in zip(self._optimizer.param_groups, segments, strict=True):
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Around a step: the optimizer has the segments in place of the parameters."""
+        param_groups = self._optimizer.param_groups
+        parameters = [group["params"] for group in param_groups]
+        for group, own in zip(param_groups, self._by_group, strict=True):
             group["params"] = [segment.parameter for segment in own]
+        try:
+            yield
+        finally:
+            for group, own_parameters in zip(param_groups, parameters, strict=True):
+                group["params"] = own_parameters
 
     # Cutting ------------------------------------------------------------------------------
 
@@ -118,7 +131,6 @@ class Segmentation:
         own = self._by_group[which]
         place = own.index(segment)
         own[place : place + 1] = parts
-        self._optimizer.param_groups[which]["params"] = [each.parameter for each in own]
         return parts
 
     # State from before the wrapping -------------------------------------------------------

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from shoal.optim.state import State, cut_state
-from shoal.strategies.elsewhere import ShardedGradient
 from shoal.strategies.flat_group import FlatGroup
 
 _CACHED_BYTES = 256 << 10
@@ -38,17 +37,6 @@ class Segment:
     places: list[int]
     start: int
     parameter: nn.Parameter
-
-    def __post_init__(self) -> None:
-        """Gradients are handed out for a step only."""
-        self.hide()
-
-    def hide(self) -> None:
-        """Whoever looks for a gradient outside of a step, to clip or unscale it, gets an error.
-
-        With none at all it would go on as if there were nothing to do.
-        """
-        self.parameter.grad = ShardedGradient(self.parameter)
 
     def show(self, buffer: Tensor | None) -> None:
         """Gives the parameter its part of this rank's gradient, or none."""
@@ -81,7 +69,6 @@ class Segment:
         self.parameter = nn.Parameter(
             self.parameter.detach().view(self.group.layout.slots[place].shape)
         )
-        self.hide()
 
 
 def make_segments(

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from shoal.strategies.gradients import GroupGradients
 
+# Where torch's `_apply_optimizer_in_backward` leaves the optimizers of a parameter.
+_OPTIMIZERS = "_in_backward_optimizers"
+
 
 class Arrivals:
     """The hooks of one engine."""
@@ -18,7 +21,9 @@ class Arrivals:
         """``tell``: a method that is given the group and the place in it."""
         # Python's collector cannot see the way from a parameter to its hooks.
         self._tell = weakref.WeakMethod(tell)
-        self._hooks: list[tuple[dict[int, Any], int]] = []
+        self._hooks: list[tuple[dict[int, Any], int, dict[str, Any]]] = []
+        self.are_stepped = False
+        """Whether an optimizer steps some parameters as their gradients arrive."""
 
     def watch(self, gradients: GroupGradients) -> list[Any]:
         """Hangs a hook on each parameter of a group that may ever have a gradient."""
@@ -40,13 +45,17 @@ class Arrivals:
 
         arrived.owner = owner  # type: ignore[attr-defined]
         handle = parameter.register_post_accumulate_grad_hook(arrived)
-        self._hooks.append((parameter._post_accumulate_grad_hooks, handle.id))
+        hooks = parameter._post_accumulate_grad_hooks
+        self._hooks.append((hooks, handle.id, vars(parameter)))
         parameter.requires_grad_(was_trainable)
         return handle
 
     def let_others_go_first(self) -> None:
         """Hooks that users hung on parameters see gradients before they are taken away."""
-        for hooks, own in self._hooks:
+        self.are_stepped = False
+        for hooks, own, attributes in self._hooks:
+            if _OPTIMIZERS in attributes:
+                self.are_stepped = True
             if len(hooks) > 1 and next(reversed(hooks)) != own:
                 hooks[own] = hooks.pop(own)  # autograd does not see what move_to_end does
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import reduce
 
 import torch
@@ -13,20 +13,7 @@ from torch import Tensor
 from shoal.comm import Backend
 from shoal.strategies.flat_group import FlatGroup
 from shoal.strategies.gradients import GroupGradients
-
-
-@dataclass(frozen=True)
-class Holders:
-    """Who else holds parameters of the same model, beyond the ranks that see other data.
-
-    Attributes:
-        axes: Groups of ranks that hold other layers, or other parts of the same layers.
-        copies: How many ranks over these axes hold the same elements of a parameter, by its name;
-            one where it is not named.
-    """
-
-    axes: tuple[Backend, ...] = ()
-    copies: Mapping[str, int] = field(default_factory=dict)
+from shoal.strategies.holders import Holders
 
 
 @dataclass(frozen=True)

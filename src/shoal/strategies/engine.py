@@ -25,13 +25,16 @@ from shoal.strategies.admission import check_models, check_trains_alike, refuse_
 from shoal.strategies.arrivals import Arrivals
 from shoal.strategies.buffer_pool import BufferPool
 from shoal.strategies.buffers import share_buffers
-from shoal.strategies.clipping import Holders, clip_norm, held_gradients, norm_like
+from shoal.strategies.clipping import clip_norm, held_gradients, norm_like
 from shoal.strategies.flat_group import FlatGroup, Residence
 from shoal.strategies.forward_mode import check_forward_mode
 from shoal.strategies.gathering import Gathering, Plan
+from shoal.strategies.gradient_owners import GradientOwners
 from shoal.strategies.gradients import GroupGradients
 from shoal.strategies.grouping import Grouping
+from shoal.strategies.hand_made import HandMade
 from shoal.strategies.heap import keep_freed_memory
+from shoal.strategies.holders import Holders
 from shoal.strategies.input_watch import InputWatch
 from shoal.strategies.pins import pin_compiled, pin_parents
 from shoal.strategies.precision import Precision
@@ -95,16 +98,23 @@ class Engine:
         self._backward_plan = Plan([group.index for group in reversed(self.groups)])
         pool = BufferPool(self.shards, self.account)
         is_sharded = sharding.gradients and self.shards.size > 1
+        # Where a rank does something else instead, that is what it does next.
+        meeting = self._gather_group if self.gathering.is_needed else self._reduce_group
+        self._owners = GradientOwners(module, meeting if is_sharded else None, lambda: self.holders)
         self.gradients = [
-            GroupGradients(group, pool, self._reduce_group, is_sharded, settings.hides_gradients)
+            GroupGradients(
+                group, pool, self._reduce_group, self._owners, is_sharded, settings.hides_gradients
+            )
             for group in self.groups
         ]
+        self.hand_made = HandMade(self.gradients, meeting, ranks.replicas)
         may_wait = not self.gathering.is_needed and not settings.has_meetings
         self._reductions = Reductions(
             self.gradients, self._reduce_group, self.progress, may_wait=may_wait
         )
         self.num_rounds = 0
-        """How often gradients were averaged as part of a backward."""
+        """How often gradients were averaged."""
+        self._num_rounds_stepped = 0
         self._in_backward = self._is_in_parts = False
         self._saving: list[Any] = []
         self._arrivals = Arrivals(self._arrived)
@@ -201,6 +211,12 @@ class Engine:
         output = self._precision.widened(output)
         if torch.is_grad_enabled():
             self._arrivals.let_others_go_first()
+            if self._arrivals.are_stepped and self.backend.size > 1:
+                raise ShoalError(
+                    "an optimizer was applied in backward, but gradients are averaged over the "
+                    "ranks by its end: each rank would step with its own. Step after backward, "
+                    "with the optimizer that shoal.as_distributed(model, optimizer) returned"
+                )
             self.expect_backward(output)
         return output
 
@@ -226,8 +242,9 @@ class Engine:
         self._in_backward = True
         self._begin_pass(self._backward_plan, is_backward=True)
         self._reductions.begin()
+        self._owners.settle()
+        self.hand_made.add_to()
         for gradients in self.gradients:
-            gradients.adopt()
             gradients.expect()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -250,6 +267,8 @@ class Engine:
             self._begin_backward()
             if gradients.waiting > 0:
                 return
+        if self._arrivals.are_stepped:  # by hooks that are yet to come
+            return
         gradients.collect()
         if self.auto_sync:
             self._reductions.completed(gradients.group.index)
@@ -260,6 +279,8 @@ class Engine:
         for gradients in self.gradients:
             gradients.waiting = 0
             gradients.collect()
+            if self.backend.size > 1:
+                gradients.check_unchanged()
         if self.auto_sync:
             self._complete_round()
         self._show_gradients()
@@ -285,6 +306,7 @@ class Engine:
     def _show_gradients(self) -> None:
         for gradients in self.gradients:
             gradients.show()
+        self._owners.refresh()
 
     @contextlib.contextmanager
     def batch_in_parts(self) -> Iterator[None]:
@@ -294,7 +316,8 @@ class Engine:
         """
         if self.module.training:
             self.share_buffers()
-        self.adopt_gradients()
+        self._owners.settle()
+        self.hand_made.add_to()
         for gradients in self.gradients:
             gradients.add_in_place(True)
         self._is_in_parts = True
@@ -310,6 +333,9 @@ class Engine:
 
     def synchronize(self) -> None:
         """Averages the gradients now, where that was not done in backward."""
+        self._owners.settle()
+        self.hand_made.add_to()
+        self.num_rounds += 1
         self._reductions.reduce_all()
         self._finish_reductions()
         self._show_gradients()
@@ -323,16 +349,23 @@ class Engine:
         self._complete_round()
         self._show_gradients()
 
-    def gradient_buffers(self) -> list[Tensor]:
-        """All averaged gradients that this rank holds."""
-        self.adopt_gradients()
-        held = [gradients.held() for gradients in self.gradients]
-        return [buffer for buffer in held if buffer is not None and buffer.numel()]
+    def adopt_gradients(self, num_rounds: int | None = None) -> None:
+        """What users did to gradients counts, and what they put in by hand is averaged.
 
-    def adopt_gradients(self) -> None:
-        """What the user did to the parameters' gradients counts."""
-        for gradients in self.gradients:
-            gradients.adopt()
+        Args:
+            num_rounds: What `num_rounds` was when this was last asked for; by default at the last
+                step. Where nothing was averaged since, all ranks meet; see [Note: by hand].
+        """
+        self._owners.settle()
+        seen = self._num_rounds_stepped if num_rounds is None else num_rounds
+        self.hand_made.average(is_due=self.num_rounds == seen)
+
+    def check_averaged(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Raises if this rank's gradients of some parameters are still only its own."""
+        if any(gradients.local for gradients in self.gradients):
+            for parameter in parameters:
+                group, place = self._place[id(parameter)]
+                self.gradients[group].check_averaged((place,))
 
     def gradient_shard(self, name: str) -> Tensor | None:
         """This rank's part of a parameter's averaged gradient."""
@@ -341,6 +374,13 @@ class Engine:
         if found is None:
             raise KeyError(f"the model has no parameter named {name!r}")
         group, place = found
+        self._owners.settle()
+        self.hand_made.adopt()
+        if place in self.gradients[group].by_hand:
+            raise ShoalError(
+                f"the gradient of {name} was put in by hand and is this rank's own: call "
+                "model.synchronize_gradients() first, which averages it over the ranks"
+            )
         own = self.gradients[group].own()
         if own is None or place not in self.gradients[group].used:
             return None
@@ -360,9 +400,20 @@ class Engine:
         groups = [self.shards] if self.sharding.gradients else []
         groups += self.holders.axes
         like = norm_like(self.groups, self.backend.device)
-        return clip_norm(
+        norm = clip_norm(
             held, max_norm, norm_type, groups, like, error_if_nonfinite=error_if_nonfinite
         )
+        self._owners.refresh()
+        return norm
+
+    def clip_value(self, limit: float) -> None:
+        """Clamps every element of the gradients."""
+        self.adopt_gradients()
+        for gradients in self.gradients:
+            held = gradients.held()
+            if held is not None:
+                held.clamp_(-limit, limit)
+        self._owners.refresh()
 
     def clear_gradients(self) -> None:
         """Forgets all gradients."""
@@ -378,15 +429,19 @@ class Engine:
         for group, own in places.items():
             gradients = self.gradients[group]
             if not set_to_none:
+                gradients.adopt()
                 gradients.make_zero(own)
             elif len(own) == len(self.groups[group].parameters):
                 gradients.clear()
             else:
                 gradients.forget(own)
 
-    def gather_gradients(self) -> None:
-        """Every rank gets the whole averaged gradient, for optimizers that need all of it."""
-        self.adopt_gradients()
+    def gather_gradients(self, num_rounds: int) -> None:
+        """Every rank gets the whole averaged gradient, for optimizers that need all of it.
+
+        ``num_rounds``: see `adopt_gradients`.
+        """
+        self.adopt_gradients(num_rounds)
         for gradients in self.gradients:
             gradients.gather(self._gather_group)
 
@@ -463,6 +518,11 @@ class Engine:
         """Around an optimizer's step on masters of some parameters; then everybody has them all."""
         if any(group.exposed is not None for group in self.groups):
             raise ShoalError("an optimizer cannot step inside of full_parameters(): leave it first")
+        if self._is_recomputing() and self.backend.size > 1:
+            raise ShoalError(
+                "an optimizer cannot step inside of backward: gradients are averaged over the "
+                "ranks by its end. Call optimizer.step() after backward"
+            )
         self.gathering.finish_coming()
         if not self._steps.is_torn:
             self._adopt_own_changes()
@@ -472,6 +532,7 @@ class Engine:
         self.gathering.free_all()
         for group in self.groups:
             group.age()
+        self._num_rounds_stepped = self.num_rounds
 
     def check_step(self, number: int) -> None:
         """Before an optimizer's step ``number``: the ranks must have done the same so far.

@@ -75,6 +75,8 @@ class FlatGroup:
         self.names = [slot.name for slot in layout.slots]
         self.residence, self.owns_part = tenure.residence, tenure.owns_part
         self.is_present = True
+        self.num_vanished = 0
+        """How often the whole was freed, which autograd takes for a change."""
         self.exposed: Tensor | None = None
         self.pins = 0
         self.lent: list[Lent | OldView] = []
@@ -230,6 +232,7 @@ class FlatGroup:
         self.watch(gather, using)
         # What autograd saved of them without our hooks must not be taken for their values.
         torch.autograd.graph.increment_version(self.parameters)
+        self.num_vanished += 1
 
     def watch(
         self, gather: Callable[[FlatGroup], None], using: Callable[[], AbstractContextManager[Any]]

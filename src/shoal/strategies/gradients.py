@@ -7,7 +7,9 @@ moved into the group's buffer, all with one call, and the parameters let go of t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+import weakref
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -15,11 +17,16 @@ from torch import Tensor
 from shoal.comm import Backend, Work
 from shoal.errors import ShoalError
 from shoal.strategies.buffer_pool import BufferPool
-from shoal.strategies.elsewhere import ShardedGradient
 from shoal.strategies.flagged_reduction import FlaggedAllReduce, FlaggedReduceScatter, Flags
 from shoal.strategies.flat_group import FlatGroup
+from shoal.strategies.gradient_owners import GradientOwners
+from shoal.strategies.gradient_part import GradientPart, PartLayout
+from shoal.strategies.sharded_gradient import ShardedGradient
+from shoal.strategies.shown_buffer import ShownBuffer
 
 _MOST_VIEWS = 8
+# References to a gradient that nobody holds but the dictionary and whoever counts them.
+_OWN_REFERENCES = 3
 
 
 class GroupGradients:
@@ -30,6 +37,7 @@ class GroupGradients:
         group: FlatGroup,
         pool: BufferPool,
         backend: Backend,
+        owners: GradientOwners,
         is_sharded: bool,
         is_hidden: bool = False,
     ) -> None:
@@ -39,18 +47,20 @@ class GroupGradients:
             group: Whose gradients.
             pool: For buffers.
             backend: The ranks to average over.
+            owners: The ranks that hold the gradients between them afterwards.
             is_sharded: Whether only this rank's part outlives the reduction.
             is_hidden: Whether parameters are parts themselves, so that nobody may take what they
                 would show for the whole gradient.
         """
-        self.group, self._pool, self._backend = group, pool, backend
+        self.group, self._pool, self._backend, self._owners = group, pool, backend, owners
         self.is_sharded = is_sharded
         """Whether only this rank's part outlives the reduction."""
-        self._shows_stand_in = is_sharded or is_hidden or group.is_mixed
+        self._shows_parts = is_sharded or is_hidden or group.is_mixed
         self._buffer: Tensor | None = None
         self._whole: Tensor | None = None
         self._views: dict[int, list[Tensor]] = {}
-        self._stand_ins: dict[int, ShardedGradient] = {}
+        self._outside: ShownBuffer | None = None
+        self._shown: dict[int, ShardedGradient] = {}
         self._shard: Tensor | None = None
         self._shard_memory: Tensor | None = None
         self._collected: set[int] = set()
@@ -64,11 +74,38 @@ class GroupGradients:
         """Parameters, by place in the group, that have a gradient on some rank."""
         self.local: set[int] = set()
         """Parameters, by place, whose gradients have not been averaged with the others' yet."""
+        self.by_hand: dict[int, Tensor] = {}
+        """What users put in the place of gradients, as far as `adopt` found it."""
+        self._versions = 0
+        if group.is_mixed:  # gradients are averaged and shown in the masters' dtype
+            with torch._C.DisableTorchFunctionSubclass():
+                for parameter in group.parameters:
+                    parameter.grad_dtype = None
 
     def expect(self) -> None:
         """A backward pass begins: every trainable parameter may get a gradient."""
         missing = sum(parameter.requires_grad for parameter in self.group.parameters)
         self.waiting = missing - len(self.arrived)
+        self._versions = self._sum_versions()
+
+    def _sum_versions(self) -> int:
+        """How often the parameters were changed in place."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return sum([parameter._version for parameter in self.group.parameters]) - (
+                self.group.num_vanished * len(self.group.parameters)
+            )
+
+    def check_unchanged(self) -> None:
+        """Raises if parameters were changed in place since the backward began."""
+        if self._sum_versions() != self._versions:
+            names = self.group.names
+            which = names[0] if len(names) == 1 else f"one of {names[0]} to {names[-1]}"
+            raise ShoalError(
+                f"{which} was changed while backward ran, by an optimizer that steps in a hook, "
+                "say. Gradients are averaged over the ranks by the end of backward, so each rank "
+                "would step with its own, and the ranks would drift apart: step after backward, "
+                "with the optimizer that shoal.as_distributed(model, optimizer) returned"
+            )
 
     def add_in_place(self, is_wanted: bool) -> None:
         """Whether autograd itself adds to the buffer: for many backwards with nothing in between.
@@ -99,13 +136,15 @@ class GroupGradients:
             return
         self.finish_reduction()  # one that comes late adds to what was averaged already
         places, self.arrived = self.arrived, []
-        self.local.update(places)
         views = self._all_views()
         fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
         more: tuple[list[Tensor], list[Tensor]] = ([], [])
         for place in dict.fromkeys(places):
             gradient = self._take_gradient(place)
-            if gradient is not None and gradient.requires_grad:
+            if gradient is None:  # a hook has set it to None
+                self._forget(place)
+                continue
+            if gradient.requires_grad:
                 raise ShoalError(
                     f"the gradient of {self.group.names[place]} has a graph of its own, from "
                     "backward(create_graph=True); averaging over the ranks would lose it. Use "
@@ -113,11 +152,12 @@ class GroupGradients:
                 )
             if self._adds_in_place:
                 self.group.parameters[place].grad = views[place]
-            if gradient is not None and gradient.data_ptr() != views[place].data_ptr():
+            if gradient.data_ptr() != views[place].data_ptr():
                 targets, sources = more if place in self._collected else fresh
                 targets.append(views[place])
                 sources.append(gradient)
             self._collected.add(place)
+            self.local.add(place)
         if fresh[0]:
             torch._foreach_copy_(*fresh)
         for view, gradient in zip(*more, strict=True):
@@ -203,6 +243,8 @@ class GroupGradients:
         if self.is_sharded:
             self._shard = result if self._shard is None else self._shard.add_(result)
             self._drop_whole()
+        else:  # what others used is in the buffer as well, to be added to
+            self._collected |= flags.union
 
     def average_over(self, replicas: Backend) -> None:
         """The other copies of the shards take part too."""
@@ -236,23 +278,50 @@ class GroupGradients:
         """Lets the parameters show what they have: nothing if nobody used them."""
         if self._adds_in_place:
             return
-        views = [] if self._shows_stand_in or self._whole is None else self._all_views()
         for place, parameter in enumerate(self.group.parameters):
             if place not in self.used and place not in self._collected:
                 parameter.grad = None
-            elif self._shows_stand_in:
-                parameter.grad = self._stand_in(place)
             else:
-                parameter.grad = views[place]
+                parameter.grad = self._face(place)
 
-    def _stand_in(self, place: int) -> ShardedGradient:
-        stand_in = self._stand_ins.get(place)
-        if stand_in is None:
-            stand_in = self._stand_ins[place] = ShardedGradient(self.group.parameters[place])
-        stand_in.arrived = None
-        return stand_in
+    def _face(self, place: int) -> Tensor:
+        """What a parameter shows."""
+        return self._shown_part(place) if self._shows_parts else self._as_seen().face(place)
 
-    def check_averaged(self, places: Iterable[int]) -> None:
+    def _as_seen(self) -> ShownBuffer:
+        if self._outside is None:
+            has_faces = not self._shows_parts
+            self._outside = ShownBuffer(self.whole(), self.group.layout, has_faces=has_faces)
+        return self._outside
+
+    def _shown_part(self, place: int) -> ShardedGradient:
+        shown = self._shown.get(place)
+        if shown is None:
+            part = GradientPart(self._layout_of(place), self, place)
+            shown = self._shown[place] = ShardedGradient(part, self.group.master)
+        shown.arrived = None
+        return shown
+
+    def _layout_of(self, place: int) -> PartLayout:
+        slot = self.group.layout.slots[place]
+        cuts: tuple[int, ...] = (0, slot.stop - slot.start)
+        if self.is_sharded:
+            bounds = self.group.layout.bounds
+            cuts = tuple(min(max(edge, slot.start), slot.stop) - slot.start for edge in bounds)
+        rank = self._backend.rank if self.is_sharded else 0
+        return PartLayout(slot.name, slot.shape, cuts, rank, weakref.ref(self._owners))
+
+    def part(self, place: int) -> Tensor:
+        """This rank's elements of a parameter's gradient, flat."""
+        if self.is_sharded:
+            if self._shard is None:
+                self._shard = self._kept_memory().zero_()
+            return self._shard[slice(*self._own_bounds(place))]
+        if self._whole is None:
+            self.whole().zero_()
+        return self._as_seen().elements(place)
+
+    def check_averaged(self, places: Collection[int]) -> None:
         """Raises if this rank's gradients of some parameters are still only its own."""
         if self.local and not self.local.isdisjoint(places):
             name = self.group.names[min(self.local.intersection(places))]
@@ -262,44 +331,76 @@ class GroupGradients:
                 "of no_sync(), or call model.synchronize_gradients()"
             )
 
-    def adopt(self) -> None:
-        """Takes over what a user did to the gradients that the parameters show.
+    # What users did -----------------------------------------------------------------------
 
-        One that was set by hand is the whole gradient, the same on every rank.
+    def adopt(self) -> None:
+        """Finds what a user did to the gradients that the parameters show.
+
+        Those that were put in by hand are left in `by_hand`, to be taken over as this rank's own
+        or as what all ranks have.
         """
+        self.by_hand = {}
         if self._adds_in_place:
             return
         self.forget_cleared()
         arrived = set(self.arrived)
         for place, parameter in enumerate(self.group.parameters):
             gradient = parameter.grad
-            if gradient is None or isinstance(gradient, ShardedGradient) or place in arrived:
+            if gradient is None or place in arrived:
                 continue
-            if self.is_sharded:
-                self._adopt_part(place, gradient)
-            elif gradient.data_ptr() != self._all_views()[place].data_ptr() or (
-                place not in self.used and place not in self._collected
-            ):
-                self._adopt_whole(place, gradient)
+            if isinstance(gradient, ShardedGradient):
+                if gradient is not self._shown.get(place) or gradient.replacement is not None:
+                    self._adopt_part(place, gradient)
+            elif not self._is_own(place, gradient):
+                self.by_hand[place] = gradient
 
-    def _adopt_whole(self, place: int, gradient: Tensor) -> None:
-        view = self._all_views()[place]
-        if not self.used and not self._collected:
+    def _is_own(self, place: int, gradient: Tensor) -> bool:
+        """Whether a plain gradient is the buffer's: ``.data = ...`` may have moved what was."""
+        if self._shows_parts or self._whole is None or gradient.is_sparse:
+            return False
+        if place not in self.used and place not in self._collected:
+            return False
+        return self._as_seen().contains(place, gradient)
+
+    def _adopt_part(self, place: int, gradient: ShardedGradient) -> None:
+        """One that was computed from averaged ones is averaged."""
+        if gradient.replacement is not None:
+            self.by_hand[place] = gradient.replacement
+            self._shown.pop(place, None)
+            return
+        layout = self._layout_of(place)
+        if gradient.part.layout.conforms(layout):
+            values = gradient.part.values()
+        else:
+            values = layout.take(gradient.whole("use"))
+        self._overwrite(place, values)
+
+    def _overwrite(self, place: int, values: Tensor) -> None:
+        """This rank's elements of an averaged gradient, whatever was there."""
+        self.group.parameters[place].grad = None
+        self._release(place)
+        if not self.is_sharded and not self.used and not self._collected:
             self.whole().zero_()
-        view.copy_(gradient)
-        shown = self._stand_in(place) if self._shows_stand_in else view
-        self.group.parameters[place].grad = shown
+        self.part(place).copy_(values)
         self.used.add(place)
-        self._collected.add(place)
+        if not self.is_sharded:
+            self._collected.add(place)
+        self.group.parameters[place].grad = self._face(place)
 
-    def _adopt_part(self, place: int, gradient: Tensor) -> None:
-        if self._shard is None:
-            self._shard = self._kept_memory().zero_()
-        (start, stop), slot = self._own_bounds(place), self.group.layout.slots[place]
-        first = start + self.group.low - slot.start
-        self._shard[start:stop] = gradient.reshape(-1)[first : first + stop - start]
-        self.group.parameters[place].grad = self._stand_in(place)
-        self.used.add(place)
+    def take_as_final(self, places: Collection[int]) -> None:
+        """Gradients that were put in by hand count as whole, the same on every rank."""
+        for place in places:
+            self._overwrite(place, self._layout_of(place).take(self.by_hand.pop(place).detach()))
+
+    def take_as_local(self) -> None:
+        """Gradients that were put in by hand count as this rank's own, to be averaged."""
+        for place, gradient in self.by_hand.items():
+            self.group.parameters[place].grad = None
+            self._forget(place)
+            self.group.parameters[place].grad = gradient.detach()
+            self.arrived.append(place)
+        self.by_hand = {}
+        self.collect()
 
     def _own_bounds(self, place: int) -> tuple[int, int]:
         """Where in this rank's part a parameter's elements are."""
@@ -314,22 +415,42 @@ class GroupGradients:
                 self._forget(place)
 
     def _forget(self, place: int) -> None:
+        self._release(place)
         self.used.discard(place)
         self._collected.discard(place)
         self.local.discard(place)
         self._zero(place)
+
+    def _release(self, place: int) -> None:
+        """What users still hold of a gradient that is gone stays what it was."""
+        shown = self._shown.get(place)
+        if shown is None:
+            return
+        if sys.getrefcount(shown) > _OWN_REFERENCES or shown.part.has_aliases:
+            del self._shown[place]
+            if place in self.used and place not in self.local:
+                shown.part.leave()
+        else:
+            shown.part.forget()
 
     def _zero(self, place: int) -> None:
         if self._whole is not None:
             self._all_views()[place].zero_()
         if self._shard is not None:
             self._shard[slice(*self._own_bounds(place))].zero_()
+        if place in self._shown:
+            self._shown[place].part.make_zero()
 
     def forget(self, places: set[int]) -> None:
         """Forgets the gradients of some parameters."""
         self.finish_reduction()
         for place in places:
             self.group.parameters[place].grad = None
+        if self._outside is not None and self._outside.is_held(places):
+            others = self._leave_buffer()
+            self.whole().copy_(others)
+            self.forget_cleared()
+            self.show()
         self.forget_cleared()
 
     def make_zero(self, places: set[int]) -> None:
@@ -337,6 +458,18 @@ class GroupGradients:
         self.finish_reduction()
         for place in places & (self.used | self._collected):
             self._zero(place)
+        for place in places & self.by_hand.keys():
+            self.by_hand[place].zero_()
+
+    def _leave_buffer(self) -> Tensor:
+        """Users keep the buffer, and the group takes another; see [Note: what users hold]."""
+        left = self._whole
+        assert left is not None
+        assert self._buffer is not None
+        self._pool.account.add("gradients", -self._buffer.nbytes)
+        self._views.pop(left.data_ptr(), None)
+        self._buffer = self._whole = self._outside = None
+        return left
 
     def gather(self, backend: Backend) -> None:
         """Puts the whole averaged gradient where the parameters show it."""
@@ -355,6 +488,10 @@ class GroupGradients:
         self.finish_reduction()
         for parameter in self.group.parameters:
             parameter.grad = None
+        for place in [*self._shown]:
+            self._release(place)
+        if self._outside is not None and self._outside.is_held(range(len(self.group.parameters))):
+            self._leave_buffer()
         self.used.clear()
         self._collected.clear()
         self.local.clear()

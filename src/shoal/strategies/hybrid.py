@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shoal.comm import Backend, Mesh, World
 from shoal.comm.world import current
 from shoal.sharding.split import Split
-from shoal.strategies.clipping import Holders
+from shoal.strategies.holders import Holders
 from shoal.strategies.model import ShardedModel
 from shoal.strategies.pipeline.model import PipelineParallelModel
 from shoal.strategies.tensor.model import share_values
@@ -74,8 +74,8 @@ class HybridShardedModel(PipelineParallelModel):
         super().__init__(module, backend, mesh=mesh, seed=seed, **options)
         own = [name for name in parts.splits if self.pipeline.stage.holdings.is_own(name)]
         vars(self).update(parts=parts.among(own), mesh=mesh)
-        axes = (mesh.group("pipeline"), mesh.group("tensor"))
-        self.engine.holders = Holders(axes, parts.holders.copies)
+        stages, tensor_group = mesh.group("pipeline"), mesh.group("tensor")
+        self.engine.holders = Holders((stages, tensor_group), parts.holders.copies, stages)
         self.options |= {"data": data, "tensor": tensor, "pipeline": pipeline, "plan": plan}
 
     mesh: Mesh

@@ -205,6 +205,15 @@ class ShardedModel(nn.Module):
         """Averages the gradients over the ranks now; for ``auto_sync=False``."""
         self.engine.synchronize()
 
+    @contextlib.contextmanager
+    def gradients_are_final(self) -> Iterator[None]:
+        """Around ``parameter.grad = ...``, or a step: they are the same on every rank already.
+
+        Elsewhere gradients that are put in by hand are averaged over the ranks at the step.
+        """
+        with self.engine.hand_made.final():
+            yield
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients, or makes them zero."""
         if set_to_none:
@@ -227,8 +236,7 @@ class ShardedModel(nn.Module):
 
     def clip_grad_value_(self, clip_value: float, foreach: bool | None = None) -> None:
         """Clamps every element of the gradients; ``foreach`` makes no difference."""
-        for buffer in self.engine.gradient_buffers():
-            buffer.clamp_(-clip_value, clip_value)
+        self.engine.clip_value(clip_value)
 
     # Parameters -------------------------------------------------------------------------
 
@@ -262,6 +270,7 @@ class ShardedModel(nn.Module):
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         """Every parameter's averaged gradient, whole; all ranks walk through them together."""
+        self.engine.adopt_gradients()
         for name, parameter in self.module.named_parameters():
             shard = self.engine.gradient_shard(name)
             if shard is None:

@@ -15,7 +15,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from shoal.comm import Backend, Mesh, World
 from shoal.comm.world import current
 from shoal.strategies.admission import check_models
-from shoal.strategies.clipping import Holders
+from shoal.strategies.holders import Holders
 from shoal.strategies.materialization import materialize
 from shoal.strategies.model import ShardedModel
 from shoal.strategies.pipeline.holdings import Holdings
@@ -109,7 +109,7 @@ class PipelineParallelModel(ShardedModel):
         object.__setattr__(self, "_keys", list(module.state_dict()))
         stage.holdings.release()
         super().__init__(module, mesh.group("data"), seed=seed, **options)
-        self.engine.holders = Holders((group,))
+        self.engine.holders = Holders((group,), other_layers=group)
         self._outputs_everywhere = outputs == "everywhere"
         chosen: dict[str, Any] = {
             "pipeline": pipeline, "data": data, "zero": zero, "micro_batches": micro_batches,

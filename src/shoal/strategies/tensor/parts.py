@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shoal.comm import Backend
 from shoal.sharding.split import Split
-from shoal.strategies.clipping import Holders
+from shoal.strategies.holders import Holders
 from shoal.strategies.tensor.group import TensorGroup
 from shoal.strategies.tensor.plan import Plan
 
