@@ -113,7 +113,7 @@ class ShardedModel(nn.Module):
             "replica": replica,
             "resident_below": resident_below,
         }
-        self.optimizers: list[object] = []
+        self.optimizers: list[Any] = []
         """What steps this model's memory."""
         self.training = module.training
 
@@ -249,6 +249,7 @@ class ShardedModel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's full state under its own names; every rank calls it."""
+        self.engine.check_steps()
         with self.whole_parameters(keep_changes=False):
             state = self.module.state_dict(*args, **kwargs)
             return {
@@ -311,6 +312,22 @@ class ShardedModel(nn.Module):
         """Inside, what `held` gives may be written to; afterwards every rank has the new values."""
         with torch.no_grad(), self.engine.stepping(list(self.module.parameters())):
             yield
+
+    def describe(self) -> str:
+        """How it is trained: strategy, ranks, memory, and what its optimizers may divide.
+
+        Example:
+            >>> print(model.describe())
+            zero2 over 4 ranks: 1,234 parameters in 1 group of memory
+            AdamW is element-wise: torch's own AdamW
+        """
+        slots = [slot for group in self.engine.groups for slot in group.layout.slots]
+        count = sum(slot.shape.numel() for slot in slots)
+        num_groups = len(self.engine.groups)
+        groups = "1 group" if num_groups == 1 else f"{num_groups} groups"
+        ranks = "1 rank" if self.all_ranks.size == 1 else f"{self.all_ranks.size} ranks"
+        head = f"{self.strategy} over {ranks}: {count:,} parameters in {groups} of memory"
+        return "\n".join([head, *(optimizer.describe() for optimizer in self.optimizers)])
 
     # The module's own -------------------------------------------------------------------
 

@@ -131,10 +131,8 @@ class Following:
         elif rule.effect is Effect.REPLACES_MEMORY:
             self._report(Kind.GLOBAL, f"`{rule.name}` gives a parameter other memory")
         elif not self._is_element_wise(rule, operands, next(iter(data))):
-            self._report(
-                Kind.PER_PARAMETER, f"`{rule.name}` combines elements of a parameter, or depends on "
-                "their places"
-            )  # fmt: skip
+            what = f"`{rule.name}` combines elements of a parameter, or depends on their places"
+            self._report(Kind.PER_PARAMETER, what)
 
     def _is_element_wise(self, rule: Rule, operands: Operands, owner: int) -> bool:
         is_mask = rule.effect is Effect.MASKS and _is_mask(operands)

@@ -113,8 +113,8 @@ class Marks:
 def _extent(tensor: Tensor) -> tuple[int, int]:
     """First byte and last, in its memory."""
     size = tensor.itemsize
-    low = tensor.storage_offset() * size
+    low = int(tensor.storage_offset()) * size
     if not tensor.numel():
         return low, low
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return low, low + (sum((length - 1) * step for length, step in steps) + 1) * size
+    return low, low + (int(sum((length - 1) * step for length, step in steps)) + 1) * size

@@ -37,7 +37,7 @@ _MEMORY_READS: dict[Any, str] = {
             "__array__", "__dlpack__", "__deepcopy__", "__reduce_ex__", "_typed_storage",
         )
     },
-    Tensor.__cuda_array_interface__.__get__: "__cuda_array_interface__",  # type: ignore[attr-defined]
+    Tensor.__cuda_array_interface__.__get__: "__cuda_array_interface__",
 }  # fmt: skip
 
 
@@ -52,12 +52,10 @@ class _Operations(TorchDispatchMode):
     """Everything that computes."""
 
     def __init__(self, following: Following, run: Run) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._following, self._run = following, run
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Ours are no looks of the optimizer's.
         with torch._C.DisableTorchFunction():
@@ -74,9 +72,7 @@ class _Looks(TorchFunctionMode):
         super().__init__()
         self._following = following
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = _SHAPE_READS.get(func)
         if name is not None:
             self._following.look_at_shape(args[0], name)

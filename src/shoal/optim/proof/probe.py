@@ -33,10 +33,9 @@ def similar(
     made = type(optimizer)(list(parameters), **{**settings, **changes})
     # What the constructor takes under another name, or somebody has set since.
     vars(made).update(kept)
+    wanted = {key: value for key, value in (group | changes).items() if key != "params"}
     for own in made.param_groups:
-        own.update(
-            {k: copy.deepcopy(v) for k, v in (group | changes).items() if k in own and k != "params"}
-        )
+        own.update({key: copy.deepcopy(value) for key, value in wanted.items() if key in own})
     return made
 
 

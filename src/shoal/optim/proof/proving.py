@@ -24,7 +24,16 @@ from shoal.optim.proof.following import Following
 from shoal.optim.proof.judgement import Finding, Judgement, Kind
 from shoal.optim.proof.marks import Level
 from shoal.optim.proof.modes import passing_by
-from shoal.optim.proof.probe import Course, Make, Outcome, maker, numbers_of, shapes_for, show, train
+from shoal.optim.proof.probe import (
+    Course,
+    Make,
+    Outcome,
+    maker,
+    numbers_of,
+    shapes_for,
+    show,
+    train,
+)
 from shoal.optim.proof.streams import Drawing, Streams
 from shoal.optim.proof.tape import Tape
 
@@ -168,7 +177,9 @@ class _Proof(Following):
         if recorded.numbers != real.numbers or _numbers(recorded.state) != _numbers(real.state):
             self._rule_out(Kind.GLOBAL, "its step keeps a number that depends on the data")
         elif not _are_same([*real.parameters, *_tensors(real.state)], replayed, rounding=0):
-            self._rule_out(Kind.GLOBAL, "its step does something that torch's operations do not show")
+            self._rule_out(
+                Kind.GLOBAL, "its step does something that torch's operations do not show"
+            )
 
     def _train(self, course: Course, numbers: Sequence[int] | None = None) -> Outcome:
         """Steps for real; only draws are seen to, where there are any."""
@@ -237,7 +248,5 @@ def _is_same(left: Tensor, right: Tensor, rounding: float) -> bool:
     if rounding and left.is_floating_point():
         rounding = max(rounding, 4 * torch.finfo(left.dtype).eps)
         size = left.detach().abs().nan_to_num().max() if left.numel() else torch.zeros(())
-        return torch.allclose(
-            left, right, rtol=0, atol=rounding * float(size), equal_nan=True
-        )
+        return torch.allclose(left, right, rtol=0, atol=rounding * float(size), equal_nan=True)
     return torch.equal(left.nan_to_num(), right.nan_to_num())

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 import torch
 
 _UNTAGGED = frozenset(
-    """
-    _to_copy abs_ alias clone copy copy_ detach detach_ fill fill_ lift lift_fresh masked_fill
-    masked_fill_ rsub xlogy_ zero zero_ _foreach_copy _foreach_copy_ _foreach_zero _foreach_zero_
-    _fused_adagrad _fused_adagrad_ _fused_adam _fused_adam_ _fused_adamw _fused_adamw_ _fused_sgd
-    _fused_sgd_
-    """.split()
-)
+    [
+        "_to_copy", "abs_", "alias", "clone", "copy", "copy_", "detach", "detach_", "fill", "fill_",
+        "lift", "lift_fresh", "masked_fill", "masked_fill_", "rsub", "xlogy_", "zero", "zero_",
+        "_foreach_copy", "_foreach_copy_", "_foreach_zero", "_foreach_zero_",
+        "_fused_adagrad", "_fused_adagrad_", "_fused_adam", "_fused_adam_", "_fused_adamw",
+        "_fused_adamw_", "_fused_sgd", "_fused_sgd_",
+    ]
+)  # fmt: skip
 """Element by element without the tag."""
 _FOREACH = "_foreach_"
 # Named like operations that have the tag: the largest of a tensor, not of two tensors.
@@ -50,15 +51,12 @@ class Effect(Enum):
 
 
 _NAMED = {
-    **dict.fromkeys("index_put index_put_".split(), Effect.MASKS),
-    **dict.fromkeys(
-        """
-        zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty
-        new_empty_strided
-        """.split(),
-        Effect.LIKE,
-    ),
+    "index_put": Effect.MASKS,
+    "index_put_": Effect.MASKS,
     "set_": Effect.REPLACES_MEMORY,
+    **dict.fromkeys(["zeros_like", "ones_like", "full_like", "empty_like"], Effect.LIKE),
+    **dict.fromkeys(["new_zeros", "new_ones", "new_full", "new_empty"], Effect.LIKE),
+    "new_empty_strided": Effect.LIKE,
 }
 
 

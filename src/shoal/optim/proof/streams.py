@@ -34,17 +34,20 @@ class Streams:
     Attributes:
         seed: The base seed, the same on all ranks.
         num_steps: How many steps have been taken.
+        is_in_step: Whether one is being taken.
     """
 
     def __init__(self, seed: int) -> None:
         """At the first step."""
         self.seed, self.num_steps = seed, 0
+        self.is_in_step = False
         self._counts: Counter[int] = Counter()
+        self._outside = RandomState.capture()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Around one step. What cannot be told from other draws is seeded for the whole of it."""
-        outside = RandomState.capture()
+        self._outside, self.is_in_step = RandomState.capture(), True
         self._counts.clear()
         seed = self._seed_for(_NOBODY)
         try:
@@ -53,8 +56,20 @@ class Streams:
             random.seed(seed)
             yield
         finally:
-            outside.restore()
+            self._outside.restore()
+            self.is_in_step = False
         self.num_steps += 1
+
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """Inside of a step, around what draws from the user's generators: a closure."""
+        inside = RandomState.capture()
+        self._outside.restore()
+        try:
+            yield
+        finally:
+            self._outside = RandomState.capture()
+            inside.restore()
 
     def draw(self, number: int, operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs an operation that draws for the parameter of this number."""
@@ -92,14 +107,13 @@ def _device(args: Any, kwargs: dict[str, Any]) -> torch.device:
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             return value.device
-    return torch.device(kwargs.get("device") or "cpu")
+    return torch.device("cpu")
 
 
 def _default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cpu":
         return torch.default_generator
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return torch.cuda.default_generators[index]
+    return torch.cuda.default_generators[device.index]
 
 
 class Drawing:

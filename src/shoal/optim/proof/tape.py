@@ -48,10 +48,10 @@ class Tape:
 
     def run(self, operation: Any, args: Any, kwargs: dict[str, Any], marks: Results) -> Any:
         """Runs an operation and records it."""
-        noted = tree_map(self._noted, (args, kwargs))
+        noted_args, noted_kwargs = tree_map(self._noted, (args, kwargs))
         result = self._drawing(operation, args, kwargs, marks)
         results = [self.place(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self._steps[-1].append(_Call(operation, *noted, marks, results))
+        self._steps[-1].append(_Call(operation, noted_args, noted_kwargs, marks, results))
         return result
 
     def _noted(self, leaf: Any) -> Any:
@@ -82,9 +82,7 @@ class Tape:
                 self._play(calls, values, drawing)
         return values
 
-    def _play(
-        self, calls: Sequence[_Call], values: list[Tensor | None], drawing: Drawing
-    ) -> None:
+    def _play(self, calls: Sequence[_Call], values: list[Tensor | None], drawing: Drawing) -> None:
         def given(leaf: Any) -> Any:
             return values[leaf.number] if isinstance(leaf, _Place) else leaf
 

@@ -266,8 +266,8 @@ class PipelineParallelModel(ShardedModel):
         return self.pipeline.last_itinerary
 
     def describe(self) -> str:
-        """Who has which layers and how many parameters, and what travels."""
-        return self.pipeline.describe()
+        """Who has which layers and how many parameters, what travels, and what optimizers do."""
+        return f"{self.pipeline.describe()}\n{super().describe()}"
 
 
 def _check_choices(zero: int, micro_batches: int | None, outputs: str) -> None:
