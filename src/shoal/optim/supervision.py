@@ -49,8 +49,10 @@ class Supervision:
         self._optimizer, self._parameters = optimizer, parameters
         self.streams = None if seed is None else Streams(seed)
         self._watch = self._options = None
-        if judgement.is_watched:
+        draws_for_parameters = judgement.draws and judgement.kind is not Kind.GLOBAL
+        if judgement.is_watched or draws_for_parameters:
             self._watch = Watch(optimizer, judgement, on_violation)
+        if judgement.is_watched:
             self._options = WatchedOptions(optimizer, judgement)
 
     def check_options(self) -> None:

@@ -60,11 +60,15 @@ _NAMED = {
 }
 
 
+_SHOWN = {"_local_scalar_dense": "item"}
+"""What users call them."""
+
+
 class Rule(NamedTuple):
     """What is known of one overload of an operation.
 
     Attributes:
-        name: What it is called.
+        name: What users call it.
         effect: What it does.
         is_by_index: Whether its operands are lists of which each index is on its own.
         written: The arguments that it writes to, by place and by name.
@@ -83,7 +87,7 @@ def rule_for(operation: Any) -> Rule:
     name = schema.name.partition("::")[2]
     is_known = schema.name.startswith("aten::")  # others may have any name
     return Rule(
-        name,
+        _SHOWN.get(name, name),
         _effect(operation, name) if is_known else _foreign_effect(operation),
         is_known and (name.startswith(_FOREACH) or (name in _UNTAGGED and "_fused_" in name)),
         tuple(

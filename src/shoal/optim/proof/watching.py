@@ -63,7 +63,7 @@ class Watch(Following):
     def found(self, finding: Finding) -> None:
         """Refuses what the kind rules out."""
         kind = self._judgement.kind
-        if not kind.is_finer_than(finding.finest):
+        if not self._judgement.is_watched or not kind.is_finer_than(finding.finest):
             return
         self._on_violation()
         raise ShoalError(
@@ -77,13 +77,15 @@ class Watch(Following):
 class WatchedOptions:
     """Hyperparameters that a proof holds for.
 
-    A learning rate is not among them: proofs choose their own, and the watch sees the rest.
+    A learning rate is not among them: proofs choose their own. Of other fractions the sign counts:
+    zero often means that something is left out, and schedules change the rest in every step. What
+    else depends on them the watch will see.
     """
 
     def __init__(self, optimizer: Optimizer, judgement: Judgement) -> None:
         """As they are now."""
         self._optimizer = optimizer
-        self._free = {"params", "lr", *judgement.written_options}
+        self._free = {"params", "lr", "initial_lr", *judgement.written_options}
         self._proved = self._fingerprint()
 
     def have_changed(self) -> bool:
@@ -108,4 +110,6 @@ def _plain(value: Any) -> Any:
         return id(value), value._version
     if isinstance(value, list | tuple):
         return tuple(map(_plain, value))
-    return value if isinstance(value, bool | int | float | str | None) else id(value)
+    if isinstance(value, float):
+        return (value > 0) - (value < 0)
+    return value if isinstance(value, bool | int | str | None) else id(value)

@@ -213,6 +213,7 @@ class PipelineParallelModel(ShardedModel):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The whole model's state under its own names, on every rank; all of them call it."""
+        self.engine.check_steps()
         prefix = kwargs.pop("prefix", "")
         with self.own_parameters(keep_changes=False):
             own = copy.deepcopy(self.module.state_dict(*args, **kwargs))
