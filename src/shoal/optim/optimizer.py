@@ -88,7 +88,13 @@ class ShardedOptimizer(Optimizer):
                 stacklevel=2,
             )
         self._num_states = self._state_bytes = 0
-        self._segments = Segmentation(optimizer, model.engine, self.kind, may_fuse=self._may_fuse())
+        self._segments = Segmentation(
+            optimizer,
+            model.engine,
+            self.kind,
+            may_fuse=self._may_fuse(),
+            is_watched=judgement.is_watched,
+        )
         if self.kind is not Kind.GLOBAL:
             self._segments.replace_parameters()
         model.optimizers.append(self)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.optim.proof.judgement import Finding, Kind
 from shoal.optim.proof.marks import MIXED, Level, Mark, Marks
-from shoal.optim.proof.rules import Effect, Rule, rule_for
+from shoal.optim.proof.rules import Effect, Rule
 from shoal.optim.proof.source import current_line
 
 Operands = list[tuple[Tensor, Mark | None]]
@@ -46,19 +46,18 @@ class Following:
 
     # One operation ------------------------------------------------------------------------
 
-    def before(self, operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Results:
+    def before(self, rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Results:
         """Looks at an operation that is about to run; returns the marks of its results.
 
         One for each index of its lists, where these are on their own; else one for all.
         """
-        rule = rule_for(operation)
         if rule.is_by_index:
             return [self._look_at(rule, each) for each in self._by_index(args, kwargs)]
         return [self._look_at(rule, self._operands(args, kwargs))]
 
     def after(
         self,
-        operation: Any,
+        rule: Rule,
         args: Sequence[Any],
         kwargs: dict[str, Any],
         result: Any,
@@ -67,11 +66,11 @@ class Following:
         """Marks what an operation has written and returned."""
         if not any(marks):
             return
-        rule = rule_for(operation)
         for place, name in rule.written:
             target = args[place] if place < len(args) else kwargs.get(name)
             self._mark(target, marks, is_by_index=rule.is_by_index)
-        self._mark(result, marks, is_by_index=rule.is_by_index)
+        if not rule.written:  # else it returns what it has written to
+            self._mark(result, marks, is_by_index=rule.is_by_index)
 
     def _mark(self, target: Any, marks: Results, *, is_by_index: bool) -> None:
         if isinstance(target, Tensor):
@@ -94,7 +93,8 @@ class Following:
     # Operands -----------------------------------------------------------------------------
 
     def _operands(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Operands:
-        return [(tensor, self._find(tensor)) for tensor in _tensors((*args, *kwargs.values()))]
+        given = (*args, *kwargs.values()) if kwargs else args
+        return [(tensor, self._find(tensor)) for tensor in _tensors(given)]
 
     def _find(self, tensor: Tensor) -> Mark | None:
         return self.marks.find(tensor) if tensor.layout is torch.strided else None
@@ -113,30 +113,31 @@ class Following:
         """What an operation on some operands gives."""
         if rule.effect is Effect.DRAWS:
             return self._drawn(rule, operands)
-        if not any(mark for _, mark in operands):
+        marks = [mark for _, mark in operands if mark is not None]
+        if not marks:
             return None
         if rule.effect is Effect.LIKE:
-            return self._like(operands)
-        data = {mark.owner for _, mark in operands if mark and mark.level is Level.DATA}
+            return Mark(marks[0].owner, Level.UNIFORM)
+        data = {mark for mark in marks if mark[1] is Level.DATA}
         if not data:
             return self._without_data(rule, operands)
-        self._check_data(rule, operands, data)
-        return Mark(data.pop() if len(data) == 1 else MIXED, Level.DATA)
+        result = data.pop() if len(data) == 1 else Mark(MIXED, Level.DATA)
+        self._check_data(rule, operands, result.owner)
+        return result
 
-    def _check_data(self, rule: Rule, operands: Operands, data: set[int]) -> None:
-        if len(data) > 1 or MIXED in data:
+    def _check_data(self, rule: Rule, operands: Operands, owner: int) -> None:
+        if owner == MIXED:
             self._report(Kind.GLOBAL, f"`{rule.name}` combines data of several parameters")
         elif rule.effect is Effect.LEAVES and _takes_data(rule, operands):
             self._report(Kind.GLOBAL, f"`{rule.name}` takes a number out of data of a parameter")
         elif rule.effect is Effect.REPLACES_MEMORY:
             self._report(Kind.GLOBAL, f"`{rule.name}` gives a parameter other memory")
-        elif not self._is_element_wise(rule, operands, next(iter(data))):
+        elif not self._is_element_wise(rule, operands, owner):
             what = f"`{rule.name}` combines elements of a parameter, or depends on their places"
             self._report(Kind.PER_PARAMETER, what)
 
     def _is_element_wise(self, rule: Rule, operands: Operands, owner: int) -> bool:
-        is_mask = rule.effect is Effect.MASKS and _is_mask(operands)
-        if rule.effect is not Effect.ELEMENT_WISE and not is_mask:
+        if rule.effect is not Effect.ELEMENT_WISE and not _is_mask(rule, operands):
             return False
         shape = self._shapes[owner]
         return all(_fits(tensor, mark, shape) for tensor, mark in operands)
@@ -150,9 +151,6 @@ class Following:
             _fits(tensor, each, first.shape) for tensor, each in operands
         )
         return Mark(mark.owner, Level.UNIFORM if is_uniform else Level.SHAPED)
-
-    def _like(self, operands: Operands) -> Mark | None:
-        return next((Mark(mark.owner, Level.UNIFORM) for _, mark in operands if mark), None)
 
     def _drawn(self, rule: Rule, operands: Operands) -> Mark:
         owners = {mark.owner for _, mark in operands if mark}
@@ -200,6 +198,7 @@ def _takes_data(rule: Rule, operands: Operands) -> bool:
     return any(mark is not None and mark.level is Level.DATA for _, mark in chosen)
 
 
-def _is_mask(operands: Operands) -> bool:
+def _is_mask(rule: Rule, operands: Operands) -> bool:
     """Of a target, an index, and what is written there."""
-    return len(operands) == 3 and operands[1][0].dtype is torch.bool and operands[2][1] is None
+    is_known = rule.effect is Effect.MASKS and len(operands) == 3
+    return is_known and operands[1][0].dtype is torch.bool and operands[2][1] is None

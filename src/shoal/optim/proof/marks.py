@@ -51,7 +51,7 @@ class _Memory:
 
     def place_of(self, tensor: Tensor) -> int:
         """The part in which a tensor begins; -1 for none."""
-        low, _ = _extent(tensor)
+        low = tensor.storage_offset() * tensor.itemsize
         place = bisect.bisect_right(self.starts, low) - 1
         return place if place >= 0 and low < self.parts[place][1] else -1
 
@@ -71,8 +71,9 @@ class Marks:
         place = memory.place_of(tensor) if memory.parts else -1
         if place < 0:
             return memory.mark
-        _, stop, mark = memory.parts[place]
-        return mark if _extent(tensor)[1] <= stop else Mark(MIXED, Level.DATA)
+        start, stop, mark = memory.parts[place]
+        is_whole = tensor.nbytes == stop - start and tensor.is_contiguous()
+        return mark if is_whole or _extent(tensor)[1] <= stop else Mark(MIXED, Level.DATA)
 
     def write(self, tensor: Tensor, mark: Mark) -> None:
         """The memory of a tensor has been written to."""

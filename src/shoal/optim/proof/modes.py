@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.optim.proof.following import Following, Results
+from shoal.optim.proof.rules import rule_for
 
 Run = Callable[[Any, Any, dict[str, Any], Results], Any]
 """Runs an operation, given its arguments and the marks that its results will have."""
@@ -56,12 +57,12 @@ class _Operations(TorchDispatchMode):
         self._following, self._run = following, run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, rule = kwargs or {}, rule_for(func)
         # Ours are no looks of the optimizer's.
         with torch._C.DisableTorchFunction():
-            marks = self._following.before(func, args, kwargs)
+            marks = self._following.before(rule, args, kwargs)
             result = self._run(func, args, kwargs, marks)
-            self._following.after(func, args, kwargs, result, marks)
+            self._following.after(rule, args, kwargs, result, marks)
         return result
 
 

@@ -9,7 +9,6 @@ that is neither tagged nor listed may combine all elements of all its operands.
 
 from __future__ import annotations
 
-import functools
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
@@ -28,6 +27,8 @@ _UNTAGGED = frozenset(
 _FOREACH = "_foreach_"
 # Named like operations that have the tag: the largest of a tensor, not of two tensors.
 _REDUCING = frozenset(["_foreach_max", "_foreach_mm", "_foreach_norm", "_foreach_powsum"])
+# What fused kernels call the numbers of steps; some say that they write to them.
+_COUNTERS = "state_steps"
 _LEAVING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -80,9 +81,19 @@ class Rule(NamedTuple):
     written: tuple[tuple[int, str], ...]
 
 
-@functools.cache
+_RULES: dict[int, tuple[Any, Rule]] = {}
+"""By identity, because operations take long to hash; each is kept with its rule."""
+
+
 def rule_for(operation: Any) -> Rule:
     """What is known of an operation, as a dispatch mode gets it."""
+    known = _RULES.get(id(operation))
+    if known is None:
+        known = _RULES[id(operation)] = operation, _made_rule(operation)
+    return known[1]
+
+
+def _made_rule(operation: Any) -> Rule:
     schema = operation._schema
     name = schema.name.partition("::")[2]
     is_known = schema.name.startswith("aten::")  # others may have any name
@@ -93,7 +104,9 @@ def rule_for(operation: Any) -> Rule:
         tuple(
             (place, argument.name)
             for place, argument in enumerate(schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
+            if argument.alias_info is not None
+            and argument.alias_info.is_write
+            and argument.name != _COUNTERS
         ),
     )
 

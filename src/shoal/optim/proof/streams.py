@@ -125,8 +125,9 @@ class Drawing:
 
     def __call__(self, operation: Any, args: Any, kwargs: dict[str, Any], marks: Results) -> Any:
         """Runs an operation."""
-        is_draw = rule_for(operation).effect is Effect.DRAWS
-        if self._streams is None or not is_draw or marks[0] is None or marks[0].owner == MIXED:
+        if self._streams is None or rule_for(operation).effect is not Effect.DRAWS:
+            return operation(*args, **kwargs)
+        if marks[0] is None or marks[0].owner == MIXED:
             return operation(*args, **kwargs)
         owner = marks[0].owner
         number = owner if self._numbers is None else self._numbers[owner]

@@ -26,8 +26,25 @@ _OF_TORCH: dict[type[Optimizer], Kind] = {
     optim.SparseAdam: Kind.GLOBAL,
 }  # fmt: skip
 
-_OF_OTHERS: dict[str, Kind] = {}
-"""By module and class. A proof finds them global: they decide by numbers of the parameter."""
+_OF_OTHERS: dict[str, Kind] = dict.fromkeys(
+    [
+        "pytorch_optimizer.optimizer.adamp.AdamP",
+        "pytorch_optimizer.optimizer.adamp.SGDP",
+        "pytorch_optimizer.optimizer.adanorm.AdaNorm",
+        "pytorch_optimizer.optimizer.fromage.Fromage",
+        "pytorch_optimizer.optimizer.lars.LARS",
+        "timm.optim.adamp.AdamP",
+        "timm.optim.mars.Mars",
+        "timm.optim.nvnovograd.NvNovoGrad",
+        "timm.optim.sgdp.SGDP",
+    ],
+    Kind.PER_PARAMETER,
+)
+"""By module and class. A proof can only find them global.
+
+They decide by a number of the parameter they step, or compute numbers of all in one tensor, each at
+its own index.
+"""
 
 
 def look_up(optimizer: Optimizer) -> Judgement | None:
