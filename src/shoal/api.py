@@ -19,7 +19,8 @@ from shoal.launch.exit import watch_exit
 from shoal.launch.joining import check_name, choose_for_cpu, join
 from shoal.launch.outcome import Outcome
 from shoal.launch.run import run_outcomes
-from shoal.optim import PAIRS, Kind, ShardedOptimizer, find_kind
+from shoal.optim import PAIRS, Kind, ShardedOptimizer
+from shoal.optim.kinds import Judgement, judge
 from shoal.sampling import sampler as sampler
 from shoal.strategies import ShardedModel
 from shoal.strategies.options import check_options
@@ -284,23 +285,31 @@ def _wrap_optimizers(
     optimizers: Sequence[Optimizer], kind: type[ShardedOptimizer], model: ShardedModel
 ) -> list[ShardedOptimizer]:
     """Those that need whole parameters first, since the memory is laid out for them."""
-    needs_whole = [
-        not isinstance(optimizer, ShardedOptimizer) and find_kind(optimizer) is Kind.PER_PARAMETER
+    judged = [
+        None if isinstance(optimizer, ShardedOptimizer) else judge(optimizer)
         for optimizer in optimizers
     ]
-    order = sorted(range(len(optimizers)), key=lambda index: not needs_whole[index])
-    wrapped = {index: _wrap_optimizer(optimizers[index], kind, model) for index in order}
+    order = sorted(
+        range(len(optimizers)),
+        key=lambda index: getattr(judged[index], "kind", None) is not Kind.PER_PARAMETER,
+    )
+    wrapped = {
+        index: _wrap_optimizer(optimizers[index], kind, model, judged[index]) for index in order
+    }
     return [wrapped[index] for index in range(len(optimizers))]
 
 
 def _wrap_optimizer(
-    optimizer: Optimizer, kind: type[ShardedOptimizer], model: ShardedModel
+    optimizer: Optimizer,
+    kind: type[ShardedOptimizer],
+    model: ShardedModel,
+    judgement: Judgement | None = None,
 ) -> ShardedOptimizer:
     if isinstance(optimizer, ShardedOptimizer):
         if type(optimizer) is kind and optimizer.model is model:
             return optimizer
         raise ValueError("the optimizer is wrapped already, with another strategy or model")
-    return kind(optimizer, model)
+    return kind(optimizer, model, kind=judgement)
 
 
 def verify(

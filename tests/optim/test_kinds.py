@@ -1,7 +1,8 @@
-"""What each of torch's optimizers needs to see at once, as found by trying."""
+"""What each of torch's optimizers needs to see at once: by the table, and by proof."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.optim import Kind, find_kind
+from shoal.optim.proof.proving import prove
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -63,6 +65,85 @@ def test_kinds_of_torch_s_optimizers(
     name: str, make: Callable[[Any], Optimizer], kind: Kind
 ) -> None:
     assert find_kind(make(parameters())) is kind
+
+
+def _proved(optimizer: Optimizer) -> Kind:
+    """As if no table knew it."""
+    found = [prove(optimizer, group, group["params"]) for group in optimizer.param_groups]
+    return max((each.kind for each in found), key=list(Kind).index)
+
+
+# A proof finds these coarser than they are. Adafactor decides by the norm of the parameter it
+# steps; the others cannot be stepped by themselves.
+UNPROVED = {"Adafactor": Kind.GLOBAL, "LBFGS": Kind.GLOBAL, "SparseAdam": Kind.GLOBAL}
+
+
+@pytest.mark.parametrize(("name", "make", "kind"), ZOO, ids=[name for name, _, _ in ZOO])
+def test_the_table_says_what_a_proof_finds(
+    name: str, make: Callable[[Any], Optimizer], kind: Kind
+) -> None:
+    assert _proved(make(parameters())) is UNPROVED.get(name, kind)
+
+
+GRID: dict[Callable[..., Optimizer], list[dict[str, Any]]] = {
+    torch.optim.SGD: [{"momentum": 0.9, "nesterov": True}, {"fused": True}, {"dampening": 0.1}],
+    torch.optim.Adam: [{"amsgrad": True}, {"fused": True, "amsgrad": True}, {"lr": "tensor"}],
+    torch.optim.AdamW: [{"amsgrad": True, "foreach": False}, {"fused": True}, {"lr": "tensor"}],
+    torch.optim.NAdam: [{"decoupled_weight_decay": True}],
+    torch.optim.RAdam: [{"decoupled_weight_decay": True}],
+    torch.optim.RMSprop: [{"centered": True, "momentum": 0.9}],
+    torch.optim.Adagrad: [{"lr_decay": 0.1}, {"fused": True}],
+    torch.optim.Adadelta: [{}],
+    torch.optim.Adamax: [{}],
+    torch.optim.ASGD: [{"lambd": 0.1}],
+    torch.optim.Rprop: [{}],
+}
+COMMON: list[dict[str, Any]] = [
+    {},
+    {"foreach": True},
+    {"foreach": False, "maximize": True},
+    {"weight_decay": 0.1},
+]
+
+
+@pytest.mark.parametrize("make", GRID)
+def test_options_make_no_optimizer_of_torch_coarser(make: Callable[..., Optimizer]) -> None:
+    """Not tried: ``capturable``, for GPUs, and ``differentiable``, which steps no parameters."""
+    known = inspect.signature(make).parameters
+    for special in GRID[make]:
+        for common in COMMON:
+            options = {k: v for k, v in {**common, **special}.items() if k in known}
+            if options.get("fused") and options.get("foreach"):
+                continue
+            if options.get("lr") == "tensor":
+                options["lr"] = torch.tensor(0.01)
+                if options.get("foreach"):
+                    continue  # only with capturable
+            assert _proved(make(parameters(), **options)) is Kind.ELEMENT_WISE, options
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_dtypes_make_no_difference(dtype: torch.dtype) -> None:
+    own = [nn.Parameter(torch.zeros(3, 2, dtype=dtype)), nn.Parameter(torch.zeros(4, dtype=dtype))]
+    assert _proved(torch.optim.AdamW(own)) is Kind.ELEMENT_WISE
+
+
+def test_an_option_that_the_constructor_hides_counts() -> None:
+    class Hidden(Normalized):
+        """Takes its option under another name, and keeps it outside of the groups."""
+
+        def __init__(self, params: Any, **options: Any) -> None:
+            super().__init__(params)
+            self._couples = options.get("coupled", False)
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.sub_(p.grad.norm() * 0.1 if self._couples else p.grad)
+
+    assert find_kind(Hidden(parameters())) is Kind.ELEMENT_WISE
+    assert find_kind(Hidden(parameters(), coupled=True)) is Kind.PER_PARAMETER
 
 
 def test_every_optimizer_of_torch_is_tried() -> None:

@@ -138,7 +138,8 @@ def _merge_optimizer(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         names = dict.fromkeys(name for each in named for name in each["parameters"])
         groups.append({"parameters": list(names), "options": group["options"]})
     state = _union([own["state"] for own in by_rank])
-    return {"class": longest["class"], "groups": groups, "state": state}
+    about = {key: longest[key] for key in ("class", "streams")}
+    return {**about, "groups": groups, "state": state}
 
 
 def _union(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

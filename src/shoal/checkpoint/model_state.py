@@ -49,6 +49,12 @@ def held_parameters(model: nn.Module) -> Iterator[Held]:
         yield Held(name, Extent.whole(parameter.shape), memory.reshape(-1))
 
 
+def check_steps(model: nn.Module) -> None:
+    """Raises for a model whose last step has stopped half-way."""
+    if isinstance(model, ShardedModel):
+        model.engine.check_steps()
+
+
 def check_has_memory(model: nn.Module) -> None:
     """Raises for a plain module on the meta device, where nothing can be put."""
     if isinstance(model, ShardedModel):

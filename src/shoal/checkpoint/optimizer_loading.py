@@ -51,7 +51,7 @@ class OptimizerLoading:
             if self._saved_name(name) in known and name not in self.new
         }
         options = [self._options(place, names, own) for place, (names, own) in enumerate(groups)]
-        return optimizer_state.receive(optimizer, model, states, options)
+        return optimizer_state.receive(optimizer, model, states, options, _streams(self.saved))
 
     def _saved_name(self, name: str) -> str:
         return self.ties.get(name, name)
@@ -108,6 +108,15 @@ class OptimizerLoading:
 
     def _option_tensors(self, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         return read_tensors(self.source, values.references(group["options"]))
+
+
+def _streams(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where random draws go on, in the form that `optimizer_state.streams` gives it."""
+    found = saved.get("streams", {})
+    numbers = [number for each in found.values() for number in each.values()]
+    if not all(type(number) is int for number in numbers):
+        raise ValueError("what an optimizer draws from must be given in whole numbers")
+    return found  # type: ignore[no-any-return]
 
 
 def _dtype_of(model: nn.Module, name: str) -> torch.dtype:

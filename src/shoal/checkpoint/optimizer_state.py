@@ -51,16 +51,30 @@ def held_state(optimizer: Optimizer, model: nn.Module) -> Iterator[HeldState]:
     return held_whole(optimizer, _names(optimizer, model))
 
 
+def streams(optimizer: Optimizer) -> dict[str, Any]:
+    """What it takes to go on with its random draws; empty if it draws none."""
+    if isinstance(optimizer, ShardedOptimizer):
+        return optimizer.supervision.with_streams({})
+    return {}
+
+
 def receive(
     optimizer: Optimizer,
     model: nn.Module,
     saved: Mapping[str, FullState],
     options: Sequence[Mapping[str, Any]],
+    streams: Mapping[str, Any],
 ) -> Reception:
     """Makes room for new state; see `ShardedOptimizer.receive`."""
     if isinstance(optimizer, ShardedOptimizer):
-        return optimizer.receive(saved, options)
+        reception = optimizer.receive(saved, options)
+        return Reception(reception.wanted, lambda: _accept(reception, optimizer, streams))
     return receive_whole(optimizer, _names(optimizer, model), saved, options)
+
+
+def _accept(reception: Reception, optimizer: ShardedOptimizer, streams: Mapping[str, Any]) -> None:
+    reception.accept()
+    optimizer.supervision.load_streams(streams)
 
 
 def _names(optimizer: Optimizer, model: nn.Module) -> dict[int, str]:

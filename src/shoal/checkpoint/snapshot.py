@@ -114,6 +114,7 @@ def take(
     rank: int,
 ) -> Snapshot:
     """Looks at everything there is to save; copies nothing."""
+    model_state.check_steps(model)
     snapshot = Snapshot()
     module = model_state.plain_module(model)
     _add_model(snapshot, model, module)
@@ -163,4 +164,9 @@ def _add_optimizer(
         if held.name not in states:
             shared = snapshot.encode(dict(held.shared), path)
             states[held.name] = {"elements": sorted(held.tensors), "shared": shared}
-    return {"class": optimizer_state.class_name(optimizer), "groups": groups, "state": states}
+    return {
+        "class": optimizer_state.class_name(optimizer),
+        "groups": groups,
+        "state": states,
+        "streams": optimizer_state.streams(optimizer),
+    }

@@ -16,7 +16,7 @@ from shoal.errors import ShoalError
 from shoal.optim import kernels
 from shoal.optim.fresh_state import renew_state
 from shoal.optim.full_state import as_loaded, assemble, fragments
-from shoal.optim.kinds import Kind, find_kind
+from shoal.optim.kinds import Judgement, Kind, judge
 from shoal.optim.options import Options
 from shoal.optim.reception import (
     Reception,
@@ -30,6 +30,7 @@ from shoal.optim.reception import (
 from shoal.optim.segmentation import Segmentation
 from shoal.optim.segments import Segment
 from shoal.optim.state import State, comparable
+from shoal.optim.supervision import Supervision, declared
 from shoal.sharding.extent import Extent
 from shoal.sharding.holding import FullState, Held, HeldState
 from shoal.strategies.flat_group import FlatGroup
@@ -42,7 +43,7 @@ class ShardedOptimizer(Optimizer):
 
     The user's object is kept, with its ``param_groups``, so hyperparameters and learning-rate
     schedulers go on working; while it steps, it has this rank's memory in the place of the
-    parameters. What an optimizer needs to see at once (`Kind`) is found by trying, or declared.
+    parameters. What an optimizer needs to see at once (`Kind`) is known, proved, or declared.
     """
 
     model_class: ClassVar[type[ShardedModel]] = ShardedModel
@@ -50,7 +51,11 @@ class ShardedOptimizer(Optimizer):
     _step_supports_amp_scaling = False
 
     def __init__(
-        self, optimizer: Optimizer, model: ShardedModel, *, kind: Kind | str | None = None
+        self,
+        optimizer: Optimizer,
+        model: ShardedModel,
+        *,
+        kind: Kind | str | Judgement | None = None,
     ) -> None:
         """Makes the optimizer step this rank's memory.
 
@@ -63,7 +68,8 @@ class ShardedOptimizer(Optimizer):
         self.optimizer, self.model = optimizer, model
         self._options = Options(optimizer)
         compare(model.all_ranks, self.facts())
-        self.kind = find_kind(optimizer) if kind is None else Kind(kind)
+        judgement = self._judge(optimizer, kind)
+        self.kind = judgement.kind
         self._check_parameters()
         if self.kind is Kind.GLOBAL and model.engine.settings.compute_dtype is not None:
             raise ValueError(
@@ -74,6 +80,7 @@ class ShardedOptimizer(Optimizer):
         renew_state(optimizer)
         self._originals = [list(group["params"]) for group in optimizer.param_groups]
         self._check_kind()
+        self.supervision = self._supervise(judgement)
         if self.kind is Kind.PER_PARAMETER:
             model.keep_whole([p for group in optimizer.param_groups for p in group["params"]])
         if self.kind is Kind.GLOBAL and model.sharding.optimizer:
@@ -87,7 +94,13 @@ class ShardedOptimizer(Optimizer):
         self._num_states = self._state_bytes = 0
         self._num_rounds = 0
         self._is_stepping = False
-        self._segments = Segmentation(optimizer, model.engine, self.kind, may_fuse=self._may_fuse())
+        self._segments = Segmentation(
+            optimizer,
+            model.engine,
+            self.kind,
+            may_fuse=self._may_fuse(),
+            is_watched=judgement.is_watched,
+        )
         if self.kind is not Kind.GLOBAL:
             self._segments.take_over()
             optimizer.register_state_dict_pre_hook(_refuse_state)
@@ -123,6 +136,24 @@ class ShardedOptimizer(Optimizer):
                 "Adagrad, whose steps are the same for both"
             )
 
+    @staticmethod
+    def _judge(optimizer: Optimizer, kind: Kind | str | Judgement | None) -> Judgement:
+        if kind is None or isinstance(kind, Judgement):
+            return kind or judge(optimizer)
+        return declared(Kind(kind), optimizer)
+
+    def _supervise(self, judgement: Judgement) -> Supervision:
+        seed = None
+        if judgement.draws:
+            seed = self.model.all_ranks.broadcast_object(torch.initial_seed())
+        return Supervision(
+            self.optimizer,
+            judgement,
+            parameters=self._originals,
+            seed=seed,
+            on_violation=lambda: self._engine.tear(),
+        )
+
     def _check_kind(self) -> None:
         """Refuses kinds that do not go with how the model is held; all do, in general."""
 
@@ -134,6 +165,12 @@ class ShardedOptimizer(Optimizer):
                         f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is "
                         "not part of the model: build it from this model's parameters"
                     )
+
+    def describe(self) -> str:
+        """Its kind, and how that is known."""
+        judgement = self.supervision.judgement
+        watched = "; every step is watched" if judgement.is_watched else ""
+        return f"{type(self.optimizer).__name__} is {judgement}{watched}"
 
     # An Optimizer in all but its own state ------------------------------------------------
 
@@ -172,7 +209,7 @@ class ShardedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The whole state, as the plain optimizer would have it; every rank calls it."""
         if self.kind is Kind.GLOBAL:
-            return self.optimizer.state_dict()
+            return self.supervision.with_streams(self.optimizer.state_dict())
         numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
         own = list(fragments(self.optimizer, list(self._segments), numbers))
         groups = [
@@ -181,11 +218,12 @@ class ShardedOptimizer(Optimizer):
             for group, originals in zip(self.param_groups, self._originals, strict=True)
         ]
         whole = assemble(self._engine.shards, own, self.parameters)
-        return {"state": whole, "param_groups": groups}
+        return self.supervision.with_streams({"state": whole, "param_groups": groups})
 
     @torch.inference_mode(mode=False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a whole state, of this optimizer or a plain one; every rank calls it."""
+        self.supervision.load_streams(state_dict)
         if self.kind is Kind.GLOBAL:
             self.optimizer.load_state_dict(state_dict)
             return
@@ -352,6 +390,7 @@ class ShardedOptimizer(Optimizer):
             MismatchError: If the ranks do not train alike, or their weights have drifted apart.
         """
         self._options.chosen()
+        self.supervision.check_options()
         loss = (
             self._step_everything(closure)
             if self.kind is Kind.GLOBAL
@@ -407,8 +446,17 @@ class ShardedOptimizer(Optimizer):
 
     def _inner_step(self) -> None:
         """The user's optimizer, on this rank's memory."""
-        with self._kernels():
+        with self._kernels(), self.supervision.step(self._stepped_numbers):
             self.optimizer.step()
+
+    def _stepped_numbers(self) -> list[int]:
+        """For each tensor that is stepped, the number of its (first) parameter."""
+        numbers = self._numbers_by_id()
+        return [numbers[id(each.group.parameters[each.places[0]])] for each in self._segments]
+
+    def _numbers_by_id(self) -> dict[int, int]:
+        """Each parameter's number among all of the user's, by its id."""
+        return {id(parameter): number for number, parameter in enumerate(self.parameters)}
 
     def _kernels(self) -> contextlib.AbstractContextManager[None]:
         """Around a step: which kernels make it."""
@@ -432,14 +480,15 @@ class ShardedOptimizer(Optimizer):
         """Every rank makes the same step on everything."""
 
         def evaluate() -> Any:
-            loss = self._mean(closure()) if closure is not None else None
-            self._engine.gather_gradients(self._num_rounds)
+            with self.supervision.outside_of_step():
+                loss = self._mean(closure()) if closure is not None else None
+                self._engine.gather_gradients(self._num_rounds)
             return loss
 
         if closure is None:
             evaluate()
             self._check_ranks()
-        with self._engine.full_parameters(), self._stepping():
+        with self._engine.full_parameters(), self._stepping(), self.supervision.step():
             loss = self.optimizer.step(evaluate if closure is not None else None)
         with self._engine.hand_made.final():  # the step may have changed them, the same everywhere
             self._engine.hand_made.adopt()

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from shoal.optim.kinds import Kind, find_kind
+from shoal.optim.kinds import Judgement, Kind
 from shoal.optim.optimizer import ShardedOptimizer
 from shoal.strategies.model import ShardedModel
 from shoal.strategies.pipeline import PipelineParallelModel
@@ -22,7 +22,11 @@ class PipelineParallelOptimizer(ShardedOptimizer):
     model: PipelineParallelModel
 
     def __init__(
-        self, optimizer: Optimizer, model: ShardedModel, *, kind: Kind | str | None = None
+        self,
+        optimizer: Optimizer,
+        model: ShardedModel,
+        *,
+        kind: Kind | str | Judgement | None = None,
     ) -> None:
         """Points the optimizer at this rank's memory.
 
@@ -33,8 +37,8 @@ class PipelineParallelOptimizer(ShardedOptimizer):
         """
         self._check_pair(optimizer, model)
         assert isinstance(model, PipelineParallelModel)
-        kind = find_kind(optimizer) if kind is None else Kind(kind)
-        if kind is Kind.GLOBAL and model.pipeline.stage.group.size > 1:
+        judgement = self._judge(optimizer, kind)
+        if judgement.kind is Kind.GLOBAL and model.pipeline.stage.group.size > 1:
             raise ValueError(
                 f"{type(optimizer).__name__} may couple any of its parameters, but each rank of a "
                 "pipeline has some layers only. If it works element by element or parameter by "
@@ -44,7 +48,7 @@ class PipelineParallelOptimizer(ShardedOptimizer):
         self._names = _united(model, names)
         """All parameters of each group, over all stages."""
         self._own_names = _keep_own(optimizer, names, model)
-        super().__init__(optimizer, model, kind=kind)
+        super().__init__(optimizer, model, kind=judgement)
 
     def _check_pair(self, optimizer: Optimizer, model: ShardedModel) -> None:
         super()._check_pair(optimizer, model)
@@ -70,7 +74,7 @@ class PipelineParallelOptimizer(ShardedOptimizer):
             for group, of_group in zip(own["param_groups"], self._names, strict=True)
         ]
         state = {numbers[name]: everything[name] for name in numbers if name in everything}
-        return {"state": state, "param_groups": groups}
+        return self.supervision.with_streams({"state": state, "param_groups": groups})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a whole state, of this optimizer or a plain one; every rank calls it."""
@@ -90,7 +94,13 @@ class PipelineParallelOptimizer(ShardedOptimizer):
             group | {"params": [number_of[name] for name in names]}
             for group, names in zip(saved, self._own_names, strict=True)
         ]
-        super().load_state_dict({"state": state_dict["state"], "param_groups": groups})
+        super().load_state_dict({**state_dict, "param_groups": groups})
+
+    def _numbers_by_id(self) -> dict[int, int]:
+        """Counted over all stages."""
+        numbers = self._numbers()
+        own = [name for group in self._own_names for name in group]
+        return {id(p): numbers[name] for p, name in zip(self.parameters, own, strict=True)}
 
     def _numbers(self) -> dict[str, int]:
         return {

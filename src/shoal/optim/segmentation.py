@@ -26,10 +26,26 @@ class Segmentation:
     segments only while it steps.
     """
 
-    def __init__(self, optimizer: Optimizer, engine: Engine, kind: Kind, *, may_fuse: bool) -> None:
-        """Of none yet; ``may_fuse`` says whether fused kernels may make the steps."""
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        engine: Engine,
+        kind: Kind,
+        *,
+        may_fuse: bool,
+        is_watched: bool = False,
+    ) -> None:
+        """Of none yet.
+
+        Args:
+            optimizer: The user's.
+            engine: Of the model.
+            kind: What the optimizer may be divided into.
+            may_fuse: Whether fused kernels may make the steps.
+            is_watched: Whether each operation costs more than the cache saves.
+        """
         self._optimizer, self._engine = optimizer, engine
-        self._kind, self._may_fuse = kind, may_fuse
+        self._kind, self._may_fuse, self._is_watched = kind, may_fuse, is_watched
         self._by_group: list[list[Segment]] = []
 
     def __iter__(self) -> Iterator[Segment]:
@@ -91,7 +107,8 @@ class Segmentation:
                 None if which is None else self._kind_in(which, group, place, kind_of)
                 for place, which in enumerate(belongs)
             ]
-            may_be_cut = is_short and self._kind is Kind.ELEMENT_WISE and not is_one_pass
+            is_best_long = is_one_pass or self._is_watched
+            may_be_cut = is_short and self._kind is Kind.ELEMENT_WISE and not is_best_long
             longest = longest_segment(group.master, may_be_cut=may_be_cut)
             found = make_segments(group, group.master, group.master_bounds, kinds, longest)
             for _, segment in found:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from shoal.errors import ShoalError
 from shoal.optim.kernels import unfused_on_cpu
-from shoal.optim.kinds import Kind, find_kind
+from shoal.optim.kinds import Judgement, Kind
 from shoal.optim.optimizer import ShardedOptimizer
 from shoal.optim.segments import Segment
 from shoal.optim.state import State, is_per_element
@@ -41,14 +41,14 @@ class TensorParallelOptimizer(ShardedOptimizer):
         optimizer: Optimizer,
         model: TensorParallelModel,
         *,
-        kind: Kind | str | None = None,
+        kind: Kind | str | Judgement | None = None,
     ) -> None:
         """See `ShardedOptimizer`; state from before the layers were split is split with them."""
         self._check_pair(optimizer, model)
-        kind = find_kind(optimizer) if kind is None else Kind(kind)
-        if kind is not Kind.PER_PARAMETER:  # those keep the state of wholes
+        judgement = self._judge(optimizer, kind)
+        if judgement.kind is not Kind.PER_PARAMETER:  # those keep the state of wholes
             _split_state(optimizer, model.parts)
-        super().__init__(optimizer, model, kind=kind)
+        super().__init__(optimizer, model, kind=judgement)
 
     def _check_kind(self) -> None:
         """Refuses what cannot be right on parts."""

@@ -464,6 +464,14 @@ class Engine:
         finally:
             self.gathering.free_unless_kept()
 
+    def check_steps(self) -> None:
+        """Raises if a step has stopped half-way, so that nobody keeps what it left."""
+        self._steps.check()
+
+    def tear(self) -> None:
+        """Some parameters have been stepped, and the others will not be."""
+        self._steps.tear()
+
     def mend(self) -> None:
         """All parameters have been given new values, whatever went wrong before."""
         self._steps.mend()

@@ -124,7 +124,7 @@ class ShardedModel(nn.Module):
             "resident_below": resident_below,
             "check_every": check_every,
         }
-        self.optimizers: list[object] = []
+        self.optimizers: list[Any] = []
         """What steps this model's memory."""
         self.training = module.training
 
@@ -293,6 +293,7 @@ class ShardedModel(nn.Module):
         Where everything is replicated (``ddp``) nothing is exchanged, so that a rank may call it
         alone; buffers are this rank's then, and rank 0's are the ones that count.
         """
+        self.engine.check_steps()
         if self.is_part or self.sharding.optimizer:
             self.synchronize_buffers()
         with self.whole_parameters(keep_changes=False):
@@ -364,6 +365,22 @@ class ShardedModel(nn.Module):
         """Inside, what `held` gives may be written to; afterwards every rank has the new values."""
         with torch.no_grad(), self.engine.stepping(list(self.module.parameters())):
             yield
+
+    def describe(self) -> str:
+        """How it is trained: strategy, ranks, memory, and what its optimizers may divide.
+
+        Example:
+            >>> print(model.describe())
+            zero2 over 4 ranks: 1,234 parameters in 1 group of memory
+            AdamW is element-wise: torch's own AdamW
+        """
+        slots = [slot for group in self.engine.groups for slot in group.layout.slots]
+        count = sum(slot.shape.numel() for slot in slots)
+        num_groups = len(self.engine.groups)
+        groups = "1 group" if num_groups == 1 else f"{num_groups} groups"
+        ranks = "1 rank" if self.all_ranks.size == 1 else f"{self.all_ranks.size} ranks"
+        head = f"{self.strategy} over {ranks}: {count:,} parameters in {groups} of memory"
+        return "\n".join([head, *(optimizer.describe() for optimizer in self.optimizers)])
 
     # The module's own -------------------------------------------------------------------
 

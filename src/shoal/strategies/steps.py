@@ -97,10 +97,14 @@ class Steps:
         """Raises if the parameters are half old, half new; see [Note: torn parameters]."""
         if self.is_torn:
             raise ShoalError(
-                "the parameters are a mixture: a rank failed while they were being updated. Load "
+                "the parameters are a mixture: a step failed while they were being updated. Load "
                 "them again with load_state_dict(), for example from a checkpoint, and the "
                 "optimizer's state too."
             )
+
+    def tear(self) -> None:
+        """A step has stopped half-way."""
+        self.is_torn = True
 
     def mend(self) -> None:
         """All parameters have been given new values."""

@@ -41,6 +41,8 @@ class Member(Trainee):
         with Dice(BUILD_SEED).rolling():
             self.parts = Parts.build(build, num_steps)
         self.parts.model, self.parts.optimizers = wrap(self.parts.model, self.parts.optimizers)
+        for optimizer in self.parts.optimizers:
+            optimizer.supervision.seed(BUILD_SEED)  # type: ignore[attr-defined]
         self.data_group: Backend = self.parts.model.data_group  # type: ignore[assignment]
         """The ranks that get other rows than this one."""
         self.parts.model.engine.input_watch.stop()  # type: ignore[operator, union-attr]

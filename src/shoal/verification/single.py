@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from shoal.optim.kernels import fused_where_free
+from shoal.optim.kinds import judge
+from shoal.optim.supervision import Supervision
 from shoal.strategies.training import call_module, count_items
 from shoal.verification.batches import Batch, share
 from shoal.verification.dice import Dice
@@ -42,6 +45,7 @@ class WholeBatch(Trainee):
         with Dice(BUILD_SEED).rolling():
             self.parts = Parts.build(build, num_steps)
         self._dice = rank_dice(0, variation)
+        self._supervisions = {id(each): _supervise(each) for each in self.parts.optimizers}
         self._narrow = Narrow(self.parts.model, compute_dtype)
 
     def compute(self, step: int) -> Tensor:
@@ -72,10 +76,23 @@ class WholeBatch(Trainee):
         with self._dice.rolling():
             super().update(step)
 
+    def stepping(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
+        """What it draws comes from the streams that ranks have."""
+        supervision = self._supervisions[id(optimizer)]
+        return contextlib.nullcontext() if supervision is None else supervision.step()
+
     def to_double(self) -> None:
         """Goes on in float64, where rounding does not matter."""
         self.parts.model.double()
         self.parts.batches = [_double(batch) for batch in self.parts.batches]
+
+
+def _supervise(optimizer: Optimizer) -> Supervision | None:
+    judgement = judge(optimizer)
+    if not judgement.draws:
+        return None
+    parameters = [group["params"] for group in optimizer.param_groups]
+    return Supervision(optimizer, judgement, parameters=parameters, seed=BUILD_SEED)
 
 
 class SplitBatch(WholeBatch):

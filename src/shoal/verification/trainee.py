@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -86,10 +87,15 @@ class Trainee(ABC):
             return self.compute(step)
 
         for optimizer in self.parts.optimizers:
-            if needs_closure(optimizer):
-                optimizer.step(closure)  # type: ignore[arg-type]
-            else:
-                optimizer.step()
+            with self.stepping(optimizer):
+                if needs_closure(optimizer):
+                    optimizer.step(closure)  # type: ignore[arg-type]
+                else:
+                    optimizer.step()
+
+    def stepping(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Around one optimizer's step."""
+        return nullcontext()
 
     def forget(self) -> None:
         """No gradients any more."""

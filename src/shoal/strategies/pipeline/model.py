@@ -213,6 +213,7 @@ class PipelineParallelModel(ShardedModel):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The whole model's state under its own names, on every rank; all of them call it."""
+        self.engine.check_steps()
         prefix = kwargs.pop("prefix", "")
         self.synchronize_buffers()
         with self.own_parameters(keep_changes=False):
@@ -267,8 +268,8 @@ class PipelineParallelModel(ShardedModel):
         return self.pipeline.last_itinerary
 
     def describe(self) -> str:
-        """Who has which layers and how many parameters, and what travels."""
-        return self.pipeline.describe()
+        """Who has which layers and how many parameters, what travels, and what optimizers do."""
+        return f"{self.pipeline.describe()}\n{super().describe()}"
 
 
 def _check_choices(zero: int, micro_batches: int | None, outputs: str) -> None:

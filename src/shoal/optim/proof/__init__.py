@@ -1,0 +1,1 @@
+"""What an optimizer may be divided into, proved by following the data through its steps."""

@@ -1,0 +1,204 @@
+"""Follows the data of parameters through operations, and says what a division would change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.optim.proof.judgement import Finding, Kind
+from shoal.optim.proof.marks import MIXED, Level, Mark, Marks
+from shoal.optim.proof.rules import Effect, Rule
+from shoal.optim.proof.source import current_line
+
+Operands = list[tuple[Tensor, Mark | None]]
+Results = list[Mark | None]
+
+
+class Following:
+    """The parameters that are followed, with all that has been computed from them.
+
+    What a division would change is given to `found`.
+    """
+
+    def __init__(self) -> None:
+        """Of no parameters yet."""
+        self.marks = Marks()
+        self._shapes: list[torch.Size] = []
+
+    def begin(self, parameters: Sequence[Tensor], others: Sequence[Sequence[Tensor]]) -> None:
+        """Follows these, and with each its gradient and state.
+
+        They are given before each step, because a state that was loaded is in other memory.
+        """
+        self._shapes = [parameter.shape for parameter in parameters]
+        self.marks.divide(
+            (tensor, Mark(owner, Level.DATA))
+            for owner, (parameter, own) in enumerate(zip(parameters, others, strict=True))
+            for tensor in (parameter, *own)
+            if tensor.layout is torch.strided
+        )
+
+    def found(self, finding: Finding) -> None:
+        """Something that a division would change; before it happens."""
+
+    # One operation ------------------------------------------------------------------------
+
+    def before(self, rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Results:
+        """Looks at an operation that is about to run; returns the marks of its results.
+
+        One for each index of its lists, where these are on their own; else one for all.
+        """
+        if rule.is_by_index:
+            return [self._look_at(rule, each) for each in self._by_index(args, kwargs)]
+        return [self._look_at(rule, self._operands(args, kwargs))]
+
+    def after(
+        self,
+        rule: Rule,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        result: Any,
+        marks: Results,
+    ) -> None:
+        """Marks what an operation has written and returned."""
+        if not any(marks):
+            return
+        for place, name in rule.written:
+            target = args[place] if place < len(args) else kwargs.get(name)
+            self._mark(target, marks, is_by_index=rule.is_by_index)
+        if not rule.written:  # else it returns what it has written to
+            self._mark(result, marks, is_by_index=rule.is_by_index)
+
+    def _mark(self, target: Any, marks: Results, *, is_by_index: bool) -> None:
+        if isinstance(target, Tensor):
+            self._write(target, marks[0])
+        elif isinstance(target, list | tuple):
+            for place, each in enumerate(target):
+                if isinstance(each, Tensor):
+                    self._write(each, marks[place] if is_by_index else marks[0])
+
+    def _write(self, tensor: Tensor, mark: Mark | None) -> None:
+        if mark is None:
+            return
+        if tensor.layout is not torch.strided:
+            self._report(Kind.GLOBAL, "a sparse tensor was made of data of a parameter")
+            return
+        before = self.marks.find(tensor)
+        if before is None or mark.level > before.level or mark.owner == MIXED:
+            self.marks.write(tensor, mark)
+
+    # Operands -----------------------------------------------------------------------------
+
+    def _operands(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Operands:
+        given = (*args, *kwargs.values()) if kwargs else args
+        return [(tensor, self._find(tensor)) for tensor in _tensors(given)]
+
+    def _find(self, tensor: Tensor) -> Mark | None:
+        return self.marks.find(tensor) if tensor.layout is torch.strided else None
+
+    def _by_index(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Operands]:
+        given = (*args, *kwargs.values())
+        lists = [each for each in given if isinstance(each, list | tuple) and each]
+        alone = [(each, self._find(each)) for each in given if isinstance(each, Tensor)]
+        for place in range(len(lists[0]) if lists else 0):
+            own = [each[place] for each in lists if place < len(each)]
+            yield [*((each, self._find(each)) for each in own if isinstance(each, Tensor)), *alone]
+
+    # Rules --------------------------------------------------------------------------------
+
+    def _look_at(self, rule: Rule, operands: Operands) -> Mark | None:
+        """What an operation on some operands gives."""
+        if rule.effect is Effect.DRAWS:
+            return self._drawn(rule, operands)
+        marks = [mark for _, mark in operands if mark is not None]
+        if not marks:
+            return None
+        if rule.effect is Effect.LIKE:
+            return Mark(marks[0].owner, Level.UNIFORM)
+        data = {mark for mark in marks if mark[1] is Level.DATA}
+        if not data:
+            return self._without_data(rule, operands)
+        result = data.pop() if len(data) == 1 else Mark(MIXED, Level.DATA)
+        self._check_data(rule, operands, result.owner)
+        return result
+
+    def _check_data(self, rule: Rule, operands: Operands, owner: int) -> None:
+        if owner == MIXED:
+            self._report(Kind.GLOBAL, f"`{rule.name}` combines data of several parameters")
+        elif rule.effect is Effect.LEAVES and _takes_data(rule, operands):
+            self._report(Kind.GLOBAL, f"`{rule.name}` takes a number out of data of a parameter")
+        elif rule.effect is Effect.REPLACES_MEMORY:
+            self._report(Kind.GLOBAL, f"`{rule.name}` gives a parameter other memory")
+        elif not self._is_element_wise(rule, operands, owner):
+            what = f"`{rule.name}` combines elements of a parameter, or depends on their places"
+            self._report(Kind.PER_PARAMETER, what)
+
+    def _is_element_wise(self, rule: Rule, operands: Operands, owner: int) -> bool:
+        if rule.effect is not Effect.ELEMENT_WISE and not _is_mask(rule, operands):
+            return False
+        shape = self._shapes[owner]
+        return all(_fits(tensor, mark, shape) for tensor, mark in operands)
+
+    def _without_data(self, rule: Rule, operands: Operands) -> Mark:
+        """Of what was made like a parameter: is it still the same number everywhere?"""
+        first, mark = next((tensor, mark) for tensor, mark in operands if mark)
+        if rule.effect is Effect.LEAVES:
+            self._report(Kind.PER_PARAMETER, f"`{rule.name}` looks at the shape of a parameter")
+        is_uniform = rule.effect is Effect.ELEMENT_WISE and all(
+            _fits(tensor, each, first.shape) for tensor, each in operands
+        )
+        return Mark(mark.owner, Level.UNIFORM if is_uniform else Level.SHAPED)
+
+    def _drawn(self, rule: Rule, operands: Operands) -> Mark:
+        owners = {mark.owner for _, mark in operands if mark}
+        if len(owners) != 1 or MIXED in owners:
+            self._report(Kind.GLOBAL, f"`{rule.name}` draws numbers for no parameter in particular")
+            return Mark(MIXED, Level.DATA)
+        self._report(Kind.PER_PARAMETER, f"`{rule.name}` draws random numbers")
+        return Mark(owners.pop(), Level.DATA)
+
+    # What does not go through operations --------------------------------------------------
+
+    def look_at_shape(self, tensor: Tensor, name: str) -> None:
+        """Somebody asks for the shape of a tensor."""
+        if self._find(tensor) is not None:
+            self._report(Kind.PER_PARAMETER, f"`{name}` looks at the shape of a parameter")
+
+    def look_at_memory(self, tensor: Tensor, name: str) -> None:
+        """Somebody reaches for the memory of a tensor."""
+        mark = self._find(tensor)
+        if mark is not None and mark.level is Level.DATA:
+            self._report(Kind.GLOBAL, f"`{name}` takes data of a parameter out of torch's sight")
+
+    def _report(self, finest: Kind, what: str) -> None:
+        self.found(Finding(finest, what, current_line()))
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from (each for each in value if isinstance(each, Tensor))
+
+
+def _fits(tensor: Tensor, mark: Mark | None, shape: torch.Size) -> bool:
+    """Whether an operand has one number for each element of a parameter, or one for all."""
+    if mark is None:
+        return tensor.numel() == 1
+    return mark.level is not Level.SHAPED and tensor.shape == shape
+
+
+def _takes_data(rule: Rule, operands: Operands) -> bool:
+    """Rows that are picked by numbers which are no data are as many as there are numbers."""
+    chosen = operands[1:] if rule.name == "index" else operands
+    return any(mark is not None and mark.level is Level.DATA for _, mark in chosen)
+
+
+def _is_mask(rule: Rule, operands: Operands) -> bool:
+    """Of a target, an index, and what is written there."""
+    is_known = rule.effect is Effect.MASKS and len(operands) == 3
+    return is_known and operands[1][0].dtype is torch.bool and operands[2][1] is None

@@ -1,0 +1,268 @@
+"""Optimizers that look harmless: training with each is right, or refused."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+import shoal
+from shoal.errors import ShoalError
+from shoal.optim import Kind, find_kind
+from shoal.optim.kinds import judge
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*may couple any of its parameters")
+
+
+class Own(Optimizer):
+    """Gradient descent, with something of its own for each parameter."""
+
+    def __init__(self, params: Any, lr: Any = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        self.prepare()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.move(p, p.grad, group["lr"])
+
+    def every(self) -> Iterator[nn.Parameter]:
+        return (p for group in self.param_groups for p in group["params"] if p.grad is not None)
+
+    def prepare(self) -> None:
+        """Before any parameter moves."""
+
+    def move(self, p: nn.Parameter, gradient: Tensor, lr: Any) -> None:
+        p.sub_(gradient * lr)
+
+
+class CoupledAboveThreshold(Own):
+    def prepare(self) -> None:
+        norm = torch.stack([p.grad.norm() for p in self.every()]).norm()
+        self.factor = torch.where(norm > 50, 50 / norm, torch.ones(()))
+
+    def move(self, p: nn.Parameter, gradient: Tensor, lr: Any) -> None:
+        p.sub_(gradient * self.factor * lr)
+
+
+class LearnsItsRate(Own):
+    """As Prodigy: a number of all parameters, kept as a hyperparameter."""
+
+    def prepare(self) -> None:
+        size = sum(p.grad.abs().sum().item() for p in self.every())
+        for group in self.param_groups:
+            group["d"] = max(group.get("d", 0.5), min(size, 2.0))
+
+    def move(self, p: nn.Parameter, gradient: Tensor, lr: Any) -> None:
+        p.sub_(gradient * (lr * self.param_groups[0]["d"]))
+
+
+class Clips(Own):
+    def prepare(self) -> None:
+        nn.utils.clip_grad_norm_(list(self.every()), 1.0)
+
+
+class BranchesLate(Own):
+    """The probe takes fewer steps."""
+
+    def prepare(self) -> None:
+        if self.count == 5:
+            total = sum(p.grad.sum() for p in self.every())
+            for p in self.every():
+                p.sub_(total * 1e-3)
+
+
+class WritesThroughNumpy(Own):
+    def move(self, p: nn.Parameter, gradient: Tensor, lr: Any) -> None:
+        values = p.detach().numpy()
+        values -= lr * gradient.numpy() / (1 + abs(gradient.numpy()).max())
+
+
+class FactorsBySize(Own):
+    def move(self, p: nn.Parameter, gradient: Tensor, lr: Any) -> None:
+        if p.dim() > 1 and min(p.shape) >= 32:
+            gradient = gradient / (gradient.abs().mean(0, keepdim=True) + 1e-3)
+        p.sub_(gradient * lr)
+
+
+class ClippedByItem(Own):
+    """Divided by its root mean square where that is large."""
+
+    def move(self, p: nn.Parameter, gradient: Tensor, lr: Any) -> None:
+        state = self.state[p]
+        if not state:
+            state["v"], state["t"] = torch.zeros_like(p), 0
+        state["t"] += 1
+        state["v"].mul_(0.99).addcmul_(gradient, gradient, value=0.01)
+        update = gradient / ((state["v"] / (1 - 0.99 ** state["t"])).sqrt() + 1e-8)
+        update.div_(max(1.0, float(update.pow(2).mean().sqrt()) / 1.5))
+        p.sub_(update * lr)
+
+
+class ClippedInTensors(Own):
+    def move(self, p: nn.Parameter, gradient: Tensor, lr: Any) -> None:
+        p.sub_(gradient / gradient.pow(2).mean().sqrt().clamp(min=1.5) * lr)
+
+
+class MasksByPlace(Own):
+    def move(self, p: nn.Parameter, gradient: Tensor, lr: Any) -> None:
+        mask = torch.ones_like(p)
+        mask.select(0, 0).zero_()
+        p.sub_(gradient * mask * lr)
+
+
+class AddsUpAlong(Own):
+    def move(self, p: nn.Parameter, gradient: Tensor, lr: Any) -> None:
+        p.sub_(gradient.cumsum(0) * lr)
+
+
+class CountsParameters(Own):
+    def move(self, p: nn.Parameter, gradient: Tensor, lr: Any) -> None:
+        p.sub_(gradient * (lr / len(list(self.every()))))
+
+
+class CountsElements(Own):
+    def prepare(self) -> None:
+        self.total = sum(p.numel() for p in self.every())
+
+    def move(self, p: nn.Parameter, gradient: Tensor, lr: Any) -> None:
+        p.sub_(gradient * (lr / self.total))
+
+
+def scaled_by_size(gradient: Tensor) -> Tensor:
+    return gradient / gradient.numel()
+
+
+with warnings.catch_warnings():  # it is deprecated, and in use
+    warnings.simplefilter("ignore", DeprecationWarning)
+    compiled = torch.jit.script(scaled_by_size)
+
+
+class CountsUnseen(Own):
+    """Modes see no look at a shape from inside of a compiled function."""
+
+    def move(self, p: nn.Parameter, gradient: Tensor, lr: Any) -> None:
+        p.sub_(compiled(gradient) * lr)
+
+
+class ReplacesMemory(Own):
+    def move(self, p: nn.Parameter, gradient: Tensor, lr: Any) -> None:
+        p.data = p.data - gradient * lr
+
+
+class Langevin(Own):
+    def move(self, p: nn.Parameter, gradient: Tensor, lr: Any) -> None:
+        p.sub_((gradient + torch.randn_like(p)) * lr)
+
+
+class DrawsForNobody(Own):
+    def move(self, p: nn.Parameter, gradient: Tensor, lr: Any) -> None:
+        p.sub_((gradient + torch.randn(p.shape)) * lr)
+
+
+class DrawsWithPython(Own):
+    def move(self, p: nn.Parameter, gradient: Tensor, lr: Any) -> None:
+        p.sub_(gradient * (lr * random.random()))
+
+
+class SharesScratch(Own):
+    """What one parameter leaves in a buffer moves the next."""
+
+    def move(self, p: nn.Parameter, gradient: Tensor, lr: Any) -> None:
+        self.scratch = gradient.sum() + getattr(self, "scratch", torch.zeros(())) * 0.5
+        p.sub_(gradient * lr).sub_(self.scratch * 1e-3)
+
+
+class OwnStep(AdamW):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.clamp_(-1, 1)
+
+
+class Centred(AdamW):
+    """Moves the mean of each parameter to zero."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.mean() * 0.1)
+
+
+REFUSED = "refused"
+ADVERSARIES: list[tuple[Callable[..., Optimizer], Kind, str]] = [
+    (CoupledAboveThreshold, Kind.GLOBAL, "`stack` combines data of several parameters"),
+    (LearnsItsRate, Kind.GLOBAL, "`item` takes a number"),
+    (Clips, Kind.GLOBAL, "several parameters"),
+    (BranchesLate, Kind.ELEMENT_WISE, REFUSED),
+    (WritesThroughNumpy, Kind.GLOBAL, "`numpy` takes data"),
+    (FactorsBySize, Kind.PER_PARAMETER, "`dim` looks at the shape"),
+    (ClippedByItem, Kind.GLOBAL, "`item` takes a number"),
+    (ClippedInTensors, Kind.PER_PARAMETER, "`mean` combines elements"),
+    (MasksByPlace, Kind.PER_PARAMETER, "`mul` combines elements"),
+    (AddsUpAlong, Kind.PER_PARAMETER, "`cumsum` combines elements"),
+    (CountsParameters, Kind.GLOBAL, "each parameter on its own"),
+    (CountsElements, Kind.GLOBAL, "each parameter on its own"),
+    (CountsUnseen, Kind.PER_PARAMETER, "cut into pieces"),
+    (ReplacesMemory, Kind.GLOBAL, "other memory"),
+    (Langevin, Kind.PER_PARAMETER, "`randn_like` draws"),
+    (DrawsForNobody, Kind.GLOBAL, "`randn` draws"),
+    (DrawsWithPython, Kind.GLOBAL, "Python or numpy"),
+    (SharesScratch, Kind.GLOBAL, "`add` combines data of several parameters"),
+    (OwnStep, Kind.ELEMENT_WISE, "nothing"),
+    (partial(OwnStep, fused=True), Kind.ELEMENT_WISE, "nothing"),
+    (partial(OwnStep, foreach=True, amsgrad=True), Kind.ELEMENT_WISE, "nothing"),
+    (partial(OwnStep, lr=torch.tensor(0.01), foreach=False), Kind.ELEMENT_WISE, "nothing"),
+    (Centred, Kind.PER_PARAMETER, "`mean` combines elements"),
+]
+NAMES = [
+    getattr(make, "__name__", str(getattr(make, "keywords", ""))) for make, _, _ in ADVERSARIES
+]
+
+
+def build(make: Callable[..., Optimizer]) -> Any:
+    """Gradients of usual size for three steps and far larger ones from then on."""
+    model = nn.Sequential(nn.Linear(5, 33), nn.Tanh(), nn.Linear(33, 34), nn.Linear(34, 2))
+    scales = (1, 1, 1, 300, 300, 1)
+    batches = [(scale * torch.randn(6, 5), torch.randn(6, 2)) for scale in scales]
+    return model, make(model.parameters()), batches, nn.functional.mse_loss
+
+
+@pytest.mark.parametrize(("make", "kind", "reason"), ADVERSARIES, ids=NAMES)
+def test_kind_and_why(make: Callable[..., Optimizer], kind: Kind, reason: str) -> None:
+    _, optimizer, _, _ = build(make)
+    judgement = judge(optimizer)
+    assert find_kind(optimizer) is judgement.kind is kind
+    assert reason == REFUSED or reason in judgement.reason
+    if "`" in reason:
+        assert "test_adversaries.py:" in judgement.reason or "clip_grad.py:" in judgement.reason
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("zero2", 3), ("zero3", 2)])
+@pytest.mark.parametrize(("make", "kind", "reason"), ADVERSARIES, ids=NAMES)
+def test_training_is_right_or_refused(
+    make: Callable[..., Optimizer], kind: Kind, reason: str, strategy: str, ranks: int
+) -> None:
+    def verify() -> Any:
+        return shoal.verify(
+            partial(build, make), strategy=strategy, ranks=ranks, steps=6, reference="split"
+        )
+
+    if reason == REFUSED:
+        with pytest.raises(ShoalError, match="steps as element-wise"):
+            verify()
+    else:
+        verify().raise_if_different()
