@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -37,101 +38,248 @@ class Student(nn.Module):
 
 
 Batches = Callable[[int], Any]
-Deed = Callable[[Any, Batches, int], object]
 
 
-def some(model: Any, number: int) -> nn.Parameter:
-    parameters = list(model.parameters())
-    return parameters[number % len(parameters)]
+@dataclass
+class Loop:
+    """What the deeds of a user have at hand."""
+
+    model: Any
+    optimizer: Any
+    batches: Batches
+    has_own_gradients: bool = False
+    """Whether some were put in by hand and are not averaged yet."""
+
+    def average(self) -> None:
+        """Before gradients are looked at, or clipped by torch, which cannot know whose they are."""
+        if self.has_own_gradients and not isinstance(self.model, Student):
+            self.model.synchronize_gradients()
+        self.has_own_gradients = False
+
+    def some(self, number: int) -> nn.Parameter:
+        """One of the parameters."""
+        parameters = list(self.model.parameters())
+        return parameters[number % len(parameters)]
+
+    def loss(self, number: int) -> Tensor:
+        """Of another batch."""
+        x, y = self.batches(number)
+        return F.mse_loss(self.model(x), y)
 
 
-def predict(model: Any, batches: Batches, number: int) -> None:
+Deed = Callable[[Loop, int], object]
+
+
+# Looking ---------------------------------------------------------------------------------------
+
+
+def predict(loop: Loop, number: int) -> None:
     with torch.no_grad():
-        model(batches(number)[0])
+        loop.model(loop.batches(number)[0])
 
 
-@torch.no_grad()
-def scale(model: Any, batches: Batches, number: int) -> None:
-    some(model, number).mul_(0.9)
-
-
-def follow(model: Any, batches: Batches, number: int) -> None:
-    for ours, theirs in zip(model.teacher.parameters(), model.student.parameters(), strict=True):
-        ours.data.mul_(0.9).add_(theirs.data, alpha=0.1)
-
-
-def follow_at_once(model: Any, batches: Batches, number: int) -> None:
-    ours = [parameter.data for parameter in model.teacher.parameters()]
-    theirs = [parameter.data for parameter in model.student.parameters()]
-    torch._foreach_lerp_(ours, theirs, 0.1)
-
-
-def write_late(model: Any, batches: Batches, number: int) -> None:
-    memory = some(model, number).detach()
-    some(model, number // 7).sum()
-    memory.mul_(0.9)
-
-
-def load(model: Any, batches: Batches, number: int) -> None:
-    model.load_state_dict({name: 0.9 * value for name, value in model.state_dict().items()})
-
-
-def draw_anew(model: Any, batches: Batches, number: int) -> None:
-    torch.manual_seed(number)
-    nn.init.normal_(some(model, number), std=0.3)
-
-
-def train_more(model: Any, batches: Batches, number: int) -> None:
-    x, y = batches(number)
-    F.mse_loss(model(x) + model(0.5 * x), y).backward()
-
-
-def clip(model: Any, batches: Batches, number: int) -> None:
-    if isinstance(model, Student):
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    else:
-        model.clip_grad_norm_(0.5)
+def look_at_gradient(loop: Loop, number: int) -> None:
+    loop.average()
+    gradient = loop.some(number).grad
+    if gradient is not None:
+        assert bool(gradient.isfinite().all())
+        assert float(gradient.norm()) >= 0
 
 
 LOOKS: dict[str, Deed] = {
-    "look": lambda model, batches, number: some(model, number).data.sum(),
-    "norm": lambda model, batches, number: [p.detach().norm() for p in model.parameters()],
-    "state": lambda model, batches, number: model.state_dict(),
-    "forward": lambda model, batches, number: model(batches(number)[0]),
+    "look": lambda loop, number: loop.some(number).data.sum(),
+    "norm": lambda loop, number: [p.detach().norm() for p in loop.model.parameters()],
+    "state": lambda loop, number: loop.model.state_dict(),
+    "forward": lambda loop, number: loop.model(loop.batches(number)[0]),
     "predict": predict,
 }
+
+
+# Changing weights ------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def scale(loop: Loop, number: int) -> None:
+    loop.some(number).mul_(0.9)
+
+
+def clamp(loop: Loop, number: int) -> None:
+    for parameter in loop.model.parameters():
+        parameter.data.clamp_(-0.5, 0.5)
+
+
+@torch.no_grad()
+def reset_row(loop: Loop, number: int) -> None:
+    loop.some(number)[0] = 0.1
+
+
+def replace_data(loop: Loop, number: int) -> None:
+    parameter = loop.some(number)
+    parameter.data = parameter.data * 0.9
+
+
+def from_vector(loop: Loop, number: int) -> None:
+    vector = nn.utils.parameters_to_vector(loop.model.parameters())
+    nn.utils.vector_to_parameters(0.9 * vector.detach(), loop.model.parameters())
+
+
+def follow(loop: Loop, number: int) -> None:
+    teacher, student = loop.model.teacher, loop.model.student
+    for ours, theirs in zip(teacher.parameters(), student.parameters(), strict=True):
+        ours.data.mul_(0.9).add_(theirs.data, alpha=0.1)
+
+
+def follow_at_once(loop: Loop, number: int) -> None:
+    ours = [parameter.data for parameter in loop.model.teacher.parameters()]
+    theirs = [parameter.data for parameter in loop.model.student.parameters()]
+    torch._foreach_lerp_(ours, theirs, 0.1)
+
+
+def write_late(loop: Loop, number: int) -> None:
+    memory = loop.some(number).detach()
+    loop.some(number // 7).sum()
+    memory.mul_(0.9)
+
+
+def load(loop: Loop, number: int) -> None:
+    state = loop.model.state_dict()
+    loop.model.load_state_dict({name: 0.9 * value for name, value in state.items()})
+
+
+def draw_anew(loop: Loop, number: int) -> None:
+    torch.manual_seed(number)
+    nn.init.normal_(loop.some(number), std=0.3)
+
+
 CHANGES: dict[str, Deed] = {
     "scale": scale,
+    "clamp": clamp,
+    "reset row": reset_row,
+    "replace data": replace_data,
+    "from vector": from_vector,
     "follow": follow,
     "follow at once": follow_at_once,
     "write late": write_late,
     "load": load,
     "draw anew": draw_anew,
 }
-DEEDS = {**LOOKS, **CHANGES, "train more": train_more, "clip": clip}
+
+
+# Changing gradients ----------------------------------------------------------------------------
+
+
+def train_more(loop: Loop, number: int) -> None:
+    x, y = loop.batches(number)
+    F.mse_loss(loop.model(x) + loop.model(0.5 * x), y).backward()
+
+
+def clip(loop: Loop, number: int) -> None:
+    if isinstance(loop.model, Student):
+        nn.utils.clip_grad_norm_(loop.model.parameters(), 0.5)
+    else:
+        loop.model.clip_grad_norm_(0.5)
+
+
+def scale_gradient(loop: Loop, number: int) -> None:
+    gradient = loop.some(number).grad
+    if gradient is not None:
+        gradient.mul_(0.5)
+
+
+def replace_gradient(loop: Loop, number: int) -> None:
+    parameter = loop.some(number)
+    if parameter.grad is not None:
+        parameter.grad = parameter.grad * 0.5
+
+
+def drop_gradient(loop: Loop, number: int) -> None:
+    loop.some(number).grad = None
+
+
+def set_gradients(loop: Loop, number: int) -> None:
+    """By hand, as methods for several tasks do: what a rank computes is of its own batch."""
+    trained = [p for p in loop.model.parameters() if p.requires_grad]
+    if not trained:
+        return
+    some = trained[number % len(trained) :][:2]
+    gradients = torch.autograd.grad(loop.loss(number), some, allow_unused=True)
+    for parameter, gradient in zip(some, gradients, strict=True):
+        if gradient is not None:
+            parameter.grad = gradient
+    loop.has_own_gradients = True
+
+
+def clip_by_torch(loop: Loop, number: int) -> None:
+    loop.average()
+    nn.utils.clip_grad_norm_(loop.model.parameters(), 0.5)
+
+
+def clip_values(loop: Loop, number: int) -> None:
+    loop.average()
+    nn.utils.clip_grad_value_(loop.model.parameters(), 0.05)
+
+
+GRADIENTS: dict[str, Deed] = {
+    "train more": train_more,
+    "clip": clip,
+    "clip by torch": clip_by_torch,
+    "clip values": clip_values,
+    "look at gradient": look_at_gradient,
+    "scale gradient": scale_gradient,
+    "replace gradient": replace_gradient,
+    "drop gradient": drop_gradient,
+    "set gradients": set_gradients,
+}
+
+
+# Changing what is trained, and how -------------------------------------------------------------
+
+
+def freeze(loop: Loop, number: int) -> None:
+    """Or trains it again."""
+    parameter = loop.some(number)
+    parameter.requires_grad_(not parameter.requires_grad)
+
+
+def change_options(loop: Loop, number: int) -> None:
+    group = loop.optimizer.param_groups[0]
+    group["lr"] = 0.02 * (1 + number % 5)
+    group["weight_decay"] = 0.01 * (number % 3)
+
+
+OPTIONS: dict[str, Deed] = {"freeze": freeze, "change options": change_options}
+DEEDS = {**LOOKS, **CHANGES, **GRADIENTS, **OPTIONS}
 
 
 def deeds(names: Any) -> Any:
     return st.lists(st.tuples(st.sampled_from(sorted(names)), st.integers(0, 999)), max_size=2)
 
 
-# What is between forward and backward must not change what backward needs.
-STEPS = st.lists(st.tuples(deeds(LOOKS), deeds(DEEDS), deeds(DEEDS)), min_size=3, max_size=5)
+# What is between forward and backward must not change what backward needs. Frozen parameters are
+# told from trained ones when a forward begins.
+AFTER_BACKWARD = {**LOOKS, **CHANGES, **GRADIENTS, "change options": change_options}
+STEPS = st.lists(
+    st.tuples(deeds(LOOKS), deeds(AFTER_BACKWARD), deeds(DEEDS)), min_size=3, max_size=5
+)
 
 
 def train(model: Any, optimizer: Any, batches: Batches, steps: Any) -> State:
+    loop = Loop(model, optimizer, batches)
+
     def do(what: Any) -> None:
         for name, number in what:
-            DEEDS[name](model, batches, number)
+            DEEDS[name](loop, number)
 
     for step, (after_forward, after_backward, after_step) in enumerate(steps):
         x, y = batches(step)
         loss = F.mse_loss(model(x), y)
         do(after_forward)
-        loss.backward()
+        if loss.requires_grad:
+            loss.backward()
         do(after_backward)
         optimizer.step()
         optimizer.zero_grad()
+        loop.has_own_gradients = False
         do(after_step)
     return {name: value.clone() for name, value in model.state_dict().items()}
 
