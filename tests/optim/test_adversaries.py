@@ -181,7 +181,7 @@ class SharesScratch(Own):
 
     def move(self, p: nn.Parameter, gradient: Tensor, lr: Any) -> None:
         self.scratch = gradient.sum() + getattr(self, "scratch", torch.zeros(())) * 0.5
-        p.sub_(gradient * lr).sub_(self.scratch * 1e-3)
+        p.sub_(gradient * lr).sub_(self.scratch * 1e-6)
 
 
 class OwnStep(AdamW):
@@ -235,8 +235,8 @@ NAMES = [
 
 def build(make: Callable[..., Optimizer]) -> Any:
     """Gradients of usual size for three steps and far larger ones from then on."""
-    model = nn.Sequential(nn.Linear(5, 33), nn.Tanh(), nn.Linear(33, 34), nn.Linear(34, 2))
-    scales = (1, 1, 1, 300, 300, 1)
+    model = nn.Sequential(nn.Linear(5, 33), nn.ReLU(), nn.Linear(33, 34), nn.Linear(34, 2))
+    scales = (1, 1, 1, 40, 40, 1)
     batches = [(scale * torch.randn(6, 5), torch.randn(6, 2)) for scale in scales]
     return model, make(model.parameters()), batches, nn.functional.mse_loss
 
