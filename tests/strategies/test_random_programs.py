@@ -93,6 +93,33 @@ def clip(model: Any, batches: Batches, number: int) -> None:
         model.clip_grad_norm_(0.5)
 
 
+def clip_by_torch(model: Any, batches: Batches, number: int) -> None:
+    if not isinstance(model, Student):
+        model.synchronize_gradients()  # some may have been put in by hand
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def put_in(model: Any, batches: Batches, number: int) -> None:
+    """A gradient of one's own."""
+    x, y = batches(number)
+    chosen = model.scale, model.student[number % 2 * 3].weight
+    gradients = torch.autograd.grad(F.mse_loss(model(x), y), chosen)
+    chosen[number % 2].grad = gradients[number % 2]
+
+
+def change_gradient(model: Any, batches: Batches, number: int) -> None:
+    parameter = some(model, number)
+    if parameter.grad is not None:
+        parameter.grad.mul_(0.9)
+        parameter.grad.view(-1)[number % parameter.numel()] = 0.25
+
+
+def replace_gradient(model: Any, batches: Batches, number: int) -> None:
+    parameter = some(model, number)
+    if parameter.grad is not None:
+        parameter.grad = 0.5 * parameter.grad + 0.01
+
+
 LOOKS: dict[str, Deed] = {
     "look": lambda model, batches, number: some(model, number).data.sum(),
     "norm": lambda model, batches, number: [p.detach().norm() for p in model.parameters()],
@@ -108,7 +135,15 @@ CHANGES: dict[str, Deed] = {
     "load": load,
     "draw anew": draw_anew,
 }
-DEEDS = {**LOOKS, **CHANGES, "train more": train_more, "clip": clip}
+GRADIENTS: dict[str, Deed] = {
+    "train more": train_more,
+    "clip": clip,
+    "clip by torch": clip_by_torch,
+    "put in": put_in,
+    "change gradient": change_gradient,
+    "replace gradient": replace_gradient,
+}
+DEEDS = {**LOOKS, **CHANGES, **GRADIENTS}
 
 
 def deeds(names: Any) -> Any:

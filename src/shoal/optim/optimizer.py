@@ -81,7 +81,7 @@ class ShardedOptimizer(Optimizer):
                 stacklevel=2,
             )
         self._num_states = self._state_bytes = 0
-        self._num_rounds = 0
+        self._num_averaged = 0
         self._is_stepping = False
         self._segments = Segmentation(optimizer, model.engine, self.kind, may_fuse=self._may_fuse())
         if self.kind is not Kind.GLOBAL:
@@ -339,7 +339,7 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = self._mean(closure())
         self._engine.check_averaged(self.parameters)
-        self._engine.adopt_gradients(self._num_rounds)
+        self._engine.adopt_gradients(self._num_averaged)
         for which, segment in self._segments.by_group():
             self._hand_out(which, segment)
         try:
@@ -348,7 +348,7 @@ class ShardedOptimizer(Optimizer):
         finally:
             for segment in self._segments:
                 segment.parameter.grad = None
-        self._num_rounds = self._engine.num_rounds
+        self._num_averaged = self._engine.num_averaged
         self._account()
         return loss
 
@@ -399,7 +399,7 @@ class ShardedOptimizer(Optimizer):
 
         def evaluate() -> Any:
             loss = self._mean(closure()) if closure is not None else None
-            self._engine.gather_gradients(self._num_rounds)
+            self._engine.gather_gradients(self._num_averaged)
             return loss
 
         if closure is None:
@@ -408,7 +408,7 @@ class ShardedOptimizer(Optimizer):
             loss = self.optimizer.step(evaluate if closure is not None else None)
         with self._engine.hand_made.final():  # the step may have changed them, the same everywhere
             self._engine.hand_made.adopt()
-        self._num_rounds = self._engine.num_rounds
+        self._num_averaged = self._engine.num_averaged
         self._account()
         return loss
 
