@@ -299,6 +299,9 @@ def test_the_user_s_optimizer_survives() -> None:
         assert optimizer.param_groups[0]["lr"] == 0.5
         one_step(model, optimizer, local(0))
         assert optimizer.state
+        own = optimizer.param_groups[0]["params"]
+        assert list(map(id, own)) == list(map(id, module.parameters()))
+        assert all(parameter.grad is not None for parameter in own)
 
     run(look)
 

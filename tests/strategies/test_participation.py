@@ -184,3 +184,23 @@ def test_a_rank_with_a_loss_of_zero(strategy: str) -> None:
         (F.mse_loss(model(x), y) / RANKS).backward()
     for gradients in run(one_rank_uses_nothing, strategy):
         assert_same_gradients(gradients, gradients_of(model))
+
+
+@each
+def test_gradients_add_up_where_only_some_ranks_used_a_parameter(strategy: str) -> None:
+    """Ranks that had not used it forgot its averaged gradient in the next backward."""
+
+    def add_up() -> dict[str, Any]:
+        model, _ = wrapped(strategy, Unused)
+        for step, users in enumerate(((0,), (), (1,))):
+            x, y = local(step)
+            F.mse_loss(model(x, shoal.world().rank in users), y).backward()
+        return full_gradients(model)
+
+    model = seeded(Unused)
+    for step, users in enumerate(((0,), (), (1,))):
+        parts = [tensor.chunk(RANKS) for tensor in data(step)]
+        for rank, (x, y) in enumerate(zip(*parts, strict=True)):
+            (F.mse_loss(model(x, rank in users), y) / RANKS).backward()
+    for gradients in run(add_up):
+        assert_same_gradients(gradients, gradients_of(model))

@@ -123,7 +123,7 @@ def what_is_where(strategy: str) -> Any:
     optimizer.step()
     return {
         "computed with": seen[0],
-        "stepped": {p.dtype for group in optimizer.param_groups for p in group["params"]},
+        "stepped": {segment.parameter.dtype for segment in optimizer._segments},
         "state": {
             value.dtype
             for state in optimizer.state.values()

@@ -186,6 +186,12 @@ def scale_gradient(loop: Loop, number: int) -> None:
         gradient.mul_(0.5)
 
 
+def write_to_gradient(loop: Loop, number: int) -> None:
+    parameter = loop.some(number)
+    if parameter.grad is not None:
+        parameter.grad.view(-1)[number % parameter.numel()] = 0.25
+
+
 def replace_gradient(loop: Loop, number: int) -> None:
     parameter = loop.some(number)
     if parameter.grad is not None:
@@ -226,6 +232,7 @@ GRADIENTS: dict[str, Deed] = {
     "clip values": clip_values,
     "look at gradient": look_at_gradient,
     "scale gradient": scale_gradient,
+    "write to gradient": write_to_gradient,
     "replace gradient": replace_gradient,
     "drop gradient": drop_gradient,
     "set gradients": set_gradients,

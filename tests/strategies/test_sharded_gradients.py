@@ -114,6 +114,25 @@ def test_clipping_is_one_message_whatever_the_number_of_parameters(strategy: str
     assert run(clip) == [1, 1, 1]
 
 
+@each
+def test_nothing_is_made_anew_for_gradients_that_nobody_keeps(strategy: str) -> None:
+    def train(is_kept: bool) -> list[int]:
+        model, optimizer = wrapped(strategy)
+        found, kept = [], []
+        for step in range(3):
+            backward_of(model, step)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            if is_kept:
+                kept.append([p.grad for p in model.parameters()])
+            found.append(id(next(model.parameters()).grad))
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    assert all(len(set(found)) == 1 for found in run(train, False))
+    assert all(len(set(found)) == 3 for found in run(train, True))
+
+
 @sharded
 def test_copies_and_files(strategy: str) -> None:
     def save() -> list[Tensor]:

@@ -92,7 +92,7 @@ class ShardedOptimizer(Optimizer):
                 stacklevel=2,
             )
         self._num_states = self._state_bytes = 0
-        self._num_rounds = 0
+        self._num_averaged = 0
         self._is_stepping = False
         self._segments = Segmentation(
             optimizer,
@@ -406,7 +406,7 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = self._mean(closure())
         self._engine.check_averaged(self.parameters)
-        self._engine.adopt_gradients(self._num_rounds)
+        self._engine.adopt_gradients(self._num_averaged)
         self._check_ranks()
         for which, segment in self._segments.by_group():
             self._hand_out(which, segment)
@@ -416,7 +416,7 @@ class ShardedOptimizer(Optimizer):
         finally:
             for segment in self._segments:
                 segment.parameter.grad = None
-        self._num_rounds = self._engine.num_rounds
+        self._num_averaged = self._engine.num_averaged
         self._account()
         return loss
 
@@ -482,7 +482,7 @@ class ShardedOptimizer(Optimizer):
         def evaluate() -> Any:
             with self.supervision.outside_of_step():
                 loss = self._mean(closure()) if closure is not None else None
-                self._engine.gather_gradients(self._num_rounds)
+                self._engine.gather_gradients(self._num_averaged)
             return loss
 
         if closure is None:
@@ -492,7 +492,7 @@ class ShardedOptimizer(Optimizer):
             loss = self.optimizer.step(evaluate if closure is not None else None)
         with self._engine.hand_made.final():  # the step may have changed them, the same everywhere
             self._engine.hand_made.adopt()
-        self._num_rounds = self._engine.num_rounds
+        self._num_averaged = self._engine.num_averaged
         self._account()
         return loss
 

@@ -113,8 +113,10 @@ class Engine:
             self.gradients, self._reduce_group, self.progress, may_wait=may_wait
         )
         self.num_rounds = 0
-        """How often gradients were averaged."""
-        self._num_rounds_stepped = 0
+        """How often gradients were averaged as part of a backward."""
+        self.num_averaged = 0
+        """How often there were averaged gradients afterwards, on any rank and so on all."""
+        self._num_averaged_stepped = 0
         self._in_backward = self._is_in_parts = False
         self._saving: list[Any] = []
         self._arrivals = Arrivals(self._arrived)
@@ -302,6 +304,7 @@ class Engine:
         if self.settings.averages_buffers:
             self.share_buffers()
         self.input_watch.compare()
+        self.num_averaged += any(gradients.used for gradients in self.gradients)
 
     def _show_gradients(self) -> None:
         for gradients in self.gradients:
@@ -335,7 +338,6 @@ class Engine:
         """Averages the gradients now, where that was not done in backward."""
         self._owners.settle()
         self.hand_made.add_to()
-        self.num_rounds += 1
         self._reductions.reduce_all()
         self._finish_reductions()
         self._show_gradients()
@@ -349,16 +351,16 @@ class Engine:
         self._complete_round()
         self._show_gradients()
 
-    def adopt_gradients(self, num_rounds: int | None = None) -> None:
+    def adopt_gradients(self, num_averaged: int | None = None) -> None:
         """What users did to gradients counts, and what they put in by hand is averaged.
 
         Args:
-            num_rounds: What `num_rounds` was when this was last asked for; by default at the last
-                step. Where nothing was averaged since, all ranks meet; see [Note: by hand].
+            num_averaged: What `num_averaged` was when this was last asked for; by default at the
+                last step. Where nothing was averaged since, all ranks meet; see [Note: by hand].
         """
         self._owners.settle()
-        seen = self._num_rounds_stepped if num_rounds is None else num_rounds
-        self.hand_made.average(is_due=self.num_rounds == seen)
+        seen = self._num_averaged_stepped if num_averaged is None else num_averaged
+        self.hand_made.average(is_due=self.num_averaged == seen)
 
     def check_averaged(self, parameters: Sequence[nn.Parameter]) -> None:
         """Raises if this rank's gradients of some parameters are still only its own."""
@@ -436,12 +438,12 @@ class Engine:
             else:
                 gradients.forget(own)
 
-    def gather_gradients(self, num_rounds: int) -> None:
+    def gather_gradients(self, num_averaged: int) -> None:
         """Every rank gets the whole averaged gradient, for optimizers that need all of it.
 
-        ``num_rounds``: see `adopt_gradients`.
+        ``num_averaged``: see `adopt_gradients`.
         """
-        self.adopt_gradients(num_rounds)
+        self.adopt_gradients(num_averaged)
         for gradients in self.gradients:
             gradients.gather(self._gather_group)
 
@@ -540,7 +542,7 @@ class Engine:
         self.gathering.free_all()
         for group in self.groups:
             group.age()
-        self._num_rounds_stepped = self.num_rounds
+        self._num_averaged_stepped = self.num_averaged
 
     def check_step(self, number: int) -> None:
         """Before an optimizer's step ``number``: the ranks must have done the same so far.

@@ -8,7 +8,6 @@ does, and takes its own elements over before they are used again.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -20,8 +19,6 @@ from torch import Tensor
 from shoal.errors import ShoalError
 from shoal.strategies.gradient_owners import GradientOwners
 from shoal.strategies.lent import num_holders
-
-_OWN_REFERENCES = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,10 +112,9 @@ class GradientPart:
         return self._whole is not None and num_holders(self._whole) > 1
 
     @property
-    def has_aliases(self) -> bool:
-        """Whether more than one tensor shows it."""
-        # That tensor, this method and the call that counts; and `GradientOwners.kept`.
-        return sys.getrefcount(self) > _OWN_REFERENCES + (self._whole is not None)
+    def is_gathered(self) -> bool:
+        """Whether `GradientOwners.kept` has it."""
+        return self._whole is not None
 
     def values(self) -> Tensor:
         """This rank's elements."""

@@ -25,8 +25,6 @@ from shoal.strategies.sharded_gradient import ShardedGradient
 from shoal.strategies.shown_buffer import ShownBuffer
 
 _MOST_VIEWS = 8
-# References to a gradient that nobody holds but the dictionary and whoever counts them.
-_OWN_REFERENCES = 3
 
 
 class GroupGradients:
@@ -61,6 +59,7 @@ class GroupGradients:
         self._views: dict[int, list[Tensor]] = {}
         self._outside: ShownBuffer | None = None
         self._shown: dict[int, ShardedGradient] = {}
+        self._own_references = 0
         self._shard: Tensor | None = None
         self._shard_memory: Tensor | None = None
         self._collected: set[int] = set()
@@ -295,12 +294,19 @@ class GroupGradients:
         return self._outside
 
     def _shown_part(self, place: int) -> ShardedGradient:
-        shown = self._shown.get(place)
-        if shown is None:
+        if place not in self._shown:
             part = GradientPart(self._layout_of(place), self, place)
-            shown = self._shown[place] = ShardedGradient(part, self.group.master)
+            self._shown[place] = ShardedGradient(part, self.group.master)
+            del part
+            self._own_references = self._num_references(place)
+        shown = self._shown[place]
         shown.arrived = None
         return shown
+
+    def _num_references(self, place: int) -> int:
+        """How often what a parameter shows is referred to, itself and what it stands for."""
+        shown = self._shown[place]
+        return sys.getrefcount(shown) + sys.getrefcount(shown.part)
 
     def _layout_of(self, place: int) -> PartLayout:
         slot = self.group.layout.slots[place]
@@ -423,15 +429,17 @@ class GroupGradients:
 
     def _release(self, place: int) -> None:
         """What users still hold of a gradient that is gone stays what it was."""
-        shown = self._shown.get(place)
-        if shown is None:
+        if place not in self._shown:
             return
-        if sys.getrefcount(shown) > _OWN_REFERENCES or shown.part.has_aliases:
+        num_users = self._num_references(place) - self._own_references
+        part = self._shown[place].part
+        if num_users > part.is_gathered:
             del self._shown[place]
             if place in self.used and place not in self.local:
-                shown.part.leave()
+                part.leave()
         else:
-            shown.part.forget()
+            part.forget()
+            self._shown[place].replacement = None
 
     def _zero(self, place: int) -> None:
         if self._whole is not None:
@@ -447,11 +455,20 @@ class GroupGradients:
         for place in places:
             self.group.parameters[place].grad = None
         if self._outside is not None and self._outside.is_held(places):
-            others = self._leave_buffer()
-            self.whole().copy_(others)
-            self.forget_cleared()
-            self.show()
+            self._move()
         self.forget_cleared()
+
+    def _move(self) -> None:
+        """Users keep the buffer, and the group takes another with the same values."""
+        shown = [
+            place
+            for place, parameter in enumerate(self.group.parameters)
+            if parameter.grad is not None and self._is_own(place, parameter.grad)
+        ]
+        left = self._leave_buffer()
+        self.whole().copy_(left)
+        for place in shown:
+            self.group.parameters[place].grad = self._face(place)
 
     def make_zero(self, places: set[int]) -> None:
         """Makes gradients that are there zero; they still count as there."""

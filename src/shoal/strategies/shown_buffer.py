@@ -18,9 +18,6 @@ from torch import Tensor
 from shoal.sharding.layout import GroupLayout
 from shoal.strategies.lent import num_holders
 
-# The list of all, the one that is made to count them, and the call that counts.
-_OWN_REFERENCES = 3
-
 
 class ShownBuffer:
     """One buffer; see [Note: what users hold]."""
@@ -33,6 +30,7 @@ class ShownBuffer:
         places = range(len(layout.slots)) if has_faces else ()
         self._faces = [self._view(place) for place in places]
         self._num_uses = num_holders(self._outside)
+        self._num_references = self._references(places)
 
     def _view(self, place: int) -> Tensor:
         return self.elements(place).view(self._layout.slots[place].shape)
@@ -55,7 +53,9 @@ class ShownBuffer:
 
     def is_held(self, places: Collection[int]) -> bool:
         """Whether users keep gradients, also some that parameters have let go of."""
-        if num_holders(self._outside) != self._num_uses:
-            return True
+        is_used = num_holders(self._outside) != self._num_uses
+        return is_used or self._references(places) > self._num_references
+
+    def _references(self, places: Collection[int]) -> int:
         faces = [self._faces[place] for place in places] if self._faces else []
-        return max(map(sys.getrefcount, faces), default=0) > _OWN_REFERENCES
+        return max(map(sys.getrefcount, faces), default=0)
