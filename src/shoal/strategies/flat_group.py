@@ -79,6 +79,8 @@ class FlatGroup:
         """How often the whole was freed, which autograd takes for a change."""
         self.exposed: Tensor | None = None
         self.pins = 0
+        self.was_outside = False
+        """Whether the whole was there outside of forward and backward, where users take views."""
         self.lent: list[Lent | OldView] = []
         self._common: CommonWhole | None = None
         self._num_bytes_written = 0
@@ -226,8 +228,9 @@ class FlatGroup:
         with torch._C.DisableTorchFunctionSubclass():
             for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
                 parameter.data = self._nothing.expand(slot.shape)
-        if num_holders(self.whole) > 1:
+        if self.was_outside and num_holders(self.whole) > 1:
             self.lent.append(Lent(self))
+        self.was_outside = False
         self.whole = self._nothing
         self.watch(gather, using)
         # What autograd saved of them without our hooks must not be taken for their values.

@@ -93,6 +93,8 @@ class Gathering:
             self._finish_round()
         self._what = _OUTSIDE
         self.free_unless_kept()
+        for group in self._groups.values():
+            group.was_outside = group.is_present
         if not self._plan.is_learned:
             self._learn()
 
@@ -181,8 +183,10 @@ class Gathering:
                 work.wait()
             may_save = torch.is_grad_enabled() or self._is_backward
             group.appear(is_watched=may_save and not _is_saving())
-            if not self._is_in_pass and group.changes is not None:
-                group.changes.doubt()
+            if not self._is_in_pass:
+                group.was_outside = True
+                if group.changes is not None:
+                    group.changes.doubt()
 
     def _prefetch(self) -> None:
         following = self._round.following()

@@ -2,11 +2,12 @@
 
 [Note: lent memory]
 ``q.data.copy_(p.data)`` asks for q's memory first and then for p's, and if that is in another
-group, q's has been let go of when it is written to. So a whole that is in somebody's hands when it
-is freed is *lent*: what is written to it until the next step of an optimizer counts. After that it
-is old, and writing to it is an error: the values that it had are not the parameters' any more.
-Where ranks share memory it would still show the parameters. That code must also run where they do
-not, so the parameters get another view at the step, and writing to the old one is the same error.
+group, q's has been let go of when it is written to. So a whole that was there outside of forward
+and backward, and is in somebody's hands when it is freed, is *lent*: what is written to it until
+the next step of an optimizer counts. After that it is old, and writing to it is an error: the
+values that it had are not the parameters' any more. Where ranks share memory it would still show
+the parameters. That code must also run where they do not, so the parameters get another view at
+the step, and writing to the old one is the same error.
 """
 
 from __future__ import annotations
