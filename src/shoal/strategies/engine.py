@@ -351,6 +351,12 @@ class Engine:
         self._complete_round()
         self._show_gradients()
 
+    def gradient_buffers(self) -> list[Tensor]:
+        """All averaged gradients that this rank holds."""
+        self.adopt_gradients()
+        held = [gradients.held() for gradients in self.gradients]
+        return [buffer for buffer in held if buffer is not None and buffer.numel()]
+
     def adopt_gradients(self, num_averaged: int | None = None) -> None:
         """What users did to gradients counts, and what they put in by hand is averaged.
 
@@ -410,11 +416,8 @@ class Engine:
 
     def clip_value(self, limit: float) -> None:
         """Clamps every element of the gradients."""
-        self.adopt_gradients()
-        for gradients in self.gradients:
-            held = gradients.held()
-            if held is not None:
-                held.clamp_(-limit, limit)
+        for buffer in self.gradient_buffers():
+            buffer.clamp_(-limit, limit)
         self._owners.refresh()
 
     def clear_gradients(self) -> None:
