@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.optim import Kind, find_kind
+from shoal.optim.kinds import judge
 from shoal.optim.proof.proving import prove
 
 pytestmark = pytest.mark.timeout(60)
@@ -247,3 +248,40 @@ def test_trying_leaves_no_trace() -> None:
 def test_a_kind_is_known_by_its_name() -> None:
     assert [kind.value for kind in Kind] == ["element-wise", "per-parameter", "global"]
     assert Kind("per-parameter") is Kind.PER_PARAMETER
+
+
+class Projected(torch.optim.SGD):
+    """Takes a key of its groups that its constructor does not know, and then looks at shapes."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if "rank" in group and parameter.grad is not None:
+                    parameter.grad = parameter.grad / parameter.grad.norm()
+        return super().step(closure)
+
+
+def test_keys_that_a_group_has_of_its_own_are_part_of_the_proof() -> None:
+    parameter = nn.Parameter(torch.zeros(3, 4))
+    assert find_kind(Projected([parameter], lr=0.1)) is Kind.ELEMENT_WISE
+    group = {"params": [parameter], "rank": 2, "step": 7}
+    assert find_kind(Projected([group], lr=0.1)) is Kind.PER_PARAMETER
+
+
+class DrawsForLargeOnes(torch.optim.SGD):
+    """Its small copy never draws; a number of the data decides."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and float(parameter.grad.abs().max()) > 1e6:
+                    parameter.data += torch.randn(parameter.shape)
+        return super().step(closure)
+
+
+def test_what_was_not_seen_to_draw_may_draw() -> None:
+    judgement = judge(DrawsForLargeOnes([nn.Parameter(torch.zeros(3, 4))], lr=0.1))
+    assert judgement.kind is Kind.GLOBAL
+    assert not judgement.draws
+    assert judgement.may_draw
+    assert not judge(torch.optim.AdamW([nn.Parameter(torch.zeros(3))])).may_draw

@@ -87,6 +87,8 @@ class Backend(ABC):
         self.ranks = tuple(ranks)
         self.rank = rank
         self.size = len(self.ranks)
+        self.is_lane = False
+        """Whether it is for one owner's traffic, which does not go on after a mismatch."""
         self._lanes_lent = Lanes()
 
     @property

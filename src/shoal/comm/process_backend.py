@@ -144,7 +144,7 @@ class ProcessBackend(Backend):
         try:
             headers = self._or_fail(self._agree, operation, number, site, patience)
         except MismatchError as error:
-            if not eager:  # others may be queued behind it, which no other rank will call
+            if self.is_lane and not eager:  # others are queued behind it, which nobody else calls
                 self._stuck = error
             raise
         waited = time.perf_counter() - begin

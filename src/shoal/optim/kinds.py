@@ -65,6 +65,7 @@ def _together(found: Sequence[Judgement]) -> Judgement:
         coarsest.reason,
         is_watched=coarsest.is_watched,
         draws=any(each.draws for each in found),
+        may_draw=any(each.may_draw for each in found),
         written_options=frozenset().union(*(each.written_options for each in found)),
         marked_state={
             name: any(each.marked_state.get(name, False) for each in found) for name in names

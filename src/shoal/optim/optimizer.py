@@ -144,7 +144,7 @@ class ShardedOptimizer(Optimizer):
 
     def _supervise(self, judgement: Judgement) -> Supervision:
         seed = None
-        if judgement.draws:
+        if judgement.may_draw:
             seed = self.model.all_ranks.broadcast_object(torch.initial_seed())
         return Supervision(
             self.optimizer,

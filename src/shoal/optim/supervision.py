@@ -107,5 +107,7 @@ class Supervision:
 
 def declared(kind: Kind, optimizer: Optimizer) -> Judgement:
     """What a user says is believed; that it draws random numbers is found out all the same."""
-    draws = judge(optimizer).draws
-    return Judgement(kind, "declared by you", draws=draws)
+    found = judge(optimizer)
+    # One that no probe can step may draw, too.
+    may_draw = found.draws or (found.may_draw and found.kind is Kind.GLOBAL)
+    return Judgement(kind, "declared by you", draws=found.draws, may_draw=may_draw)

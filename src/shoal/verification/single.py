@@ -89,7 +89,7 @@ class WholeBatch(Trainee):
 
 def _supervise(optimizer: Optimizer) -> Supervision | None:
     judgement = judge(optimizer)
-    if not judgement.draws:
+    if not judgement.may_draw:
         return None
     parameters = [group["params"] for group in optimizer.param_groups]
     return Supervision(optimizer, judgement, parameters=parameters, seed=BUILD_SEED)

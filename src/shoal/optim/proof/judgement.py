@@ -47,7 +47,8 @@ class Judgement:
         reason: Why, in a few words.
         is_watched: Whether each step is checked against the decision, because it was proved for
             tiny parameters and a few steps only.
-        draws: Whether its steps draw random numbers.
+        draws: Whether its steps were seen to draw random numbers.
+        may_draw: Whether they might: larger parameters may take another branch than tiny ones.
         written_options: Names of hyperparameters that its steps change by themselves.
         marked_state: For each name in its state whether that has data of the parameter.
     """
@@ -56,6 +57,7 @@ class Judgement:
     reason: str
     is_watched: bool = False
     draws: bool = False
+    may_draw: bool = False
     written_options: frozenset[str] = frozenset()
     marked_state: Mapping[str, bool] = field(default_factory=dict)
 

@@ -30,12 +30,19 @@ def similar(
     settings = {
         key: value for key, value in (kept | group).items() if key in known and key != "params"
     }
-    made = type(optimizer)(list(parameters), **{**settings, **changes})
+    # A group may have keys of its own that no argument stands for. A count of steps begins anew.
+    own = {
+        key: copy.deepcopy(value)
+        for key, value in group.items()
+        if key not in known and key not in optimizer.defaults and key not in ("params", "step")
+    }
+    made = type(optimizer)([{**own, "params": list(parameters)}], **{**settings, **changes})
     # What the constructor takes under another name, or somebody has set since.
     vars(made).update(kept)
     wanted = {key: value for key, value in (group | changes).items() if key != "params"}
-    for own in made.param_groups:
-        own.update({key: copy.deepcopy(value) for key, value in wanted.items() if key in own})
+    for made_group in made.param_groups:
+        known_to_it = {key: value for key, value in wanted.items() if key in made_group}
+        made_group.update(copy.deepcopy(known_to_it))
     return made
 
 

@@ -62,7 +62,7 @@ def prove(
     except Exception as error:
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         return Judgement(
-            Kind.GLOBAL, f"a small copy of it could not be built and stepped ({why})", draws=True
+            Kind.GLOBAL, f"a small copy of it could not be built and stepped ({why})", may_draw=True
         )
     finally:
         outside.restore()
@@ -100,6 +100,7 @@ class _Proof(Following):
             reason,
             is_watched=kind is not Kind.GLOBAL,
             draws=self._draws,
+            may_draw=True,
             written_options=written,
             marked_state=self._marked_state(optimizer, parameters),
         )
