@@ -62,7 +62,7 @@ def measure(strategy: str, steps: int = 3, widths: Sequence[int] = WIDTHS, **opt
     module = chain(widths)
     total = sum(parameter.nbytes for parameter in module.parameters())
     optimizer: Any = torch.optim.AdamW(module.parameters())
-    options = {"min_group_bytes": MIN_GROUP_BYTES, **options}
+    options = {"min_group_bytes": MIN_GROUP_BYTES, "check_every": 0, **options}
     model, optimizer = shoal.as_distributed(module, optimizer, strategy=strategy, **options)
     engine, world = model.engine, shoal.world()
     now = [0.0, 0.0]

@@ -222,7 +222,8 @@ def clip_by_torch(loop: Loop, number: int) -> None:
 
 def clip_values(loop: Loop, number: int) -> None:
     loop.average()
-    nn.utils.clip_grad_value_(loop.model.parameters(), 0.05)
+    if any(parameter.grad is not None for parameter in loop.model.parameters()):
+        nn.utils.clip_grad_value_(loop.model.parameters(), 0.05)
 
 
 GRADIENTS: dict[str, Deed] = {
