@@ -1,0 +1,105 @@
+"""What an optimizer is tried on: layers, sizes of gradients, weight decay, strategies, ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+STEPS = 6
+TOLERANCE = 1e-5
+# From the inputs to the outputs; most of them do not divide by two or three.
+_LAYERS = {"narrow": (9, 16, 11, 5), "wide": (10, 160, 131, 3)}
+# Of the loss in each step. Many optimizers do not notice a constant factor, but all notice a jump.
+_FACTORS = {
+    "usual": (1.0,) * STEPS,
+    "large": (300.0,) * STEPS,
+    "jump": (1.0,) * (STEPS // 2) + (300.0,) * (STEPS - STEPS // 2),
+}
+_ROWS = 12
+_DECAY = 0.1
+
+
+@dataclass(frozen=True)
+class Training:
+    """One process's: what is to be equal under every strategy.
+
+    Attributes:
+        layers: "narrow", or "wide" enough for moments that are factored from a size on.
+        gradients: "usual", "large" (300 times that), or a "jump" from one to the other.
+        weight_decay: None for the optimizer's own default.
+    """
+
+    layers: str
+    gradients: str
+    weight_decay: float | None
+
+    def build(
+        self, make: Callable[[nn.Module, float | None], list[Optimizer]]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any], Callable[[Any, Any], Tensor]]:
+        """What `shoal.verify` asks for."""
+        torch.manual_seed(0)
+        model = _model(_LAYERS[self.layers])
+        sizes = _LAYERS[self.layers]
+        generator = torch.Generator().manual_seed(1)
+        batches = [
+            (
+                torch.randn(_ROWS, sizes[0], generator=generator),
+                (torch.randn(_ROWS, sizes[-1], generator=generator), factor),
+            )
+            for factor in _FACTORS[self.gradients]
+        ]
+        return model, make(model, self.weight_decay), batches, _loss
+
+    def __str__(self) -> str:
+        decay = "" if self.weight_decay is None else f", weight_decay={self.weight_decay:g}"
+        return f"{self.layers}, {self.gradients} gradients{decay}"
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the training is divided."""
+
+    strategy: str
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"{self.strategy} on {self.ranks}"
+
+
+_THREE = tuple(Division(strategy, 3) for strategy in ("ddp", "zero2", "zero3"))
+_TWO = tuple(Division(strategy, 2) for strategy in ("ddp", "zero1", "zero2", "zero3"))
+
+
+def divisions(training: Training) -> tuple[Division, ...]:
+    """How a training is divided: in all ways, or in those that find most."""
+    return _THREE if training.weight_decay is not None else _TWO + _THREE
+
+
+def trainings(takes_weight_decay: bool) -> Iterator[Training]:
+    """All of them, the quick ones first."""
+    decays = [None, _DECAY] if takes_weight_decay else [None]
+    for layers, gradients, decay in itertools.product(_LAYERS, _FACTORS, decays):
+        yield Training(layers, gradients, decay)
+
+
+def _model(sizes: tuple[int, ...]) -> nn.Module:
+    first, second, third, last = sizes
+    return nn.Sequential(
+        nn.Linear(first, second),
+        nn.LayerNorm(second),
+        nn.Tanh(),
+        nn.Linear(second, third),
+        nn.Tanh(),
+        nn.Linear(third, last),
+    )
+
+
+def _loss(output: Tensor, target: tuple[Tensor, float]) -> Tensor:
+    expected, factor = target
+    return factor * nn.functional.mse_loss(output, expected)

@@ -1,0 +1,146 @@
+"""How each optimizer is built: most from parameters and a rate, some in a way of their own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+Recipe = Callable[[type[Optimizer], nn.Module, dict[str, Any]], "Optimizer | list[Optimizer]"]
+
+UNUSABLE = {
+    "po.AdaHessian": "needs backward(create_graph=True)",
+    "po.AdaLOMO": "steps in backward, and has no step()",
+    "po.DeMo": "communicates by itself",
+    "po.DistributedMuon": "communicates by itself",
+    "po.GSAM": "needs the batch before each step",
+    "po.LOMO": "steps in backward, and has no step()",
+    "po.PCGrad": "needs a loss for each task",
+    "po.SafeFP16Optimizer": "needs a model in float16, and backward() of its own",
+    "po.SophiaH": "needs backward(create_graph=True)",
+    "timm.Adahessian": "needs backward(create_graph=True)",
+    "torch.SparseAdam": "needs sparse gradients",
+}
+"""What a training loop of forward, backward and step() cannot use, and why."""
+
+
+def build_optimizer(
+    name: str, cls: type[Optimizer], model: nn.Module, lr: float, weight_decay: float | None
+) -> list[Optimizer]:
+    """One over all parameters; two where the one in question takes matrices only."""
+    options = {"lr": lr}
+    if weight_decay is not None:
+        options["weight_decay"] = weight_decay
+    built = _RECIPES.get(name, _usual)(cls, model, options)
+    return built if isinstance(built, list) else [built]
+
+
+def takes_weight_decay(cls: type[Optimizer]) -> bool:
+    """Whether its constructor has such an option."""
+    return "weight_decay" in inspect.signature(cls.__init__).parameters
+
+
+def _usual(cls: type[Optimizer], model: nn.Module, options: dict[str, Any]) -> Optimizer:
+    if "lr" not in inspect.signature(cls.__init__).parameters:
+        options.pop("lr")
+    return cls(model.parameters(), **options)
+
+
+def _matrices_only(
+    cls: type[Optimizer], model: nn.Module, options: dict[str, Any]
+) -> list[Optimizer]:
+    matrices, others = _divided(model)
+    return [cls(matrices, **options), torch.optim.SGD(others, lr=options["lr"])]
+
+
+def _marked_groups(cls: type[Optimizer], model: nn.Module, options: dict[str, Any]) -> Optimizer:
+    matrices, others = _divided(model)
+    groups = [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
+    return cls(groups, **options)  # type: ignore[arg-type]
+
+
+def _of_the_model(cls: type[Optimizer], model: nn.Module, options: dict[str, Any]) -> Optimizer:
+    return cls(model, **options)  # type: ignore[arg-type]
+
+
+def _around_adam(cls: type[Optimizer], model: nn.Module, options: dict[str, Any]) -> Optimizer:
+    inner = torch.optim.AdamW(model.parameters(), lr=options.pop("lr"))
+    return cls(inner, **options)  # type: ignore[arg-type]
+
+
+def _in_training(cls: type[Optimizer], model: nn.Module, options: dict[str, Any]) -> Optimizer:
+    optimizer = cls(model.parameters(), **options)
+    optimizer.train()  # type: ignore[attr-defined]
+    return optimizer
+
+
+def _with(**more: Any) -> Recipe:
+    def build(cls: type[Optimizer], model: nn.Module, options: dict[str, Any]) -> Optimizer:
+        return cls(model.parameters(), **options, **more)
+
+    return build
+
+
+def _with_closure(**more: Any) -> Recipe:
+    """For those that say that a closure may be left out, and then ask for it."""
+
+    def build(cls: type[Optimizer], model: nn.Module, options: dict[str, Any]) -> Optimizer:
+        def step(self: Optimizer, closure: Callable[[], Any]) -> Any:
+            return cls.step(self, closure)
+
+        if "model" in inspect.signature(cls.__init__).parameters:
+            options = {**options, "model": model}
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "step": step}
+        return type(cls.__name__, (cls,), names)(model.parameters(), **options, **more)
+
+    return build
+
+
+def _alig(cls: type[Optimizer], model: nn.Module, options: dict[str, Any]) -> Optimizer:
+    return _with_closure(max_lr=options.pop("lr"))(cls, model, options)  # type: ignore[return-value]
+
+
+def _around_adam_in_training(
+    cls: type[Optimizer], model: nn.Module, options: dict[str, Any]
+) -> Optimizer:
+    optimizer = _around_adam(cls, model, options)
+    optimizer.train()  # type: ignore[attr-defined]
+    return optimizer
+
+
+def _divided(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    parameters = list(model.parameters())
+    return [p for p in parameters if p.dim() == 2], [p for p in parameters if p.dim() != 2]
+
+
+_SAM = _with_closure(base_optimizer=torch.optim.SGD)
+_RECIPES: dict[str, Recipe] = {
+    "po.AdaGO": _marked_groups,
+    "po.AdaMuon": _marked_groups,
+    "po.AdamMini": _of_the_model,
+    "po.AliG": _alig,
+    "po.BSAM": _with_closure(num_data=64),
+    "po.FriendlySAM": _SAM,
+    "po.LookSAM": _SAM,
+    "po.Lookahead": _around_adam,
+    "po.Magma": _around_adam,
+    "po.Muon": _marked_groups,
+    "po.MuonClip": _marked_groups,
+    "po.NorMuon": _marked_groups,
+    "po.OrthoGrad": _around_adam,
+    "po.Ranger21": _with(num_iterations=6),
+    "po.SAM": _SAM,
+    "po.ScheduleFreeAdamW": _in_training,
+    "po.ScheduleFreeRAdam": _in_training,
+    "po.ScheduleFreeSGD": _in_training,
+    "po.ScheduleFreeWrapper": _around_adam_in_training,
+    "po.SpectralSphere": _matrices_only,
+    "po.TRAC": _around_adam,
+    "po.WSAM": _SAM,
+    "timm.Lookahead": _around_adam,
+    "torch.Muon": _matrices_only,
+}

@@ -1,0 +1,72 @@
+"""What the records of the sweep come to: a line for each optimizer, and the table of the docs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from examination import Outcome
+
+_ORDER = list(Outcome)
+_NOT_COMPARED = (Outcome.UNUSABLE, Outcome.SLOW)
+_WRONG = (Outcome.DIFFERENT, Outcome.FAILED)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One optimizer over all its comparisons."""
+
+    name: str
+    outcome: Outcome
+    kinds: tuple[str, ...]
+    largest: float
+    num_equal: int
+    num_compared: int
+    detail: str
+    reason: str
+
+    @classmethod
+    def of(cls, name: str, records: Sequence[dict[str, Any]]) -> Summary:
+        """The worst outcome counts; what could not be compared only where nothing could."""
+        compared = [each for each in records if Outcome(each["outcome"]) not in _NOT_COMPARED]
+        worst = max(compared or records, key=lambda each: _ORDER.index(Outcome(each["outcome"])))
+        where = ", ".join(str(worst[key]) for key in ("division", "training") if key in worst)
+        return cls(
+            name=name,
+            outcome=Outcome(worst["outcome"]),
+            kinds=tuple(dict.fromkeys(each["kind"] for each in records if "kind" in each)),
+            largest=max((each.get("largest", 0.0) for each in records), default=0.0),
+            num_equal=sum(each["outcome"] == Outcome.EQUAL for each in records),
+            num_compared=len(compared),
+            detail=f"{worst['detail']} ({where})" if worst["detail"] else "",
+            reason=next((each["reason"] for each in records if each.get("reason")), ""),
+        )
+
+    @classmethod
+    def unusable(cls, name: str, reason: str) -> Summary:
+        """One that was not tried."""
+        return cls(name, Outcome.UNUSABLE, (), 0.0, 0, 0, reason, "")
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether it is neither right nor refused."""
+        return self.outcome in _WRONG
+
+    def __str__(self) -> str:
+        parts = [self.name, self.outcome.value, f"{self.num_equal} of {self.num_compared} equal"]
+        return "  ".join([*parts, "/".join(self.kinds), self.detail]).rstrip()
+
+
+def markdown(summaries: Iterable[Summary]) -> str:
+    """A table, and a count of outcomes above it."""
+    rows = list(summaries)
+    counts = Counter(row.outcome for row in rows)
+    head = ", ".join(f"{counts[each]} {each.value}" for each in Outcome if counts[each])
+    lines = [f"{len(rows)} optimizers: {head}.", "", "| optimizer | kind | outcome | why |"]
+    lines.append("|---|---|---|---|")
+    for row in rows:
+        why = (row.detail or row.reason).replace("|", "\\|")
+        lines.append(f"| {row.name} | {' or '.join(row.kinds)} | {row.outcome.value} | {why} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,134 @@
+"""Tries every optimizer of torch, timm and pytorch_optimizer under shoal: ``make sweep``.
+
+Each is tried in a process of its own, which may take its time but not hang or take others
+along. What is done is not done again, until ``--fresh``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # what is compiled takes minutes and computes the same
+
+import torch
+from catalog import find_classes
+from examination import Outcome, Subject, examine
+from recipes import UNUSABLE
+from summary import Summary, markdown
+
+_FORK = multiprocessing.get_context("fork")  # imports take longer than most optimizers
+
+
+@dataclass
+class Attempt:
+    """An optimizer that is being examined by a process."""
+
+    name: str
+    process: BaseProcess
+    inbox: Connection
+    deadline: float
+    records: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, subject: Subject, limit_s: float) -> Attempt:
+        """In a process of its own."""
+        inbox, outbox = _FORK.Pipe(duplex=False)
+        process = _FORK.Process(target=_examine, args=(subject, outbox), daemon=True)
+        process.start()
+        outbox.close()
+        return cls(subject.name, process, inbox, time.monotonic() + limit_s)
+
+    def read(self) -> bool:
+        """Takes what has come in; returns whether there may be more."""
+        try:
+            while self.inbox.poll():
+                self.records.append(self.inbox.recv())
+        except EOFError:
+            return False
+        return time.monotonic() < self.deadline
+
+    def end(self) -> list[dict[str, Any]]:
+        """All that was found out, and what stopped it."""
+        if time.monotonic() >= self.deadline:
+            self.process.kill()
+            self.records.append({"outcome": Outcome.SLOW, "detail": "not done in time"})
+        self.process.join()
+        if self.process.exitcode not in (0, -9):
+            detail = f"its process ended with {self.process.exitcode}"
+            self.records.append({"outcome": Outcome.FAILED, "detail": detail})
+        self.inbox.close()
+        return self.records
+
+
+def _examine(subject: Subject, outbox: Connection) -> None:
+    for record in examine(subject):
+        outbox.send(record)
+
+
+def sweep(subjects: Sequence[Subject], path: Path, jobs: int, limit_s: float) -> None:
+    """Examines what the file does not know yet, and adds to it."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    waiting = [subject for subject in subjects if subject.name not in known]
+    running: list[Attempt] = []
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            running.append(Attempt.start(waiting.pop(0), limit_s))
+        wait([attempt.inbox for attempt in running], timeout=1.0)
+        for attempt in [each for each in running if not each.read()]:
+            running.remove(attempt)
+            known[attempt.name] = attempt.end()
+            path.write_text(json.dumps(known, indent=1))
+            print(Summary.of(attempt.name, known[attempt.name]), flush=True)
+
+
+def main() -> int:
+    arguments = _parse()
+    torch.set_num_threads(1)
+    subjects = [
+        Subject(name, cls)
+        for name, cls in find_classes().items()
+        if not arguments.only or any(part in name for part in arguments.only)
+    ]
+    path = Path(arguments.results)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if arguments.fresh:
+        path.unlink(missing_ok=True)
+    usable = [subject for subject in subjects if subject.name not in UNUSABLE]
+    sweep(usable, path, arguments.jobs, arguments.limit)
+    results = json.loads(path.read_text())
+    summaries = [
+        Summary.of(s.name, results[s.name])
+        if s.name in results
+        else Summary.unusable(s.name, UNUSABLE[s.name])
+        for s in subjects
+    ]
+    path.with_suffix(".md").write_text(markdown(summaries))
+    return int(any(each.is_wrong for each in summaries))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("only", nargs="*", help="parts of names, for example timm. or AdamP")
+    parser.add_argument(
+        "--results",
+        default="benchmarks/results/optimizers.json",
+        help="added to; a table goes beside it",
+    )
+    parser.add_argument("--fresh", action="store_true", help="forget what is in the results")
+    parser.add_argument("--jobs", type=int, default=2, help="how many optimizers at once")
+    parser.add_argument("--limit", type=float, default=90, help="seconds for one optimizer")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
