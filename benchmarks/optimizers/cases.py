@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,6 @@ _FACTORS = {
     "jump": (1.0,) * (STEPS // 2) + (300.0,) * (STEPS - STEPS // 2),
 }
 _ROWS = 12
-_DECAY = 0.1
 
 
 @dataclass(frozen=True)
@@ -32,15 +30,15 @@ class Training:
     Attributes:
         layers: "narrow", or "wide" enough for moments that are factored from a size on.
         gradients: "usual", "large" (300 times that), or a "jump" from one to the other.
-        weight_decay: None for the optimizer's own default.
+        options: Of the optimizer, where they are not its defaults.
     """
 
     layers: str
     gradients: str
-    weight_decay: float | None
+    options: Mapping[str, Any]
 
     def build(
-        self, make: Callable[[nn.Module, float | None], list[Optimizer]]
+        self, make: Callable[[nn.Module, Mapping[str, Any]], list[Optimizer]]
     ) -> tuple[nn.Module, list[Optimizer], list[Any], Callable[[Any, Any], Tensor]]:
         """What `shoal.verify` asks for."""
         torch.manual_seed(0)
@@ -54,11 +52,11 @@ class Training:
             )
             for factor in _FACTORS[self.gradients]
         ]
-        return model, make(model, self.weight_decay), batches, _loss
+        return model, make(model, self.options), batches, _loss
 
     def __str__(self) -> str:
-        decay = "" if self.weight_decay is None else f", weight_decay={self.weight_decay:g}"
-        return f"{self.layers}, {self.gradients} gradients{decay}"
+        options = "".join(f", {name}={value}" for name, value in self.options.items())
+        return f"{self.layers}, {self.gradients} gradients{options}"
 
 
 @dataclass(frozen=True)
@@ -78,14 +76,18 @@ _TWO = tuple(Division(strategy, 2) for strategy in ("ddp", "zero1", "zero2", "ze
 
 def divisions(training: Training) -> tuple[Division, ...]:
     """How a training is divided: in all ways, or in those that find most."""
-    return _THREE if training.weight_decay is not None else _TWO + _THREE
+    return _THREE if training.options else _TWO + _THREE
 
 
-def trainings(takes_weight_decay: bool) -> Iterator[Training]:
+def trainings(known_options: Collection[str]) -> Iterator[Training]:
     """All of them, the quick ones first."""
-    decays = [None, _DECAY] if takes_weight_decay else [None]
-    for layers, gradients, decay in itertools.product(_LAYERS, _FACTORS, decays):
-        yield Training(layers, gradients, decay)
+    for layers in _LAYERS:
+        for gradients in _FACTORS:
+            yield Training(layers, gradients, {})
+            if "weight_decay" in known_options:
+                yield Training(layers, gradients, {"weight_decay": 0.1})
+        if "foreach" in known_options:  # what CUDA tensors are stepped with
+            yield Training(layers, "jump", {"foreach": True})
 
 
 def _model(sizes: tuple[int, ...]) -> nn.Module:

@@ -6,14 +6,14 @@ import math
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from typing import Any
 
 from cases import STEPS, TOLERANCE, Division, Training, divisions, trainings
-from recipes import build_optimizer, takes_weight_decay
+from recipes import build_optimizer, known_options
 from replay import Replay
 from torch import nn
 from torch.optim import Optimizer
@@ -55,15 +55,15 @@ class Subject:
     name: str
     cls: type[Optimizer]
 
-    def make(self, model: nn.Module, weight_decay: float | None, lr: float) -> list[Optimizer]:
+    def make(self, model: nn.Module, options: Mapping[str, Any], lr: float) -> list[Optimizer]:
         """A new one for a model."""
-        return build_optimizer(self.name, self.cls, model, lr, weight_decay)
+        return build_optimizer(self.name, self.cls, model, {"lr": lr, **options})
 
 
 def examine(subject: Subject) -> Iterator[dict[str, Any]]:
     """Yields a record for each comparison: of what, and what came out."""
     warnings.simplefilter("ignore")
-    for training in trainings(takes_weight_decay(subject.cls)):
+    for training in trainings(known_options(subject.cls)):
         about = {"training": str(training)}
         try:
             build, lr, step_s = _try_alone(subject, training)

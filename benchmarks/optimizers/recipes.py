@@ -15,6 +15,7 @@ Recipe = Callable[[type[Optimizer], nn.Module, dict[str, Any]], "Optimizer | lis
 UNUSABLE = {
     "po.AdaHessian": "needs backward(create_graph=True)",
     "po.AdaLOMO": "steps in backward, and has no step()",
+    "po.AliG": "needs a closure that computes nothing",
     "po.DeMo": "communicates by itself",
     "po.DistributedMuon": "communicates by itself",
     "po.GSAM": "needs the batch before each step",
@@ -29,23 +30,20 @@ UNUSABLE = {
 
 
 def build_optimizer(
-    name: str, cls: type[Optimizer], model: nn.Module, lr: float, weight_decay: float | None
+    name: str, cls: type[Optimizer], model: nn.Module, options: dict[str, Any]
 ) -> list[Optimizer]:
     """One over all parameters; two where the one in question takes matrices only."""
-    options = {"lr": lr}
-    if weight_decay is not None:
-        options["weight_decay"] = weight_decay
     built = _RECIPES.get(name, _usual)(cls, model, options)
     return built if isinstance(built, list) else [built]
 
 
-def takes_weight_decay(cls: type[Optimizer]) -> bool:
-    """Whether its constructor has such an option."""
-    return "weight_decay" in inspect.signature(cls.__init__).parameters
+def known_options(cls: type[Optimizer]) -> list[str]:
+    """What its constructor takes by name."""
+    return list(inspect.signature(cls.__init__).parameters)
 
 
 def _usual(cls: type[Optimizer], model: nn.Module, options: dict[str, Any]) -> Optimizer:
-    if "lr" not in inspect.signature(cls.__init__).parameters:
+    if "lr" not in known_options(cls):
         options.pop("lr")
     return cls(model.parameters(), **options)
 
@@ -61,6 +59,12 @@ def _marked_groups(cls: type[Optimizer], model: nn.Module, options: dict[str, An
     matrices, others = _divided(model)
     groups = [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
     return cls(groups, **options)  # type: ignore[arg-type]
+
+
+def _low_rank(cls: type[Optimizer], model: nn.Module, options: dict[str, Any]) -> Optimizer:
+    matrices, others = _divided(model)
+    projected = {"rank": 4, "update_proj_gap": 2, "scale": 1.0, "projection_type": "std"}
+    return cls([{"params": matrices, **projected}, {"params": others}], **options)
 
 
 def _of_the_model(cls: type[Optimizer], model: nn.Module, options: dict[str, Any]) -> Optimizer:
@@ -92,16 +96,12 @@ def _with_closure(**more: Any) -> Recipe:
         def step(self: Optimizer, closure: Callable[[], Any]) -> Any:
             return cls.step(self, closure)
 
-        if "model" in inspect.signature(cls.__init__).parameters:
+        if "model" in known_options(cls):
             options = {**options, "model": model}
         names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "step": step}
-        return type(cls.__name__, (cls,), names)(model.parameters(), **options, **more)
+        return type(cls.__name__, (cls,), names)(params=model.parameters(), **options, **more)
 
     return build
-
-
-def _alig(cls: type[Optimizer], model: nn.Module, options: dict[str, Any]) -> Optimizer:
-    return _with_closure(max_lr=options.pop("lr"))(cls, model, options)  # type: ignore[return-value]
 
 
 def _around_adam_in_training(
@@ -119,12 +119,14 @@ def _divided(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 
 _SAM = _with_closure(base_optimizer=torch.optim.SGD)
 _RECIPES: dict[str, Recipe] = {
+    "po.APOLLO": _low_rank,
     "po.AdaGO": _marked_groups,
     "po.AdaMuon": _marked_groups,
     "po.AdamMini": _of_the_model,
-    "po.AliG": _alig,
     "po.BSAM": _with_closure(num_data=64),
+    "po.Fira": _low_rank,
     "po.FriendlySAM": _SAM,
+    "po.GaLore": _low_rank,
     "po.LookSAM": _SAM,
     "po.Lookahead": _around_adam,
     "po.Magma": _around_adam,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,14 +59,29 @@ class Summary:
         return "  ".join([*parts, "/".join(self.kinds), self.detail]).rstrip()
 
 
-def markdown(summaries: Iterable[Summary]) -> str:
-    """A table, and a count of outcomes above it."""
-    rows = list(summaries)
-    counts = Counter(row.outcome for row in rows)
-    head = ", ".join(f"{counts[each]} {each.value}" for each in Outcome if counts[each])
-    lines = [f"{len(rows)} optimizers: {head}.", "", "| optimizer | kind | outcome | why |"]
-    lines.append("|---|---|---|---|")
-    for row in rows:
-        why = (row.detail or row.reason).replace("|", "\\|")
-        lines.append(f"| {row.name} | {' or '.join(row.kinds)} | {row.outcome.value} | {why} |")
-    return "\n".join(lines) + "\n"
+def counted(summaries: Sequence[Summary]) -> str:
+    """How many of each outcome."""
+    counts = Counter(each.outcome for each in summaries)
+    parts = ", ".join(f"{counts[each]} {each.value}" for each in Outcome if counts[each])
+    return f"{len(summaries)} optimizers: {parts}"
+
+
+def markdown(now: Sequence[Summary], before: Sequence[Summary] | None = None) -> str:
+    """A table of kinds and outcomes, if wanted beside those of another version."""
+    columns = ["optimizer", "kind", "outcome", "why"]
+    if before is not None:
+        columns[1:1] = ["kind before", "outcome before"]
+    rows = [columns, ["---"] * len(columns)]
+    for number, each in enumerate(now):
+        cells = [each.name, *_verdict(each), each.reason or each.detail]
+        if before is not None:
+            cells[1:1] = _verdict(before[number])
+        rows.append([cell.replace("|", "\\|") for cell in cells])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
+def _verdict(summary: Summary) -> list[str]:
+    outcome = summary.outcome.value
+    if summary.outcome is Outcome.DIFFERENT:
+        outcome = f"**{outcome}**, by {summary.largest:.0e}"
+    return [" or ".join(summary.kinds), outcome]

@@ -24,8 +24,9 @@ import torch
 from catalog import find_classes
 from examination import Outcome, Subject, examine
 from recipes import UNUSABLE
-from summary import Summary, markdown
+from summary import Summary, counted, markdown
 
+RESULTS = Path(__file__).parent.parent / "results" / "optimizers.json"
 _FORK = multiprocessing.get_context("fork")  # imports take longer than most optimizers
 
 
@@ -92,39 +93,41 @@ def sweep(subjects: Sequence[Subject], path: Path, jobs: int, limit_s: float) ->
 
 
 def main() -> int:
-    arguments = _parse()
+    options = _parse()
     torch.set_num_threads(1)
     subjects = [
         Subject(name, cls)
         for name, cls in find_classes().items()
-        if not arguments.only or any(part in name for part in arguments.only)
+        if not options.only or any(part in name for part in options.only)
     ]
-    path = Path(arguments.results)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if arguments.fresh:
-        path.unlink(missing_ok=True)
+    if options.fresh:
+        options.json.unlink(missing_ok=True)
+    options.json.parent.mkdir(parents=True, exist_ok=True)
     usable = [subject for subject in subjects if subject.name not in UNUSABLE]
-    sweep(usable, path, arguments.jobs, arguments.limit)
+    sweep(usable, options.json, options.jobs, options.limit)
+    now = _summaries(subjects, options.json)
+    before = _summaries(subjects, options.before) if options.before else None
+    options.json.with_suffix(".md").write_text(markdown(now, before))
+    print(counted(now))
+    return int(any(each.is_wrong for each in now))
+
+
+def _summaries(subjects: Sequence[Subject], path: Path) -> list[Summary]:
     results = json.loads(path.read_text())
-    summaries = [
-        Summary.of(s.name, results[s.name])
-        if s.name in results
-        else Summary.unusable(s.name, UNUSABLE[s.name])
-        for s in subjects
+    return [
+        Summary.unusable(subject.name, UNUSABLE[subject.name])
+        if subject.name in UNUSABLE
+        else Summary.of(subject.name, results[subject.name])
+        for subject in subjects
     ]
-    path.with_suffix(".md").write_text(markdown(summaries))
-    return int(any(each.is_wrong for each in summaries))
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("only", nargs="*", help="parts of names, for example timm. or AdamP")
-    parser.add_argument(
-        "--results",
-        default="benchmarks/results/optimizers.json",
-        help="added to; a table goes beside it",
-    )
-    parser.add_argument("--fresh", action="store_true", help="forget what is in the results")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="results; a table goes beside")
+    parser.add_argument("--before", type=Path, help="results of another version, for the table")
+    parser.add_argument("--fresh", action="store_true", help="forget the results there are")
     parser.add_argument("--jobs", type=int, default=2, help="how many optimizers at once")
     parser.add_argument("--limit", type=float, default=90, help="seconds for one optimizer")
     return parser.parse_args()
