@@ -124,18 +124,26 @@ def _compare(build: _Build, division: Division) -> dict[str, Any]:
 
 def _look_into(build: _Build, division: Division, first: Difference) -> dict[str, Any]:
     """Is it rounding? Then one process whose gradients change in their last bit is off as well."""
-    text = f"{first.kind} {first.name}, step {first.step}: off by {first.absolute:.1e}"
-    if first.kind == "ranks":  # must be equal to the bit
-        return {"outcome": Outcome.DIFFERENT, "detail": text}
-    plain = Replay(build, first.step, division.ranks)
-    nudged = Replay(build, first.step, division.ranks, is_nudged=True)
-    usual = plain.distance(nudged, first.kind)
-    text += f" ({first.relative:.1e} of the largest value); nudged: {usual:.1e}"
+    kind = "parameter" if first.kind == "ranks" else first.kind
+    usual = _distance_when_nudged(build, division, first.step, kind)
+    text = (
+        f"{first.kind} {first.name}, step {first.step}: off by {first.absolute:.1e} "
+        f"({first.relative:.1e} of the largest value); nudged: {usual:.1e}"
+    )
     if not math.isfinite(first.absolute) or usual < first.absolute / 3:
         return {"outcome": Outcome.DIFFERENT, "detail": text}
     allowed = TOLERANCE * (1 + first.absolute / max(first.relative, 1e-300))
     is_near = first.absolute <= _NARROW_MISS * allowed
     return {"outcome": Outcome.ROUNDING if is_near else Outcome.UNSTABLE, "detail": text}
+
+
+def _distance_when_nudged(build: _Build, division: Division, steps: int, kind: str) -> float:
+    plain = Replay(build, steps, division.ranks)
+    nudged = Replay(build, steps, division.ranks, is_nudged=True)
+    try:
+        return plain.distance(nudged, kind)
+    except Exception:  # a decomposition that no longer converges, for example
+        return math.inf
 
 
 def _blame(error: Exception) -> Outcome:

@@ -71,20 +71,37 @@ def _of_the_model(cls: type[Optimizer], model: nn.Module, options: dict[str, Any
     return cls(model, **options)  # type: ignore[arg-type]
 
 
-def _around_adam(cls: type[Optimizer], model: nn.Module, options: dict[str, Any]) -> Optimizer:
-    inner = torch.optim.AdamW(model.parameters(), lr=options.pop("lr"))
-    return cls(inner, **options)  # type: ignore[arg-type]
+def _around_adam(**more: Any) -> Recipe:
+    def build(cls: type[Optimizer], model: nn.Module, options: dict[str, Any]) -> Optimizer:
+        inner = torch.optim.AdamW(model.parameters(), lr=options.pop("lr"))
+        return cls(inner, **options, **more)  # type: ignore[arg-type]
+
+    return build
 
 
-def _in_training(cls: type[Optimizer], model: nn.Module, options: dict[str, Any]) -> Optimizer:
-    optimizer = cls(model.parameters(), **options)
-    optimizer.train()  # type: ignore[attr-defined]
-    return optimizer
+def _in_training(recipe: Recipe) -> Recipe:
+    """For those that keep two sets of weights, and are told which to work with."""
+
+    def build(cls: type[Optimizer], model: nn.Module, options: dict[str, Any]) -> Optimizer:
+        optimizer: Any = recipe(cls, model, options)
+        optimizer.train()
+        return optimizer
+
+    return build
 
 
 def _with(**more: Any) -> Recipe:
     def build(cls: type[Optimizer], model: nn.Module, options: dict[str, Any]) -> Optimizer:
         return cls(model.parameters(), **options, **more)
+
+    return build
+
+
+def _scaled_by_itself(**more: Any) -> Recipe:
+    """For those whose rate is a factor of what they find out, and who begin with very little."""
+
+    def build(cls: type[Optimizer], model: nn.Module, options: dict[str, Any]) -> Optimizer:
+        return cls(model.parameters(), **{**options, "lr": 100 * options["lr"]}, **more)
 
     return build
 
@@ -104,14 +121,6 @@ def _with_closure(**more: Any) -> Recipe:
     return build
 
 
-def _around_adam_in_training(
-    cls: type[Optimizer], model: nn.Module, options: dict[str, Any]
-) -> Optimizer:
-    optimizer = _around_adam(cls, model, options)
-    optimizer.train()  # type: ignore[attr-defined]
-    return optimizer
-
-
 def _divided(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     parameters = list(model.parameters())
     return [p for p in parameters if p.dim() == 2], [p for p in parameters if p.dim() != 2]
@@ -121,28 +130,38 @@ _SAM = _with_closure(base_optimizer=torch.optim.SGD)
 _RECIPES: dict[str, Recipe] = {
     "po.APOLLO": _low_rank,
     "po.AdaGO": _marked_groups,
+    "po.AdaDelta": _scaled_by_itself(),
     "po.AdaMuon": _marked_groups,
+    "po.AdaShift": _with(keep_num=2),
+    "po.AdamG": _scaled_by_itself(),
     "po.AdamMini": _of_the_model,
     "po.BSAM": _with_closure(num_data=64),
+    "po.DAdaptAdaGrad": _scaled_by_itself(d0=1e-2),
+    "po.DAdaptAdam": _scaled_by_itself(d0=1e-2),
+    "po.DAdaptAdan": _scaled_by_itself(d0=1e-2),
+    "po.DAdaptLion": _scaled_by_itself(d0=1e-2),
+    "po.DAdaptSGD": _scaled_by_itself(d0=1e-2),
     "po.Fira": _low_rank,
     "po.FriendlySAM": _SAM,
     "po.GaLore": _low_rank,
     "po.LookSAM": _SAM,
-    "po.Lookahead": _around_adam,
-    "po.Magma": _around_adam,
+    "po.Lookahead": _around_adam(),
+    "po.Magma": _around_adam(),
     "po.Muon": _marked_groups,
     "po.MuonClip": _marked_groups,
     "po.NorMuon": _marked_groups,
-    "po.OrthoGrad": _around_adam,
+    "po.OrthoGrad": _around_adam(),
+    "po.Prodigy": _scaled_by_itself(d0=1e-2),
     "po.Ranger21": _with(num_iterations=6),
     "po.SAM": _SAM,
-    "po.ScheduleFreeAdamW": _in_training,
-    "po.ScheduleFreeRAdam": _in_training,
-    "po.ScheduleFreeSGD": _in_training,
-    "po.ScheduleFreeWrapper": _around_adam_in_training,
+    "po.ScheduleFreeAdamW": _in_training(_usual),
+    "po.ScheduleFreeRAdam": _in_training(_usual),
+    "po.ScheduleFreeSGD": _in_training(_usual),
+    "po.ScheduleFreeWrapper": _in_training(_around_adam()),
     "po.SpectralSphere": _matrices_only,
-    "po.TRAC": _around_adam,
+    "po.TRAC": _around_adam(s_prev=1e-2),
     "po.WSAM": _SAM,
-    "timm.Lookahead": _around_adam,
+    "timm.Lookahead": _around_adam(),
+    "torch.Adadelta": _scaled_by_itself(),
     "torch.Muon": _matrices_only,
 }
