@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -70,13 +71,20 @@ class Division:
         return f"{self.strategy} on {self.ranks}"
 
 
-_THREE = tuple(Division(strategy, 3) for strategy in ("ddp", "zero2", "zero3"))
-_TWO = tuple(Division(strategy, 2) for strategy in ("ddp", "zero1", "zero2", "zero3"))
+_ALL = tuple(
+    Division(strategy, ranks)
+    for strategy, ranks in itertools.product(("ddp", "zero1", "zero2", "zero3"), (2, 3))
+    if (strategy, ranks) != ("zero1", 3)
+)
+_SOME = (Division("ddp", 3), Division("zero2", 2), Division("zero3", 3))
+_FEW = (Division("ddp", 2), Division("zero2", 3))
 
 
 def divisions(training: Training) -> tuple[Division, ...]:
-    """How a training is divided: in all ways, or in those that find most."""
-    return _THREE if training.options else _TWO + _THREE
+    """In all ways for the plainest training, and in fewer for its variations."""
+    if training.options:
+        return _FEW
+    return _ALL if training.gradients == "usual" else _SOME
 
 
 def trainings(known_options: Collection[str]) -> Iterator[Training]:
