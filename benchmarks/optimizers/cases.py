@@ -87,10 +87,10 @@ def divisions(training: Training) -> tuple[Division, ...]:
     return _ALL if training.gradients == "usual" else _SOME
 
 
-def trainings(known_options: Collection[str]) -> Iterator[Training]:
-    """All of them, the quick ones first."""
+def trainings(known_options: Collection[str], *, is_quick: bool = False) -> Iterator[Training]:
+    """All of them, or those with a jump, which find most; narrow layers first."""
     for layers in _LAYERS:
-        for gradients in _FACTORS:
+        for gradients in ["jump"] if is_quick else _FACTORS:
             yield Training(layers, gradients, {})
             if "weight_decay" in known_options:
                 yield Training(layers, gradients, {"weight_decay": 0.1})

@@ -41,10 +41,10 @@ class Attempt:
     records: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def start(cls, subject: Subject, limit_s: float) -> Attempt:
+    def start(cls, subject: Subject, limit_s: float, *, is_quick: bool) -> Attempt:
         """In a process of its own."""
         inbox, outbox = _FORK.Pipe(duplex=False)
-        process = _FORK.Process(target=_examine, args=(subject, outbox), daemon=True)
+        process = _FORK.Process(target=_examine, args=(subject, outbox, is_quick), daemon=True)
         process.start()
         outbox.close()
         return cls(subject.name, process, inbox, time.monotonic() + limit_s)
@@ -60,30 +60,33 @@ class Attempt:
 
     def end(self) -> list[dict[str, Any]]:
         """All that was found out, and what stopped it."""
-        if time.monotonic() >= self.deadline:
+        is_late = time.monotonic() >= self.deadline
+        if is_late:
             self.process.kill()
             self.records.append({"outcome": Outcome.SLOW, "detail": "not done in time"})
         self.process.join()
-        if self.process.exitcode not in (0, -9):
+        if self.process.exitcode and not is_late:
             detail = f"its process ended with {self.process.exitcode}"
             self.records.append({"outcome": Outcome.FAILED, "detail": detail})
         self.inbox.close()
         return self.records
 
 
-def _examine(subject: Subject, outbox: Connection) -> None:
-    for record in examine(subject):
+def _examine(subject: Subject, outbox: Connection, is_quick: bool) -> None:
+    for record in examine(subject, is_quick=is_quick):
         outbox.send(record)
 
 
-def sweep(subjects: Sequence[Subject], path: Path, jobs: int, limit_s: float) -> None:
-    """Examines what the file does not know yet, and adds to it."""
+def sweep(subjects: Sequence[Subject], options: argparse.Namespace) -> None:
+    """Examines what the file of results does not know yet, and adds to it."""
+    path: Path = options.json
     known = json.loads(path.read_text()) if path.exists() else {}
     waiting = [subject for subject in subjects if subject.name not in known]
     running: list[Attempt] = []
     while waiting or running:
-        while waiting and len(running) < jobs:
-            running.append(Attempt.start(waiting.pop(0), limit_s))
+        while waiting and len(running) < options.jobs:
+            subject = waiting.pop(0)
+            running.append(Attempt.start(subject, options.limit, is_quick=options.quick))
         wait([attempt.inbox for attempt in running], timeout=1.0)
         for attempt in [each for each in running if not each.read()]:
             running.remove(attempt)
@@ -104,7 +107,7 @@ def main() -> int:
         options.json.unlink(missing_ok=True)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     usable = [subject for subject in subjects if subject.name not in UNUSABLE]
-    sweep(usable, options.json, options.jobs, options.limit)
+    sweep(usable, options)
     now = _summaries(subjects, options.json)
     before = _summaries(subjects, options.before) if options.before else None
     options.json.with_suffix(".md").write_text(markdown(now, before))
@@ -128,6 +131,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, default=RESULTS, help="results; a table goes beside")
     parser.add_argument("--before", type=Path, help="results of another version, for the table")
     parser.add_argument("--fresh", action="store_true", help="forget the results there are")
+    parser.add_argument("--quick", action="store_true", help="a third of the comparisons")
     parser.add_argument("--jobs", type=int, default=2, help="how many optimizers at once")
     parser.add_argument("--limit", type=float, default=90, help="seconds for one optimizer")
     return parser.parse_args()
