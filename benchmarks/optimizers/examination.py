@@ -125,13 +125,12 @@ def _compare(build: _Build, division: Division) -> dict[str, Any]:
 
 def _look_into(build: _Build, division: Division, first: Difference) -> dict[str, Any]:
     """Is it rounding? Then one process is off as well, when it rounds differently."""
-    kind = "parameter" if first.kind == "ranks" else first.kind
-    usual = _effect_of_rounding(build, division, first.step, kind)
-    text = (
-        f"{first.kind} {first.name}, step {first.step}: off by {first.absolute:.1e} "
-        f"({first.relative:.1e} of the largest value); rounding in one process: {usual:.1e}"
-    )
-    if not math.isfinite(first.absolute) or usual < first.absolute / 3:
+    text = f"{first.kind} {first.name}, step {first.step}: off by {first.absolute:.1e}"
+    if first.kind == "ranks":  # all of them computed the same, and must have the same
+        return {"outcome": Outcome.DIFFERENT, "detail": text}
+    usual = _effect_of_rounding(build, division, first.step, first.kind)
+    text += f" ({first.relative:.1e} of the largest value); rounding in one process: {usual:.1e}"
+    if usual < first.absolute / 3:
         return {"outcome": Outcome.DIFFERENT, "detail": text}
     allowed = TOLERANCE * (1 + first.absolute / max(first.relative, 1e-300))
     is_near = first.absolute <= _NARROW_MISS * allowed
