@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # what is compiled takes minutes and computes the same
+os.environ["OMP_NUM_THREADS"] = "1"  # threads of ranks and of the reference round alike
 
-import torch
 from catalog import find_classes
 from examination import Outcome, Subject, examine
 from recipes import UNUSABLE
@@ -97,7 +97,6 @@ def sweep(subjects: Sequence[Subject], options: argparse.Namespace) -> None:
 
 def main() -> int:
     options = _parse()
-    torch.set_num_threads(1)
     subjects = [
         Subject(name, cls)
         for name, cls in find_classes().items()
