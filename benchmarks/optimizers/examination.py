@@ -34,6 +34,7 @@ class Outcome(StrEnum):
     """Of one comparison; the later ones are the worse ones."""
 
     EQUAL = "equal"
+    UNTRIED = "not tried"
     REFUSED = "refused"
     """By shoal, with a reason."""
     SLOW = "too slow"

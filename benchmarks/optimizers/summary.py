@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from examination import Outcome
 
 _ORDER = list(Outcome)
-_NOT_COMPARED = (Outcome.UNUSABLE, Outcome.SLOW)
+_MARKER = "<!-- what `make sweep` found -->"
+_NOT_COMPARED = (Outcome.UNTRIED, Outcome.UNUSABLE, Outcome.SLOW)
 _WRONG = (Outcome.DIFFERENT, Outcome.FAILED)
 
 
@@ -45,9 +47,9 @@ class Summary:
         )
 
     @classmethod
-    def unusable(cls, name: str, reason: str) -> Summary:
-        """One that was not tried."""
-        return cls(name, Outcome.UNUSABLE, (), 0.0, 0, 0, reason, "")
+    def without_comparison(cls, name: str, outcome: Outcome, why: str = "") -> Summary:
+        """One of which there are no records."""
+        return cls(name, outcome, (), 0.0, 0, 0, why, "")
 
     @property
     def is_wrong(self) -> bool:
@@ -85,3 +87,11 @@ def _verdict(summary: Summary) -> list[str]:
     if summary.outcome is Outcome.DIFFERENT:
         outcome = f"**{outcome}**, by {summary.largest:.0e}"
     return [" or ".join(summary.kinds), outcome]
+
+
+def put_into(page: Path, table: str) -> None:
+    """Replaces what follows the page's marker."""
+    head, marker, _ = page.read_text().partition(_MARKER)
+    if not marker:
+        raise ValueError(f"{page} must have a line {_MARKER} for the table to follow; it has none")
+    page.write_text(f"{head}{_MARKER}\n\n{table}")

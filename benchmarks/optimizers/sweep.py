@@ -24,7 +24,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # threads of ranks and of the reference rou
 from catalog import find_classes
 from examination import Outcome, Subject, examine
 from recipes import UNUSABLE
-from summary import Summary, counted, markdown
+from summary import Summary, counted, markdown, put_into
 
 RESULTS = Path(__file__).parent.parent / "results" / "optimizers.json"
 _FORK = multiprocessing.get_context("fork")  # imports take longer than most optimizers
@@ -106,22 +106,29 @@ def main() -> int:
         options.json.unlink(missing_ok=True)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     usable = [subject for subject in subjects if subject.name not in UNUSABLE]
-    sweep(usable, options)
+    if not options.table_only:
+        sweep(usable, options)
     now = _summaries(subjects, options.json)
     before = _summaries(subjects, options.before) if options.before else None
-    options.json.with_suffix(".md").write_text(markdown(now, before))
+    table = f"{counted(now)}.\n\n{markdown(now, before)}"
+    options.json.with_suffix(".md").write_text(table)
+    if options.page:
+        put_into(options.page, table)
     print(counted(now))
     return int(any(each.is_wrong for each in now))
 
 
 def _summaries(subjects: Sequence[Subject], path: Path) -> list[Summary]:
-    results = json.loads(path.read_text())
-    return [
-        Summary.unusable(subject.name, UNUSABLE[subject.name])
-        if subject.name in UNUSABLE
-        else Summary.of(subject.name, results[subject.name])
-        for subject in subjects
-    ]
+    results = json.loads(path.read_text()) if path.exists() else {}
+    return [_summary(subject.name, results.get(subject.name)) for subject in subjects]
+
+
+def _summary(name: str, records: list[dict[str, Any]] | None) -> Summary:
+    if name in UNUSABLE:
+        return Summary.without_comparison(name, Outcome.UNUSABLE, UNUSABLE[name])
+    if not records:
+        return Summary.without_comparison(name, Outcome.UNTRIED)
+    return Summary.of(name, records)
 
 
 def _parse() -> argparse.Namespace:
@@ -129,6 +136,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("only", nargs="*", help="parts of names, for example timm. or AdamP")
     parser.add_argument("--json", type=Path, default=RESULTS, help="results; a table goes beside")
     parser.add_argument("--before", type=Path, help="results of another version, for the table")
+    parser.add_argument("--page", type=Path, help="a page of the docs to put the table into")
+    parser.add_argument("--table-only", action="store_true", help="of the results there are")
     parser.add_argument("--fresh", action="store_true", help="forget the results there are")
     parser.add_argument("--quick", action="store_true", help="a third of the comparisons")
     parser.add_argument("--jobs", type=int, default=2, help="how many optimizers at once")
