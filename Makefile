@@ -5,12 +5,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 MPICH  := $(VENV)/mpich
+SWEEP  := $(VENV)/sweep
 # The build environment pip makes for shoal itself follows the constraints as well.
 PIP    := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
           PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full lint format type bench docs clean
+.PHONY: help setup demo test test-full lint format type bench sweep docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -49,6 +50,15 @@ type: setup  ## mypy, strict
 
 bench: setup  ## collectives: shm against Gloo and MPI
 	$(BIN)/python benchmarks/collectives.py $(ARGS)
+
+sweep: $(SWEEP)/.installed  ## every optimizer of torch, timm and pytorch_optimizer (20 minutes)
+	PYTHONPATH=$(SWEEP) $(BIN)/python benchmarks/optimizers/sweep.py $(ARGS)
+
+# Aside and without what they depend on: timm wants torchvision, which its optimizers do not need.
+$(SWEEP)/.installed: $(STAMP)
+	rm -rf $(SWEEP)
+	$(PIP) --target $(SWEEP) --no-deps timm pytorch_optimizer
+	touch $@
 
 docs: setup  ## links resolve, examples compile
 	$(BIN)/python tools/check_docs.py
