@@ -51,7 +51,7 @@ type: setup  ## mypy, strict
 bench: setup  ## collectives: shm against Gloo and MPI
 	$(BIN)/python benchmarks/collectives.py $(ARGS)
 
-sweep: $(SWEEP)/.installed  ## every optimizer of torch, timm and pytorch_optimizer (20 minutes)
+sweep: $(SWEEP)/.installed  ## every optimizer of torch, timm and pytorch_optimizer, compared
 	PYTHONPATH=$(SWEEP) $(BIN)/python benchmarks/optimizers/sweep.py $(ARGS)
 
 # Aside and without what they depend on: timm wants torchvision, which its optimizers do not need.

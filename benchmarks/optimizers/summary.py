@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 from examination import Outcome
 
 _ORDER = list(Outcome)
+_LONGEST_REASON = 200
 _MARKER = "<!-- what `make sweep` found -->"
 _NOT_COMPARED = (Outcome.UNTRIED, Outcome.UNUSABLE, Outcome.SLOW)
 _WRONG = (Outcome.DIFFERENT, Outcome.FAILED)
@@ -23,7 +25,6 @@ class Summary:
     name: str
     outcome: Outcome
     kinds: tuple[str, ...]
-    largest: float
     num_equal: int
     num_compared: int
     detail: str
@@ -39,7 +40,6 @@ class Summary:
             name=name,
             outcome=Outcome(worst["outcome"]),
             kinds=tuple(dict.fromkeys(each["kind"] for each in records if "kind" in each)),
-            largest=max((each.get("largest", 0.0) for each in records), default=0.0),
             num_equal=sum(each["outcome"] == Outcome.EQUAL for each in records),
             num_compared=len(compared),
             detail=f"{worst['detail']} ({where})" if worst["detail"] else "",
@@ -49,7 +49,7 @@ class Summary:
     @classmethod
     def without_comparison(cls, name: str, outcome: Outcome, why: str = "") -> Summary:
         """One of which there are no records."""
-        return cls(name, outcome, (), 0.0, 0, 0, why, "")
+        return cls(name, outcome, (), 0, 0, why, "")
 
     @property
     def is_wrong(self) -> bool:
@@ -75,17 +75,23 @@ def markdown(now: Sequence[Summary], before: Sequence[Summary] | None = None) ->
         columns[1:1] = ["kind before", "outcome before"]
     rows = [columns, ["---"] * len(columns)]
     for number, each in enumerate(now):
-        cells = [each.name, *_verdict(each), each.reason or each.detail]
+        cells = [each.name, *_verdict(each), _why(each)]
         if before is not None:
             cells[1:1] = _verdict(before[number])
         rows.append([cell.replace("|", "\\|") for cell in cells])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
 
 
+def _why(summary: Summary) -> str:
+    """Of the kind, unless the outcome has to be explained."""
+    is_explained = summary.outcome is Outcome.EQUAL and summary.reason
+    return textwrap.shorten(summary.reason if is_explained else summary.detail, _LONGEST_REASON)
+
+
 def _verdict(summary: Summary) -> list[str]:
     outcome = summary.outcome.value
     if summary.outcome is Outcome.DIFFERENT:
-        outcome = f"**{outcome}**, by {summary.largest:.0e}"
+        outcome = f"**{outcome}**"
     return [" or ".join(summary.kinds), outcome]
 
 
