@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from torch import nn
 from torch.optim import Optimizer
 
+from shoal.optim.proof.identity import telling_apart
 from shoal.optim.proof.judgement import Judgement, Kind
 from shoal.optim.proof.probe import similar
 from shoal.optim.proof.proving import prove
@@ -49,6 +50,9 @@ def judge(
         return known
     groups = optimizer.param_groups
     own = parameters or [group["params"] for group in groups]
+    looks = telling_apart(optimizer, [each for group in own for each in group])
+    if looks is not None:
+        return Judgement(Kind.GLOBAL, looks, may_draw=True)
     found = [prove(optimizer, group, each) for group, each in zip(groups, own, strict=True)]
     if not found:
         return Judgement(Kind.GLOBAL, "it has no parameters")

@@ -114,7 +114,7 @@ class ShardedOptimizer(Optimizer):
     def facts(self) -> dict[str, str]:
         """What must be the same on every rank; see [Note: ranks that train alike]."""
         kind = type(self.optimizer)
-        return {"the class": f"{kind.__module__}.{kind.__qualname__}"} | self._options.chosen()
+        return {"the class": f"{kind.__module__}.{kind.__qualname__}"} | self._options.facts()
 
     def _check_pair(self, optimizer: Optimizer, model: ShardedModel) -> None:
         self._check_optimizer(optimizer)
@@ -389,16 +389,45 @@ class ShardedOptimizer(Optimizer):
         Raises:
             MismatchError: If the ranks do not train alike, or their weights have drifted apart.
         """
-        self._options.chosen()
+        self._options.begin_step()
         self.supervision.check_options()
-        loss = (
-            self._step_everything(closure)
-            if self.kind is Kind.GLOBAL
-            else self._step_own_part(closure)
-        )
+        with self._users_hooks(closure):
+            loss = (
+                self._step_everything(closure)
+                if self.kind is Kind.GLOBAL
+                else self._step_own_part(closure)
+            )
         self._options.ignore_changes()
         self.num_steps += 1
         return loss
+
+    @contextlib.contextmanager
+    def _users_hooks(self, closure: Callable[[], Any] | None) -> Iterator[None]:
+        """Hooks that users hung on steps see the parameters, before and after, not segments."""
+        before = self.optimizer._optimizer_step_pre_hooks
+        after = self.optimizer._optimizer_step_post_hooks
+        args: tuple[Any, ...] = () if closure is None else (closure,)
+        others = {key: hook for key, hook in before.items() if hook != self._check_step}
+        if not others and not after:
+            yield
+            return
+        for hook in others.values():
+            if hook(self, args, {}) is not None:
+                raise ShoalError(
+                    "a hook before a step must not replace the step's arguments: there are several "
+                    "ranks that make the same step"
+                )
+        kept = dict(after)
+        for key in others:
+            del before[key]
+        after.clear()
+        try:
+            yield
+        finally:
+            before.update(others)
+            after.update(kept)
+        for hook in kept.values():
+            hook(self, args, {})
 
     def _step_own_part(self, closure: Callable[[], Any] | None) -> Any:
         loss = None

@@ -32,6 +32,7 @@ class Options:
         self._optimizer = optimizer
         self._last: dict[_Key, tuple[Any, str]] = {}
         self._chosen: dict[str, str] = {}
+        self._stepped: dict[str, str] = {}
         self.chosen()
 
     def chosen(self) -> dict[str, str]:
@@ -39,6 +40,18 @@ class Options:
         for (number, name), text in self._changed():
             self._chosen = {**self._chosen, f"{name} of parameter group {number}": text}
         return self._chosen
+
+    def begin_step(self) -> None:
+        """What is chosen now is what a step is made with, also if it is changed back after it."""
+        self._stepped = self.chosen()
+
+    def facts(self) -> dict[str, str]:
+        """What was chosen, and what the last step was made with, where that was something else."""
+        chosen = self.chosen()
+        if self._stepped is chosen or not self._stepped:
+            return chosen
+        others = {key: text for key, text in self._stepped.items() if chosen[key] != text}
+        return chosen | {f"{key} in its last step": text for key, text in others.items()}
 
     def ignore_changes(self) -> None:
         """What has changed just now was not the user's doing."""

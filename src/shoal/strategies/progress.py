@@ -51,6 +51,7 @@ class Progress:
         self._steppers: list[Stepper] = []
         self._known: tuple[Facts, ...] = ()
         self._fingerprint = 0
+        self._is_told = False
 
     def follow(self, stepper: Stepper) -> None:
         """One more optimizer steps this model."""
@@ -79,7 +80,11 @@ class Progress:
         Raises:
             MismatchError: If the ranks do not train alike.
         """
-        compare(group, self._all_facts())
+        try:
+            compare(group, self._all_facts())
+        except MismatchError:
+            self._is_told = True
+            raise
 
     def difference(self, group: Backend) -> MismatchError:
         """The error for ranks whose words differ; all of them call it."""
@@ -97,6 +102,8 @@ class Progress:
 
     def check_last_words(self, words: Mapping[int, str]) -> None:
         """Raises if a rank that left before has trained in another way."""
+        if self._is_told:  # once is enough
+            return
         own = self.words()
         for rank, word in words.items():
             steps, fingerprint = json.loads(word)
