@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import pools
 import shoal
 from pools import Team
 from shoal.errors import MismatchError
 from shoal.optim import PAIRS
 from shoal.optim.options import Options
 from shoal.strategies import drift
+from shoal.strategies.checksum import checksum
 from strategies.loops import distinct, local, seeded, wrapped
 from strategies.models import OddMLP
 
@@ -161,6 +163,8 @@ def end_after_it(strategy: str) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_the_last_to_leave_finds_a_step_left_out(transport: str) -> None:
+    if transport != "memory":
+        pools.get(transport, 2)  # has what starts processes running before leaks are looked for
     with pytest.raises(MismatchError, match=r"has made [34] steps, and rank [01] had made [34]"):
         shoal.run(end_after_it, 2, transport, ("ddp",), timeout=20)
 
@@ -300,17 +304,17 @@ def dtypes() -> Iterator[torch.dtype]:
 @pytest.mark.parametrize("dtype", list(dtypes()), ids=str)
 def test_a_fingerprint_sees_one_element(dtype: torch.dtype) -> None:
     tensor = torch.zeros(5, dtype=dtype)
-    before = int(drift.fingerprint(tensor))
+    before = int(checksum(tensor))
     tensor[3] = 1
-    assert int(drift.fingerprint(tensor)) != before
-    assert int(drift.fingerprint(torch.flip(tensor, [0]).flip(0))) == int(drift.fingerprint(tensor))
+    assert int(checksum(tensor)) != before
+    assert int(checksum(torch.flip(tensor, [0]).flip(0))) == int(checksum(tensor))
 
 
 def test_a_fingerprint_sees_the_last_bit() -> None:
     tensor = torch.full((100,), 0.1)
     other = tensor.clone()
     other[7] = torch.nextafter(other[7], torch.tensor(1.0))
-    assert int(drift.fingerprint(tensor)) != int(drift.fingerprint(other))
+    assert int(checksum(tensor)) != int(checksum(other))
 
 
 def train_quietly() -> int:
@@ -327,3 +331,90 @@ def train_quietly() -> int:
 
 def test_ranks_that_use_different_parameters_train_alike() -> None:
     assert shoal.run(train_quietly, 2, "memory", timeout=30) == [3, 3]
+
+
+# Gradients of which each rank has a part ---------------------------------------------------------
+
+
+def scales_alone(model: Any, own: Tensor) -> None:
+    if is_odd():
+        model.layers[0].weight.grad.mul_(2)
+
+
+def replaces_alone(model: Any, own: Tensor) -> None:
+    if is_odd():
+        model.layers[0].weight.grad = model.layers[0].weight.grad * 2
+
+
+def drops_alone(model: Any, own: Tensor) -> None:
+    if is_odd():
+        model.layers[0].weight.grad = None
+
+
+def forgets_alone(model: Any, own: Tensor) -> None:
+    if is_odd():
+        model.zero_grad()
+
+
+def adds_its_own(model: Any, own: Tensor) -> None:
+    model.layers[0].weight.grad.add_(own)
+
+
+def replaces_by_its_own(model: Any, own: Tensor) -> None:
+    model.layers[0].weight.grad = model.layers[0].weight.grad + own
+
+
+def scales_by_its_own(model: Any, own: Tensor) -> None:
+    model.layers[0].weight.grad.mul_(float(own.sum()))
+
+
+def clips_as_all_do(model: Any, own: Tensor) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    for parameter in model.parameters():
+        parameter.grad.add_(parameter.detach(), alpha=0.1)
+        parameter.grad = parameter.grad * 0.5
+
+
+EDITS = {
+    each.__name__: each
+    for each in (
+        scales_alone, replaces_alone, drops_alone, forgets_alone, adds_its_own,
+        replaces_by_its_own, scales_by_its_own, clips_as_all_do,
+    )
+}  # fmt: skip
+
+
+def edit_gradients(strategy: str, edit: str) -> str:
+    model, optimizer = wrapped(strategy)
+    try:
+        for step in range(2):
+            x, y = local(step)
+            F.mse_loss(model(x), y).backward()
+            (own,) = torch.autograd.grad(F.mse_loss(model(x), y), [model.layers[0].weight])
+            EDITS[edit](model, own)
+            optimizer.step()
+            optimizer.zero_grad()
+        shoal.world().barrier()
+    except MismatchError as error:
+        return str(error)
+    finally:
+        gc.collect()
+    return ""
+
+
+@pytest.mark.parametrize("edit", sorted(EDITS.keys() - {"clips_as_all_do"}))
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_an_edit_that_is_not_the_same_on_all_ranks(strategy: str, edit: str) -> None:
+    for text in Team("memory", 3).run(edit_gradients, strategy, edit):
+        assert "averaged gradients" in text
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_an_edit_between_processes(transport: str) -> None:
+    for text in Team(transport, 2).run(edit_gradients, "zero3", "adds_its_own"):
+        assert "averaged gradients" in text
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_edits_that_all_ranks_make_are_no_mismatch(strategy: str) -> None:
+    assert Team("memory", 3).run(edit_gradients, strategy, "clips_as_all_do") == [""] * 3

@@ -16,6 +16,7 @@ from shoal.comm import Backend
 from shoal.comm.agreement import by_rank
 from shoal.comm.operation import AllGather
 from shoal.errors import MismatchError
+from shoal.strategies.checksum import checksum
 from shoal.strategies.flat_group import FlatGroup, Residence
 from shoal.strategies.gradients import GroupGradients
 
@@ -23,7 +24,6 @@ CHECK_EVERY = 100
 """How many steps pass between two comparisons by default."""
 
 GRADIENT_OF = "the gradient of "
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 def is_due(number: int, every: int) -> bool:
@@ -84,7 +84,7 @@ def differing(group: Backend, held: Held, doing: str) -> dict[str, Sequence[int]
     """
     if not held or group.size == 1:
         return {}
-    own = torch.stack([fingerprint(tensor).to(group.device) for tensor in held.values()])
+    own = torch.stack([checksum(tensor).to(group.device) for tensor in held.values()])
     operation = AllGather(own.unsqueeze(0), None)
     operation.signature = f"comparison of {len(held)} replicas in {doing}"
     columns = zip(*group.run(operation).tolist(), strict=True)
@@ -102,15 +102,3 @@ def check(group: Backend, held: Held, doing: str) -> None:
             "depends on the rank or on its own batch, or a step made by something else than "
             "the wrapped optimizer. Do the same on every rank, or load a checkpoint."
         )
-
-
-def fingerprint(tensor: Tensor | None) -> Tensor:
-    """One number of the bits of a tensor, on its device."""
-    if tensor is None:
-        return torch.zeros((), dtype=torch.int64)
-    bits = tensor.detach()
-    if bits.is_complex():
-        bits = torch.view_as_real(bits).flatten()
-    bits = bits.view(_INTEGERS[bits.itemsize])
-    # Two changes that cancel out in the sum do not in the other, and a last bit counts in both.
-    return bits.sum(dtype=torch.int64) * 31 + (bits ^ (bits >> 3)).sum(dtype=torch.int64)

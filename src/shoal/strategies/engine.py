@@ -107,6 +107,8 @@ class Engine:
             )
             for group in self.groups
         ]
+        # Ranks that hold other layers, or parts of them, do other things to what they hold.
+        self.progress.follow_edits(lambda: 0 if self.holders.axes else self._owners.edits)
         self.hand_made = HandMade(self.gradients, meeting, ranks.replicas)
         may_wait = not self.gathering.is_needed and not settings.has_meetings
         self._reductions = Reductions(
@@ -553,6 +555,7 @@ class Engine:
         Raises:
             MismatchError: Otherwise; see [Note: ranks that train alike].
         """
+        self._owners.note("step")  # what is done before is not what is done after
         for axis in self.holders.axes:
             Vote.cast(axis, self.progress, "the beginning of optimizer.step()")
         if drift.is_due(number, self.settings.check_every):

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.errors import ShoalError
+from shoal.strategies.checksum import checksum
 from shoal.strategies.gradient_numbers import NUMBERS
 from shoal.strategies.gradient_part import GradientPart, PartLayout, PartTensor
 
@@ -109,7 +110,21 @@ def _on_parts(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     changed = _changed(func, args, kwargs)
     local_args, local_kwargs = tree_map(lambda leaf: _local(leaf, layout), (args, kwargs))
     result = func(*local_args, **local_kwargs)
-    return changed[0] if changed else _spread(result, first)
+    edit = _described(func, args, kwargs)
+    for each in changed:
+        each.part.note(edit)  # type: ignore[attr-defined]
+    return changed[0] if changed else _spread(result, first, edit)
+
+
+def _described(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    """The operation and its other operands; see [Note: edits of gradients]."""
+    others = [leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, PartTensor)]
+    values = [int(checksum(leaf)) if _can_be_read(leaf) else leaf for leaf in others]
+    return f"{func} {[each for each in values if isinstance(each, bool | int | float | complex)]}"
+
+
+def _can_be_read(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_cpu and leaf.layout is torch.strided
 
 
 def _local(leaf: Any, layout: PartLayout) -> Any:
@@ -120,13 +135,14 @@ def _local(leaf: Any, layout: PartLayout) -> Any:
     return leaf
 
 
-def _spread(result: Any, like: PartTensor) -> Any:
+def _spread(result: Any, like: PartTensor, edit: str) -> Any:
     """Results of a part are parts."""
 
     def spread(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        return type(like)(GradientPart.of(like.part.layout, leaf), leaf)
+        made = GradientPart.of(like.part.layout, leaf, like.part.after(edit))
+        return type(like)(made, leaf)
 
     return tree_map(spread, result)
 
@@ -145,7 +161,10 @@ def _on_lists(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         found = func(*_local_columns(args, rows, chosen), **kwargs)
         for index, result in zip(chosen, found or [None] * len(chosen), strict=True):
             parts = _parts_among(rows[index])
-            results[index] = _spread(result, parts[0]) if parts else result
+            edit = _described(func, rows[index], kwargs) if parts else ""
+            if func._schema.is_mutable and parts:
+                parts[0].part.note(edit)
+            results[index] = _spread(result, parts[0], edit) if parts else result
     for index in range(length):
         if not is_local[index]:
             found = _on_wholes(func, rows[index], kwargs)

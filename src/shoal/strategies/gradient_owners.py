@@ -4,10 +4,17 @@
 A number that is computed from a gradient (a norm, a sum) is put together from what each rank
 computes of its part. All ranks exchange these in one message, whether they hold anything or not,
 and combine them in the order of the ranks, so that everybody has the same bits.
+
+[Note: edits of gradients]
+A rank changes its own elements of an averaged gradient, so every rank must do the same to it, with
+the same numbers. Nothing is communicated for that. So what was done is summed up as it happens: the
+operation, numbers, a checksum of plain tensors (on a CPU), and gradients that were dropped. The sum
+rides with the votes and is compared there.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -55,6 +62,12 @@ class GradientOwners:
         self._module, self._shards, self._holders = module, shards, holders
         self.kept: list[GradientPart] = []
         """Parts whose whole somebody may still write to; see [Note: gathered gradients]."""
+        self.edits = 0
+        """What users did to gradients, as a number; see [Note: edits of gradients]."""
+
+    def note(self, edit: str) -> None:
+        """A user has changed a gradient."""
+        self.edits = zlib.crc32(edit.encode(), self.edits)
 
     def gather(self, values: Tensor, what: str) -> Tensor:
         """The parts of all ranks in a row; all of them call it."""

@@ -9,6 +9,7 @@ does, and takes its own elements over before they are used again.
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
@@ -87,13 +88,26 @@ class GradientPart:
         self._source: weakref.ref[Source] | None = weakref.ref(source)
         self._own: Tensor | None = None
         self._whole: Tensor | None = None
+        self._history = 0
 
     @classmethod
-    def of(cls, layout: PartLayout, values: Tensor) -> GradientPart:
-        """One with memory of its own."""
+    def of(cls, layout: PartLayout, values: Tensor, history: int = 0) -> GradientPart:
+        """One with memory of its own; ``history`` tells how it was computed."""
         made = cls.__new__(cls)
         made.layout, made._source, made._own, made._whole = layout, None, values, None
+        made._history = history
         return made
+
+    def after(self, edit: str) -> int:
+        """What was done to it so far, and this, as a number."""
+        return zlib.crc32(edit.encode(), self._history)
+
+    def note(self, edit: str) -> None:
+        """It was changed in place; see [Note: edits of gradients]."""
+        self._history = self.after(edit)
+        owners = self.layout.owners()
+        if owners is not None and self._own is None:
+            owners.note(f"{self.layout.name} {self._history}")
 
     def _find(self) -> Tensor:
         if self._own is not None:

@@ -379,6 +379,7 @@ class GroupGradients:
             values = gradient.part.values()
         else:
             values = layout.take(gradient.whole("use"))
+        self._owners.note(f"{layout.name} {gradient.part.after('assigned')}")
         self._overwrite(place, values)
 
     def _overwrite(self, place: int, values: Tensor) -> None:
@@ -418,6 +419,8 @@ class GroupGradients:
         """A gradient that the user set to None is no longer there to be added to."""
         for place in [*(self.used | self._collected)]:
             if self.group.parameters[place].grad is None:
+                if place in self.used and place not in self.local:
+                    self._owners.note(f"{self.group.names[place]} has none")
                 self._forget(place)
 
     def _forget(self, place: int) -> None:
@@ -503,6 +506,8 @@ class GroupGradients:
     def clear(self) -> None:
         """Forgets all gradients."""
         self.finish_reduction()
+        if self.used:
+            self._owners.note(f"group {self.group.index} has none")
         for parameter in self.group.parameters:
             parameter.grad = None
         for place in [*self._shown]:

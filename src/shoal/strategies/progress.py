@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from shoal.comm import Backend
@@ -21,8 +21,9 @@ from shoal.errors import MismatchError
 Facts = Mapping[str, str]
 """What must be the same on every rank, by what it is called in an error message."""
 
-NUM_WORDS = 2
+NUM_WORDS = 3
 _STEPS = "the number of steps of "
+_EDITS = "what was done to averaged gradients"
 
 
 class Stepper(Protocol):
@@ -52,17 +53,23 @@ class Progress:
         self._known: tuple[Facts, ...] = ()
         self._fingerprint = 0
         self._is_told = False
+        self._edits: Callable[[], int] = lambda: 0
 
     def follow(self, stepper: Stepper) -> None:
         """One more optimizer steps this model."""
         self._steppers.append(stepper)
 
-    def words(self) -> tuple[int, int]:
-        """The number of all steps and a fingerprint of all options, for a header."""
+    def follow_edits(self, edits: Callable[[], int]) -> None:
+        """``edits`` sums up what users did to gradients; see [Note: edits of gradients]."""
+        self._edits = edits
+
+    def words(self) -> tuple[int, int, int]:
+        """The number of all steps, a fingerprint of all options, and edits, for a header."""
         facts = tuple(stepper.facts() for stepper in self._steppers)
         if facts != self._known:
             self._known, self._fingerprint = facts, _fingerprint(facts)
-        return sum(stepper.num_steps for stepper in self._steppers), self._fingerprint
+        num_steps = sum(stepper.num_steps for stepper in self._steppers)
+        return num_steps, self._fingerprint, self._edits()
 
     def _all_facts(self) -> dict[str, str]:
         """Steps first: a rank that left one out may have other options for that reason."""
@@ -72,7 +79,7 @@ class Progress:
             name = f"optimizer {number}" if len(self._steppers) > 1 else "the optimizer"
             counts[_STEPS + name] = str(stepper.num_steps)
             options |= {f"{fact} of {name}": value for fact, value in stepper.facts().items()}
-        return counts | options
+        return counts | options | {_EDITS: f"#{self._edits():08x}"}
 
     def compare(self, group: Backend) -> None:
         """Compares everything; all ranks of the group call it.
@@ -106,7 +113,7 @@ class Progress:
             return
         own = self.words()
         for rank, word in words.items():
-            steps, fingerprint = json.loads(word)
+            steps, fingerprint, edits = json.loads(word)
             if steps != own[0]:
                 raise MismatchError(
                     f"this rank has made {own[0]} steps, and rank {rank} had made {steps} when it "
@@ -118,6 +125,11 @@ class Progress:
                     f"{self._options()}: {_REMEDY_OPTIONS}"
                 )
 
+            if edits != own[2]:
+                raise MismatchError(
+                    f"{_EDITS} was not the same on rank {rank} as on this one: {_REMEDY_EDITS}"
+                )
+
     def _options(self) -> str:
         chosen = [stepper.facts().items() for stepper in self._steppers]
         return ", ".join(f"{fact}: {value}" for facts in chosen for fact, value in facts)
@@ -126,6 +138,11 @@ class Progress:
 _REMEDY_STEPS = (
     "the weights of the ranks have drifted apart. Decide together whether to step, for example "
     "`if world.agree(is_bad): optimizer.zero_grad(); continue`"
+)
+_REMEDY_EDITS = (
+    "averaged gradients must be changed in the same way on every rank: not on some ranks only, nor "
+    "with numbers or tensors of a rank's own, such as its loss, its noise or a gradient of its own "
+    "batch. Make those equal first (world.agree, world.all_reduce), or assign them, p.grad = ..."
 )
 _REMEDY_OPTIONS = (
     "make the same change on every rank; what a scheduler goes by must be the same number "
@@ -144,6 +161,7 @@ def compare(group: Backend, own: Facts) -> None:
         values = [other.get(name, "nothing") for other in facts]
         if len(set(values)) > 1:
             remedy = _REMEDY_STEPS if name.startswith(_STEPS) else _REMEDY_OPTIONS
+            remedy = _REMEDY_EDITS if name == _EDITS else remedy
             raise MismatchError(
                 f"the ranks do not train alike: {name} is not the same on all of them "
                 f"({by_rank(values, group.ranks)}); {remedy}"
