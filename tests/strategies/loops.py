@@ -32,6 +32,23 @@ def run(fn: Callable[..., Any], *args: Any, ranks: int = RANKS) -> list[Any]:
     return shoal.run(fn, ranks, "memory", args=args, timeout=40)
 
 
+def inside(
+    optimizer: torch.optim.Optimizer,
+    before: Callable[..., object] = lambda _: None,
+    after: Callable[..., object] = lambda _: None,
+) -> None:
+    """Calls something inside of an optimizer's own step, where it has the rank's memory."""
+    step = optimizer.step
+
+    def looked_at(*args: Any) -> Any:
+        before(optimizer)
+        result = step(*args)
+        after(optimizer)
+        return result
+
+    optimizer.step = looked_at  # type: ignore[method-assign]
+
+
 def seeded(make: BuildModule = OddMLP) -> nn.Module:
     torch.manual_seed(0)
     return make().double()

@@ -23,6 +23,7 @@ from strategies.loops import (
     each,
     full_gradients,
     gathered,
+    inside,
     local,
     momentum,
     num_gathers,
@@ -119,7 +120,7 @@ def test_p13_the_optimizer_sees_averaged_gradients(strategy: str) -> None:
                 for p in group["params"]:
                     seen.append(p.grad.flatten().clone())
 
-        plain.register_step_pre_hook(look)
+        inside(plain, look)
         model, optimizer = shoal.as_distributed(module, plain, strategy=strategy)
         one_step(model, optimizer, local(0))
         return seen
@@ -296,7 +297,7 @@ def test_p20_the_gradient_shard_is_where_the_optimizer_looks(strategy: str) -> N
         def look(inner: torch.optim.Optimizer, *_: object) -> None:
             seen.extend(p.grad.clone() for group in inner.param_groups for p in group["params"])
 
-        optimizer.optimizer.register_step_pre_hook(look)
+        inside(optimizer.optimizer, look)
         optimizer.step()
         has_gradients = all(gradient.abs().sum() > 0 for gradient in seen)
         return sum(p.numel() for p in seen), has_gradients

@@ -21,7 +21,16 @@ from shoal.comm.bootstrap import store_for_one_host
 from shoal.errors import PeerError, ShoalError
 from shoal.launch.forkserver import fork_server
 from shoal.launch.run import run_outcomes
-from strategies.loops import assert_same, data, local, momentum, one_step, seeded, whole_state
+from strategies.loops import (
+    assert_same,
+    data,
+    inside,
+    local,
+    momentum,
+    one_step,
+    seeded,
+    whole_state,
+)
 
 RANKS = 2
 STEPS = 6
@@ -195,7 +204,7 @@ def die_in_a_step(strategy: str) -> str:
     x, y = local(0)
     model.train_step(x, y, nn.functional.mse_loss)
     if shoal.world().rank == 1:
-        optimizer.optimizer.register_step_post_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        inside(optimizer.optimizer, after=lambda _: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(PeerError, match="died"):
         optimizer.step()
     with pytest.raises(ShoalError, match="the parameters are a mixture"):
@@ -220,10 +229,10 @@ def fail_and_load(strategy: str) -> list[float]:
     saved = model.state_dict()
     x, y = local(0)
     model.train_step(x, y, nn.functional.mse_loss)
-    handle = optimizer.optimizer.register_step_post_hook(lambda *_: 1 / 0)
+    inside(optimizer.optimizer, after=lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
-    handle.remove()
+    del optimizer.optimizer.step
     with pytest.raises(ShoalError, match="the parameters are a mixture"):
         model(x)
     model.load_state_dict(saved)

@@ -398,6 +398,7 @@ class ShardedOptimizer(Optimizer):
                 else self._step_own_part(closure)
             )
         self._options.ignore_changes()
+        self._engine.note_step()
         self.num_steps += 1
         return loss
 

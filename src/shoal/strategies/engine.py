@@ -549,13 +549,16 @@ class Engine:
             group.age()
         self._num_averaged_stepped = self.num_averaged
 
+    def note_step(self) -> None:
+        """A step is over: what is done to gradients before it is not what is done after."""
+        self._owners.note("step")
+
     def check_step(self, number: int) -> None:
         """Before an optimizer's step ``number``: the ranks must have done the same so far.
 
         Raises:
             MismatchError: Otherwise; see [Note: ranks that train alike].
         """
-        self._owners.note("step")  # what is done before is not what is done after
         for axis in self.holders.axes:
             Vote.cast(axis, self.progress, "the beginning of optimizer.step()")
         if drift.is_due(number, self.settings.check_every):
