@@ -418,3 +418,34 @@ def test_an_edit_between_processes(transport: str) -> None:
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_edits_that_all_ranks_make_are_no_mismatch(strategy: str) -> None:
     assert Team("memory", 3).run(edit_gradients, strategy, "clips_as_all_do") == [""] * 3
+
+
+def keep_some(strategy: str, keep: str) -> str:
+    """One rank holds on to gradients, to log them, while all of them edit alike."""
+    model, optimizer = wrapped(strategy)
+    kept: list[Tensor] = []
+    try:
+        for step in range(3):
+            x, y = local(step)
+            F.mse_loss(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            for parameter in model.parameters():
+                seen = parameter.grad if keep == "gradient" else parameter.grad.view(-1)[:2]
+                kept += [seen] if is_odd() else []
+                del seen
+            grads = [parameter.grad for parameter in model.parameters()]
+            torch._foreach_mul_(grads[::2], 0.5)
+            for parameter in model.parameters():
+                parameter.grad.mul_(0.9).add_(parameter.detach(), alpha=0.1)
+            del grads
+            optimizer.step()
+            optimizer.zero_grad()
+    except MismatchError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("keep", ["gradient", "view"])
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_a_rank_that_keeps_gradients_edits_them_like_the_others(strategy: str, keep: str) -> None:
+    assert Team("memory", 3).run(keep_some, strategy, keep) == [""] * 3

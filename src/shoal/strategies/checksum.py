@@ -14,7 +14,7 @@ def checksum(tensor: Tensor | None) -> Tensor:
         return torch.zeros((), dtype=torch.int64)
     bits = tensor.detach()
     if bits.is_complex():
-        bits = torch.view_as_real(bits).flatten()
+        bits = torch.view_as_real(bits.resolve_conj()).flatten()
     bits = bits.view(_INTEGERS[bits.itemsize])
     # Two changes that cancel out in the sum do not in the other, and a last bit counts in both.
     return bits.sum(dtype=torch.int64) * 31 + (bits ^ (bits >> 3)).sum(dtype=torch.int64)

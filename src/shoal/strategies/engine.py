@@ -550,8 +550,8 @@ class Engine:
         self._num_averaged_stepped = self.num_averaged
 
     def note_step(self) -> None:
-        """A step is over: what is done to gradients before it is not what is done after."""
-        self._owners.note("step")
+        """A step is over; see [Note: edits of gradients]."""
+        self._owners.note_step()
 
     def check_step(self, number: int) -> None:
         """Before an optimizer's step ``number``: the ranks must have done the same so far.

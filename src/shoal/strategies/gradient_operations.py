@@ -110,10 +110,15 @@ def _on_parts(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     changed = _changed(func, args, kwargs)
     local_args, local_kwargs = tree_map(lambda leaf: _local(leaf, layout), (args, kwargs))
     result = func(*local_args, **local_kwargs)
-    edit = _described(func, args, kwargs)
+    _note(func, args, kwargs)
+    return changed[0] if changed else _spread(result, first, _described(func, args, kwargs))
+
+
+def _note(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Remembers what is written to gradients; see [Note: edits of gradients]."""
+    changed = [each for each in _changed(func, args, kwargs) if isinstance(each, PartTensor)]
     for each in changed:
-        each.part.note(edit)  # type: ignore[attr-defined]
-    return changed[0] if changed else _spread(result, first, edit)
+        each.part.note(_described(func, args, kwargs))
 
 
 def _described(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
@@ -161,10 +166,10 @@ def _on_lists(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         found = func(*_local_columns(args, rows, chosen), **kwargs)
         for index, result in zip(chosen, found or [None] * len(chosen), strict=True):
             parts = _parts_among(rows[index])
-            edit = _described(func, rows[index], kwargs) if parts else ""
-            if func._schema.is_mutable and parts:
-                parts[0].part.note(edit)
-            results[index] = _spread(result, parts[0], edit) if parts else result
+            if parts:
+                _note(func, rows[index], kwargs)
+                result = _spread(result, parts[0], _described(func, rows[index], kwargs))
+            results[index] = result
     for index in range(length):
         if not is_local[index]:
             found = _on_wholes(func, rows[index], kwargs)
@@ -219,6 +224,7 @@ def _on_wholes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
     wholes: list[Tensor] = []
     plain_args, plain_kwargs = tree_map(whole, (args, kwargs))
+    _note(func, args, kwargs)
     result = func(*plain_args, **plain_kwargs)
     return tree_map(lambda leaf: given.get(id(leaf), leaf), result)
 

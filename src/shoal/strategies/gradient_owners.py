@@ -9,7 +9,8 @@ and combine them in the order of the ranks, so that everybody has the same bits.
 A rank changes its own elements of an averaged gradient, so every rank must do the same to it, with
 the same numbers. Nothing is communicated for that. So what was done is summed up as it happens: the
 operation, numbers, a checksum of plain tensors (on a CPU), and gradients that were dropped. The sum
-rides with the votes and is compared there.
+rides with the votes and is compared there. Inside of a step the order does not count: ranks may go
+different ways about the same edit, if one of them holds on to what was gathered for it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from shoal.strategies.holders import Holders
 
 if TYPE_CHECKING:
     from shoal.strategies.gradient_part import GradientPart
+
+
+_MOST_EDITS = 1 << 62  # as many bits as a header has room for
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,15 @@ class GradientOwners:
         """Parts whose whole somebody may still write to; see [Note: gathered gradients]."""
         self.edits = 0
         """What users did to gradients, as a number; see [Note: edits of gradients]."""
+        self._num_steps = 0
 
     def note(self, edit: str) -> None:
         """A user has changed a gradient."""
-        self.edits = zlib.crc32(edit.encode(), self.edits)
+        self.edits = (self.edits + zlib.crc32(f"{self._num_steps} {edit}".encode())) % _MOST_EDITS
+
+    def note_step(self) -> None:
+        """What is done to gradients before a step is not what is done after it."""
+        self._num_steps += 1
 
     def gather(self, values: Tensor, what: str) -> Tensor:
         """The parts of all ranks in a row; all of them call it."""

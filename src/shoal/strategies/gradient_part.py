@@ -99,15 +99,16 @@ class GradientPart:
         return made
 
     def after(self, edit: str) -> int:
-        """What was done to it so far, and this, as a number."""
+        """How it was computed from an averaged gradient, and this, as a number."""
         return zlib.crc32(edit.encode(), self._history)
 
     def note(self, edit: str) -> None:
         """It was changed in place; see [Note: edits of gradients]."""
-        self._history = self.after(edit)
         owners = self.layout.owners()
-        if owners is not None and self._own is None:
-            owners.note(f"{self.layout.name} {self._history}")
+        if self._own is not None:
+            self._history = self.after(edit)
+        elif owners is not None:
+            owners.note(f"{self.layout.name} {edit}")
 
     def _find(self) -> Tensor:
         if self._own is not None:
