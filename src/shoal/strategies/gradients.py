@@ -277,7 +277,13 @@ class GroupGradients:
         """Lets the parameters show what they have: nothing if nobody used them."""
         if self._adds_in_place:
             return
-        for place, parameter in enumerate(self.group.parameters):
+        parameters = self.group.parameters
+        is_all = len(self.used | self._collected) == len(parameters)
+        if is_all and not self._shows_parts:
+            for parameter, face in zip(parameters, self._as_seen().faces(), strict=True):
+                parameter.grad = face
+            return
+        for place, parameter in enumerate(parameters):
             if place not in self.used and place not in self._collected:
                 parameter.grad = None
             else:
@@ -346,7 +352,7 @@ class GroupGradients:
         or as what all ranks have.
         """
         self.by_hand = {}
-        if self._adds_in_place:
+        if self._adds_in_place or self._is_as_shown():
             return
         self.forget_cleared()
         arrived = set(self.arrived)
@@ -359,6 +365,12 @@ class GroupGradients:
                     self._adopt_part(place, gradient)
             elif not self._is_own(place, gradient):
                 self.by_hand[place] = gradient
+
+    def _is_as_shown(self) -> bool:
+        """Whether every parameter has the whole gradient that it was shown with."""
+        if self._shows_parts or self._outside is None:
+            return False
+        return self._outside.are_shown([parameter.grad for parameter in self.group.parameters])
 
     def _is_own(self, place: int, gradient: Tensor) -> bool:
         """Whether a plain gradient is the buffer's: ``.data = ...`` may have moved what was."""

@@ -9,6 +9,7 @@ when the gradients are forgotten, somebody keeps some, and the group takes anoth
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Collection
 
@@ -25,10 +26,10 @@ class ShownBuffer:
     def __init__(self, buffer: Tensor, layout: GroupLayout, *, has_faces: bool) -> None:
         """``has_faces``: whether users see plain tensors, one for each parameter."""
         self._outside = torch.from_dlpack(buffer)
-        self._layout, self._address = layout, buffer.data_ptr()
-        self._offsets = [slot.start * buffer.itemsize for slot in layout.slots]
+        self._layout = layout
         places = range(len(layout.slots)) if has_faces else ()
         self._faces = [self._view(place) for place in places]
+        self._addresses = [face.data_ptr() for face in self._faces]
         self._num_uses = num_holders(self._outside)
         self._num_references = self._references(places)
 
@@ -46,10 +47,19 @@ class ShownBuffer:
             self._faces[place] = self._view(place)
         return self._faces[place]
 
+    def faces(self) -> list[Tensor]:
+        """What the parameters show."""
+        if [face.data_ptr() for face in self._faces] != self._addresses:
+            self._faces = [self.face(place) for place in range(len(self._faces))]
+        return self._faces
+
+    def are_shown(self, gradients: list[Tensor | None]) -> bool:
+        """Whether the parameters' gradients are all there, as they were shown."""
+        return all(map(operator.is_, gradients, self.faces()))
+
     def contains(self, place: int, gradient: Tensor) -> bool:
         """Whether a gradient is in a parameter's place of the buffer."""
-        is_there = gradient.data_ptr() == self._address + self._offsets[place]
-        return is_there or not gradient.numel()
+        return gradient.data_ptr() == self._addresses[place] or not gradient.numel()
 
     def is_held(self, places: Collection[int]) -> bool:
         """Whether users keep gradients, also some that parameters have let go of."""
