@@ -28,9 +28,9 @@ from timing import alternate, readable_time
 
 import shoal
 from shoal.comm import Backend
-from shoal.comm.bootstrap import StoreBootstrap, store_for_one_host
+from shoal.comm.bootstrap.store import StoreBootstrap, store_for_one_host
 from shoal.comm.control.patience import Patience
-from shoal.comm.control.sockets import SocketControl
+from shoal.comm.control.sockets.sockets import SocketControl
 
 SHAPES = (Shape(6, 256, batch=8), Shape(8, 384, batch=2), Shape(40, 64, batch=2))
 TIMEOUT_S = 120.0

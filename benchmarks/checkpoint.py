@@ -39,8 +39,8 @@ from timing import readable_time
 from torch import Tensor, nn
 
 import shoal
-from shoal.checkpoint import letting_go
-from shoal.checkpoint.store import Store
+from shoal.checkpoint.disk import removal as letting_go
+from shoal.checkpoint.disk.store import Store
 from shoal.comm import Backend
 
 RESULTS = Path(__file__).parent / "results" / "checkpoint.json"

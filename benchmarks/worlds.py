@@ -10,8 +10,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from shoal.comm import Backend
-from shoal.comm.bootstrap import StoreBootstrap, store_for_one_host
-from shoal.comm.connect import connect_backend
+from shoal.comm.bootstrap.connect import connect_backend
+from shoal.comm.bootstrap.store import StoreBootstrap, store_for_one_host
 
 TIMEOUT_S = 300.0
 

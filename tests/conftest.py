@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import leaks
-from shoal.comm.bootstrap import store_for_one_host
-from shoal.launch.forkserver import fork_server
+from shoal.comm.bootstrap.store import store_for_one_host
+from shoal.launch.function.forkserver.forkserver import fork_server
 
 # The same examples every time, so that a change alone can break them; the full run looks further.
 hypothesis.settings.register_profile("fast", max_examples=25, deadline=None, derandomize=True)

@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from shoal.comm.bootstrap import Bootstrap
-from shoal.comm.control.page import PageControl
-from shoal.comm.control.page_memory import Page
+from shoal.comm.bootstrap.store import Bootstrap
+from shoal.comm.control.page.memory import Page
+from shoal.comm.control.page.page import PageControl
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Control
-from shoal.comm.control.sockets import SocketControl
-from shoal.comm.control.wiring import connect_all
+from shoal.comm.control.sockets.sockets import SocketControl
+from shoal.comm.control.sockets.wiring import connect_all
 
 TIMEOUT_S = 30.0
 

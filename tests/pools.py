@@ -24,8 +24,8 @@ import cloudpickle
 
 import leaks
 import shoal
-from shoal.launch.call import decode_call, encode_call
-from shoal.launch.forkserver import fork_server
+from shoal.launch.function.call import decode_call, encode_call
+from shoal.launch.function.forkserver.forkserver import fork_server
 
 # A rank that hangs must become an error, with the place named, before its test is timed out.
 TIMEOUT_S = 40.0

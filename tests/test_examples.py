@@ -11,11 +11,11 @@ import torch
 
 import leaks
 import shoal
-from shoal.cli.demo_communication import _FAILURE, _MISMATCH
-from shoal.cli.tour import play, visit
-from shoal.comm.bootstrap import store_for_one_host
-from shoal.launch.forkserver import fork_server
-from shoal.launch.run import run_outcomes
+from shoal.cli.demo.communication import _FAILURE, _MISMATCH
+from shoal.cli.demo.tour import play, visit
+from shoal.comm.bootstrap.store import store_for_one_host
+from shoal.launch.function.forkserver.forkserver import fork_server
+from shoal.launch.function.run import run_outcomes
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SHOAL = str(Path(sys.executable).with_name("shoal"))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.verification.judge import Judge
-from shoal.verification.single import SplitBatch
+from shoal.verification.trainees.single import SplitBatch
 
 Change = Callable[[Tensor], Tensor]
 # Far beyond what a few steps make of the models here, unless training diverges.

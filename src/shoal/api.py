@@ -15,10 +15,10 @@ from shoal.comm.backend import DEFAULT_TIMEOUT_S, Backend
 from shoal.comm.world import World, current, find_current, set_current
 from shoal.data import divide
 from shoal.errors import PeerError, ShoalError
-from shoal.launch.exit import watch_exit
-from shoal.launch.joining import check_name, choose_for_cpu, join
-from shoal.launch.outcome import Outcome
-from shoal.launch.run import run_outcomes
+from shoal.launch.function.outcome import Outcome
+from shoal.launch.function.run import run_outcomes
+from shoal.launch.joining.exit import watch_exit
+from shoal.launch.joining.join import check_name, choose_for_cpu, join
 from shoal.optim import PAIRS, Kind, ShardedOptimizer
 from shoal.optim.kinds import Judgement, judge
 from shoal.sampling import sampler as sampler

@@ -26,10 +26,10 @@ from torch.utils.data import Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from shoal.comm.backend import Backend
-from shoal.comm.partition import offsets, split_sizes
+from shoal.comm.operation.partition import offsets, split_sizes
 from shoal.comm.world import World, find_current
 from shoal.errors import ClosedError
-from shoal.launch.environment import discover
+from shoal.launch.joining.environment import discover
 
 
 class GlobalBatchSampler(Sampler[list[int]]):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint.filesystem import FileSystem
+from shoal.checkpoint.disk.filesystem import FileSystem
 
 _numbers = itertools.count()
 _disks: dict[int, MemoryDisk] = {}

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.checkpoint.assignment import Claim, assign
+from shoal.checkpoint.save.assignment import Claim, assign
 from shoal.sharding.extent import Extent
 from shoal.sharding.split import Split
 

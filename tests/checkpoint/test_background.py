@@ -13,8 +13,8 @@ import pools
 import shoal
 from checkpoint.memory_disk import MemoryDisk
 from checkpoint.training import assert_same, build, on_ranks, state, train, wrap
-from shoal.checkpoint import pending
-from shoal.checkpoint.inspection import open_any, verify
+from shoal.checkpoint.save import pending
+from shoal.checkpoint.tools.inspection import open_any, verify
 from shoal.errors import CheckpointError
 
 ROOT = Path("run")

@@ -16,7 +16,7 @@ from torch import nn
 
 import shoal
 from checkpoint.training import assert_same, build, on_ranks, state, train, wrap
-from shoal.checkpoint import values
+from shoal.checkpoint.format import values
 from shoal.errors import CheckpointError, CheckpointMismatchError
 
 plain = st.recursive(

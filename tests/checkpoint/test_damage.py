@@ -17,12 +17,12 @@ from torch import nn
 import shoal
 from checkpoint.memory_disk import MemoryDisk
 from checkpoint.training import assert_same, build, on_ranks, state, train, wrap
-from shoal.checkpoint.checksums import CHUNK_BYTES
-from shoal.checkpoint.filesystem import FileSystem
-from shoal.checkpoint.inspection import open_any, verify
-from shoal.checkpoint.manifest import Manifest, signed
-from shoal.checkpoint.reading import Wanted, _plan, read_tensors
-from shoal.checkpoint.source import open_checkpoint
+from shoal.checkpoint.disk.filesystem import FileSystem
+from shoal.checkpoint.format.checksums import CHUNK_BYTES
+from shoal.checkpoint.format.manifest import Manifest, signed
+from shoal.checkpoint.load.reading import Wanted, _plan, read_tensors
+from shoal.checkpoint.load.source import open_checkpoint
+from shoal.checkpoint.tools.inspection import open_any, verify
 from shoal.errors import CheckpointError, CheckpointWarning, CorruptCheckpointError
 from shoal.sharding.extent import Extent
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.checkpoint import file_hints, letting_go
-from shoal.checkpoint.filesystem import DISK, FileSystem, remove_tree
-from shoal.checkpoint.store import Store
+from shoal.checkpoint.disk import file_hints
+from shoal.checkpoint.disk import removal as letting_go
+from shoal.checkpoint.disk.filesystem import DISK, FileSystem, remove_tree
+from shoal.checkpoint.disk.store import Store
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import shoal
 from checkpoint.memory_disk import MemoryDisk
 from checkpoint.training import assert_same, build, on_ranks, state, train, wrap
-from shoal.checkpoint import division
+from shoal.checkpoint.save import division
 
 ROOT = Path("run")
 

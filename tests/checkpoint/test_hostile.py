@@ -17,11 +17,11 @@ from torch import nn
 
 import shoal
 from checkpoint.memory_disk import MemoryDisk
-from shoal.checkpoint import header
-from shoal.checkpoint.inspection import open_any, verify
-from shoal.checkpoint.manifest import Manifest, signed
-from shoal.checkpoint.reading import read_tensors
-from shoal.checkpoint.strict_json import parse
+from shoal.checkpoint.format import safetensors as header
+from shoal.checkpoint.format.manifest import Manifest, signed
+from shoal.checkpoint.format.strict_json import parse
+from shoal.checkpoint.load.reading import read_tensors
+from shoal.checkpoint.tools.inspection import open_any, verify
 from shoal.errors import CheckpointError
 
 ROOT = Path("run")

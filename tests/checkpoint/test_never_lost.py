@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import shoal
 from checkpoint.training import assert_same, on_ranks, state, wrap
-from shoal.checkpoint import store
-from shoal.checkpoint.conversion import export
-from shoal.checkpoint.inspection import open_any, verify
-from shoal.checkpoint.store import Store
+from shoal.checkpoint.disk import store
+from shoal.checkpoint.disk.store import Store
+from shoal.checkpoint.tools.conversion import export
+from shoal.checkpoint.tools.inspection import open_any, verify
 from shoal.errors import CheckpointError, CheckpointMismatchError
 
 
@@ -271,7 +271,7 @@ def test_a_save_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 LAST_SAVE = """
 import sys, torch, shoal
-from shoal.checkpoint import filesystem
+from shoal.checkpoint.disk import filesystem
 if sys.argv[2] == "full":
     def create(self, path): raise OSError(28, "No space left on device")
     filesystem.FileSystem.create = create

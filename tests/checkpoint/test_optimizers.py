@@ -23,7 +23,7 @@ from checkpoint.training import (
     wrap,
 )
 from shoal.errors import CheckpointMismatchError
-from shoal.optim import segments
+from shoal.optim.stepping import segments
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

@@ -22,9 +22,10 @@ from checkpoint.training import (
     train_and_save,
     wrap,
 )
-from shoal.checkpoint import reading, staging
-from shoal.checkpoint.filesystem import FileSystem
-from shoal.checkpoint.inspection import open_any
+from shoal.checkpoint.disk.filesystem import FileSystem
+from shoal.checkpoint.load import reading
+from shoal.checkpoint.load import transaction as staging
+from shoal.checkpoint.tools.inspection import open_any
 from shoal.errors import CheckpointMismatchError
 
 

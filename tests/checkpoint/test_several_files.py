@@ -26,13 +26,13 @@ from checkpoint.training import (
     train_and_save,
     wrap,
 )
-from shoal.checkpoint import plan
-from shoal.checkpoint.filesystem import opened
-from shoal.checkpoint.inspection import open_any, verify
-from shoal.checkpoint.side_by_side import Abandoned, side_by_side
-from shoal.checkpoint.writing import Outgoing, shares, write_file
+from shoal.checkpoint.disk.filesystem import opened
+from shoal.checkpoint.save import plan
+from shoal.checkpoint.save.writing import Outgoing, shares, write_file
+from shoal.checkpoint.tools.inspection import open_any, verify
 from shoal.errors import CheckpointError
 from shoal.sharding.extent import Extent
+from shoal.torch_support.threads import Abandoned, side_by_side
 
 CORES = 6
 

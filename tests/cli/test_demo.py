@@ -11,11 +11,11 @@ from rich.console import Console
 
 import leaks
 from shoal.cli import main
-from shoal.cli.demo_training import show_training
-from shoal.cli.gpt import GPT, Shape, batch, text
-from shoal.cli.lesson import learn_alone
-from shoal.comm.bootstrap import store_for_one_host
-from shoal.launch.forkserver import fork_server
+from shoal.cli.demo.gpt import GPT, Shape, batch, text
+from shoal.cli.demo.lesson import learn_alone
+from shoal.cli.demo.training import show_training
+from shoal.comm.bootstrap.store import store_for_one_host
+from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.optim import DATA_PARALLEL
 
 SMALL = Shape(width=32, num_layers=2, num_heads=2, context=16, batch_size=8)
@@ -31,7 +31,7 @@ def processes() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_training_under_every_strategy(processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.cli.demo_training._RANKS", 2)
+    monkeypatch.setattr("shoal.cli.demo.training._RANKS", 2)
     console = Console(file=io.StringIO(), width=110)
     assert show_training(console, 4, SMALL)
     lines = console.file.getvalue().splitlines()
@@ -49,7 +49,7 @@ def test_a_difference_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     off = learn_alone(SMALL, 3, lambda step, loss: None)
     next(iter(off.parameters.values())).view(-1)[5] += 1e-3
     monkeypatch.setattr(
-        "shoal.cli.demo_training.run",
+        "shoal.cli.demo.training.run",
         lambda fn, ranks, backend, args, timeout: [dict.fromkeys(args[0], off)] * ranks,
     )
     console = Console(file=io.StringIO(), width=110)
@@ -61,7 +61,7 @@ def test_a_difference_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command(monkeypatch: pytest.MonkeyPatch, is_equal: bool) -> None:
     steps = []
     monkeypatch.setattr(
-        "shoal.cli.demo_training.show_training",
+        "shoal.cli.demo.training.show_training",
         lambda console, num_steps: (steps.append(num_steps), is_equal)[1],
     )
     with pytest.raises(SystemExit) as caught:
@@ -72,7 +72,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, is_equal: bool) -> None:
 
 def test_the_other_tour(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = []
-    monkeypatch.setattr("shoal.cli.demo_communication.show_communication", shown.append)
+    monkeypatch.setattr("shoal.cli.demo.communication.show_communication", shown.append)
     with pytest.raises(SystemExit) as caught:
         main(["demo", "--tour", "comm"])
     assert caught.value.code == 0

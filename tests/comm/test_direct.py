@@ -13,9 +13,11 @@ from torch import Tensor
 
 import pools
 import shoal
-from shoal.comm import Backend, bootstrap, direct
-from shoal.comm.bootstrap import StoreBootstrap, store_for_one_host
-from shoal.comm.connect import connect_backend
+from shoal.comm import Backend
+from shoal.comm.bootstrap import store as bootstrap
+from shoal.comm.bootstrap.connect import connect_backend
+from shoal.comm.bootstrap.store import StoreBootstrap, store_for_one_host
+from shoal.torch_support import process_memory as direct
 
 KIB = 256  # floats
 FORBIDDEN = "this system does not let processes read each other's memory"

@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 import leaks
 import shoal
-from shoal.comm.bootstrap import StoreBootstrap, store_for_one_host
-from shoal.comm.connect import connect_backend
-from shoal.comm.gloo import GlooBackend
+from shoal.comm.bootstrap.connect import connect_backend
+from shoal.comm.bootstrap.store import StoreBootstrap, store_for_one_host
+from shoal.comm.torch_groups.gloo import GlooBackend
 from shoal.errors import DeadlineError, PeerError
-from shoal.launch.forkserver import fork_server
-from shoal.launch.run import run_outcomes
+from shoal.launch.function.forkserver.forkserver import fork_server
+from shoal.launch.function.run import run_outcomes
 
 SOON_S = 3.5
 LARGE = 1 << 20

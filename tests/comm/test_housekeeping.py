@@ -9,7 +9,7 @@ import leaks
 import shoal
 from pools import Team
 from shoal.errors import ClosedError
-from shoal.launch.forkserver import fork_server
+from shoal.launch.function.forkserver.forkserver import fork_server
 
 
 def count():

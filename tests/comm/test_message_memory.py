@@ -9,9 +9,9 @@ import torch
 
 import shoal
 from pools import Team
-from shoal.comm import message_memory
-from shoal.comm.message_memory import MessageMemory
-from shoal.comm.segments import Arena
+from shoal.comm.shm import message_memory
+from shoal.comm.shm.message_memory import MessageMemory
+from shoal.comm.shm.segments import Arena
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import leaks
 import shoal
 from pools import Team
 from shoal.errors import DeadlineError, DeadlockError, MismatchError
-from shoal.launch.forkserver import fork_server
+from shoal.launch.function.forkserver.forkserver import fork_server
 
 
 def ring(count):

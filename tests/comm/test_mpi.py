@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal.comm import mpi
-from shoal.comm.mpi_bootstrap import MPIBootstrap
+from shoal.comm.mpi import backend as mpi
+from shoal.comm.mpi.bootstrap import MPIBootstrap
 from shoal.errors import BackendUnavailableError
-from shoal.launch import mpiexec
+from shoal.launch.mpi import mpiexec
 
 MPICH = Path(sys.executable).parent.parent / "mpich"
 DEADLINE_S = 90
@@ -47,8 +47,8 @@ def write_report(rank):
 COLLECTIVES = (
     REPORT
     + """
-from shoal.comm import mpi
-from shoal.comm.mpi_bootstrap import MPIBootstrap
+from shoal.comm.mpi import backend as mpi
+from shoal.comm.mpi.bootstrap import MPIBootstrap
 
 def checks(backend):
     rank, size = backend.rank, backend.size

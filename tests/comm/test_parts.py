@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from shoal.comm.header import Header, check_equal, mismatch, spec
 from shoal.comm.operation import flatten
-from shoal.comm.partition import check_sizes, offsets, split_sizes
-from shoal.comm.reduction import ReduceOp, check_dtype, reduce_into
-from shoal.comm.site import call_site
+from shoal.comm.operation.header import Header, check_equal, mismatch, spec
+from shoal.comm.operation.partition import check_sizes, offsets, split_sizes
+from shoal.comm.operation.reduction import ReduceOp, check_dtype, reduce_into
 from shoal.errors import MismatchError
+from shoal.system.site import call_site
 
 # Sharing out ----------------------------------------------------------------------------
 

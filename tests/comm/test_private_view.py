@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.comm.private_view import PrivateView
-from shoal.comm.segments import Arena
+from shoal.comm.shm.segments import Arena
+from shoal.torch_support.private_view import PrivateView
 
 PAGE = mmap.PAGESIZE
 

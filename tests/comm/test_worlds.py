@@ -14,7 +14,7 @@ import leaks
 import shoal
 from pools import Team
 from shoal.errors import ClosedError, PeerError
-from shoal.launch.forkserver import fork_server
+from shoal.launch.function.forkserver.forkserver import fork_server
 
 # Isolation ------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ import pytest
 import leaks
 import pools
 from faults.gate import Gate
-from shoal.comm.bootstrap import store_for_one_host
-from shoal.launch.forkserver import fork_server
+from shoal.comm.bootstrap.store import store_for_one_host
+from shoal.launch.function.forkserver.forkserver import fork_server
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from faults.worlds import (
     values,
     warnings_of_shoal,
 )
-from shoal.comm.control.sockets import SILENCE_VARIABLE, SocketControl
+from shoal.comm.control.sockets.sockets import SILENCE_VARIABLE, SocketControl
 from shoal.errors import DeadlineError, MismatchError, PeerError, ShoalError
 
 pytestmark = pytest.mark.timeout(60)

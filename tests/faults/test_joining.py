@@ -13,8 +13,8 @@ import pytest
 import shoal
 from faults.worlds import assert_blames, outcomes, site_of, world
 from shoal.errors import DeadlineError, PeerError
-from shoal.launch.forkserver import fork_server
-from shoal.launch.run import _run_processes, _settings
+from shoal.launch.function.forkserver.forkserver import fork_server
+from shoal.launch.function.run import _run_processes, _settings
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -105,7 +105,7 @@ def test_a_rank_that_never_comes_is_named_at_the_deadline(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of three are started, and nobody knows what became of the third."""
-    from shoal.launch import run
+    from shoal.launch.function import run
 
     monkeypatch.setattr(
         run,
@@ -119,7 +119,7 @@ def test_a_rank_that_never_comes_is_named_at_the_deadline(
 
 
 def start_all_but_one(fn: Any, args: Any, options: Any) -> Any:
-    from shoal.launch.processes import run_processes
+    from shoal.launch.function.processes import run_processes
 
     return run_processes(fn, args, 2, **options)
 

@@ -11,7 +11,7 @@ import torch
 import shoal
 from faults.gate import Gate
 from faults.worlds import ALL, MOST, NEWS_S, assert_blames, outcomes, timed, values, world
-from shoal.comm import segments
+from shoal.comm.shm import segments
 from shoal.errors import ClosedError
 
 pytestmark = pytest.mark.timeout(60)

@@ -21,8 +21,8 @@ from faults.worlds import (
     values,
     world,
 )
-from shoal.comm import mpi_runtime
-from shoal.comm.control import frames
+from shoal.comm.control.sockets import frames
+from shoal.comm.mpi import runtime as mpi_runtime
 from shoal.errors import BackendUnavailableError, MismatchError
 
 pytestmark = pytest.mark.timeout(60)

@@ -28,8 +28,9 @@ from faults.worlds import (
     timed,
     world,
 )
-from shoal.comm import ReduceOp, segments
+from shoal.comm import ReduceOp
 from shoal.comm.operation import AllReduce
+from shoal.comm.shm import segments
 from shoal.comm.world import World
 from shoal.errors import PeerError
 

@@ -23,8 +23,8 @@ from faults.worlds import (
     world,
 )
 from shoal.errors import PeerError
-from shoal.launch.outcome import Outcome
-from shoal.launch.processes import run_processes
+from shoal.launch.function.outcome import Outcome
+from shoal.launch.function.processes import run_processes
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -152,7 +152,7 @@ def test_a_stopped_process_is_not_left_behind(monkeypatch: pytest.MonkeyPatch) -
     def impatient(*args: object, **options: object) -> list[Outcome]:
         return run_processes(*args, **{**options, "grace": 0.5})  # type: ignore[arg-type]
 
-    monkeypatch.setattr("shoal.launch.run.run_processes", impatient)
+    monkeypatch.setattr("shoal.launch.function.run.run_processes", impatient)
     results = outcomes(stop_for_good, backend="shm", ranks=2)
     assert_blames(results[0], 1, "stopped")
     assert results[1].exit_code == -signal.SIGKILL

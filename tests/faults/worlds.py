@@ -16,10 +16,10 @@ import pytest
 
 import leaks
 import shoal
-from shoal.comm import bootstrap
+from shoal.comm.bootstrap import store as bootstrap
 from shoal.errors import PeerError, ShoalError
-from shoal.launch.outcome import Outcome
-from shoal.launch.run import run_outcomes
+from shoal.launch.function.outcome import Outcome
+from shoal.launch.function.run import run_outcomes
 
 TIMEOUT_S = 30.0
 # A failure is news within milliseconds; this is for a machine that has other things to do.

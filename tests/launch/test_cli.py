@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shoal.cli import main
-from shoal.launch.launcher import LaunchConfig, launch
+from shoal.launch.script.launcher import LaunchConfig, launch
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[LaunchConfig]:
         configs.append(config)
         return 0
 
-    monkeypatch.setattr("shoal.launch.launcher.launch", collect)
+    monkeypatch.setattr("shoal.launch.script.launcher.launch", collect)
     return configs
 
 
@@ -141,5 +141,5 @@ def test_help_does_not_wait_for_torch() -> None:
 
 
 def test_the_exit_code_is_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.launch.launcher.launch", lambda config: 137)
+    monkeypatch.setattr("shoal.launch.script.launcher.launch", lambda config: 137)
     assert run("launch", "s.py") == 137

@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.errors import LaunchError
-from shoal.launch.launcher import LaunchConfig, launch
+from shoal.launch.script.launcher import LaunchConfig, launch
 
 
 @pytest.mark.parametrize(

@@ -16,16 +16,16 @@ import pytest
 
 import leaks
 from shoal.errors import LaunchError
-from shoal.launch.connect_back import run_command
-from shoal.launch.forkserver import fork_server
-from shoal.launch.outcome import Outcome
+from shoal.launch.function.command.connect_back import run_command
+from shoal.launch.function.forkserver.forkserver import fork_server
+from shoal.launch.function.outcome import Outcome
 
 pytestmark = pytest.mark.timeout(180)
 
 SOURCE = str(Path(__file__).resolve().parents[2] / "src")
 WORKER = """
-from shoal.launch.call import decode_call
-from shoal.launch.outcome import send_error, send_value
+from shoal.launch.function.call import decode_call
+from shoal.launch.function.outcome import send_error, send_value
 
 def main(channel, payload):
     try:
@@ -197,7 +197,7 @@ class TestCommand:
 
 CALLER = """
 import os, signal, sys
-from shoal.launch.connect_back import run_command
+from shoal.launch.function.command.connect_back import run_command
 def fn():
     print(os.getpid(), os.getppid(), flush=True)
     signal.pause()

@@ -17,9 +17,9 @@ import pytest
 
 import leaks
 from shoal.errors import LaunchError
-from shoal.launch.child import Child
-from shoal.launch.forkserver import ForkServer, fork_server
-from shoal.launch.memory_file import MemoryFile
+from shoal.launch.function.forkserver.child import Child
+from shoal.launch.function.forkserver.forkserver import ForkServer, fork_server
+from shoal.system.memory_file import MemoryFile
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -322,7 +322,7 @@ class TestServer:
 
 CALLER = """
 import os, signal, sys
-from shoal.launch.forkserver import fork_server
+from shoal.launch.function.forkserver.forkserver import fork_server
 server = fork_server()
 children = [server.spawn("waiting:main", b"", os.environ) for _ in range(2)]
 print(server.pid, *(child.pid for child in children), flush=True)
@@ -332,7 +332,7 @@ sys.stdin.read()
 FORKING_CALLER = """
 import os, sys
 from shoal.errors import LaunchError
-from shoal.launch.forkserver import fork_server
+from shoal.launch.function.forkserver.forkserver import fork_server
 server = fork_server()
 pid = os.fork()
 if pid == 0:

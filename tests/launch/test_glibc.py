@@ -8,9 +8,9 @@ import pytest
 
 import leaks
 import shoal
-from shoal.comm.bootstrap import store_for_one_host
-from shoal.launch.forkserver import fork_server
-from shoal.launch.glibc import tunables
+from shoal.comm.bootstrap.store import store_for_one_host
+from shoal.launch.function.forkserver.forkserver import fork_server
+from shoal.launch.script.glibc import tunables
 
 _LENGTH = "glibc.cpu.x86_non_temporal_threshold"
 

@@ -14,8 +14,8 @@ import pytest
 
 from launch.watching import DEADLINE_SECONDS, SLEEPER, assert_gone, words_of
 from shoal.errors import LaunchError
-from shoal.launch.environment import RankInfo, discover
-from shoal.launch.launcher import LaunchConfig, launch
+from shoal.launch.joining.environment import RankInfo, discover
+from shoal.launch.script.launcher import LaunchConfig, launch
 
 Write = Callable[[str], str]
 Background = Callable[..., subprocess.Popen[str]]
@@ -172,7 +172,7 @@ def test_a_record_that_is_cut_short_is_passed_over(
 def test_survivors_are_ended_with_all_they_started(
     script: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.launch.launcher._TERM_SECONDS", 0.2)
+    monkeypatch.setattr("shoal.launch.script.launcher._TERM_SECONDS", 0.2)
     path = script(
         "pids = sys.argv[1]\n"
         "if os.environ['RANK'] == '0':\n"

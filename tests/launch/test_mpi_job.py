@@ -9,8 +9,8 @@ import pytest
 
 from launch.watching import SLEEPER, assert_gone, words_of
 from shoal.errors import LaunchError
-from shoal.launch import mpiexec
-from shoal.launch.launcher import LaunchConfig, launch
+from shoal.launch.mpi import mpiexec
+from shoal.launch.script.launcher import LaunchConfig, launch
 
 Write = Callable[[str], str]
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.launch.output import Sink, Source, Voice, split_lines
-from shoal.launch.rank_output import FileOutput
+from shoal.launch.script.output import Sink, Source, Voice, split_lines
+from shoal.launch.script.rank_output import FileOutput
 
 ZERO, ONE = Voice("rank 0", "stdout"), Voice("rank 1", "stdout")
 

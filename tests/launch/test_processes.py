@@ -19,17 +19,17 @@ import pytest
 
 import leaks
 from shoal.errors import RemoteError
-from shoal.launch.forkserver import fork_server
-from shoal.launch.outcome import Outcome
-from shoal.launch.processes import run_processes
+from shoal.launch.function.forkserver.forkserver import fork_server
+from shoal.launch.function.outcome import Outcome
+from shoal.launch.function.processes import run_processes
 
 pytestmark = pytest.mark.timeout(180)
 
 SOURCE = str(Path(__file__).resolve().parents[2] / "src")
 WORKER = """
 import os, signal
-from shoal.launch.call import decode_call
-from shoal.launch.outcome import send_error, send_value
+from shoal.launch.function.call import decode_call
+from shoal.launch.function.outcome import send_error, send_value
 
 def main(channel, payload):
     try:
@@ -158,7 +158,7 @@ def fn(x): return helper(x)
             cloudpickle.unregister_pickle_by_value(unimportable)
 
     def test_installed_modules_go_by_reference(self) -> None:
-        from shoal.launch.call import encode_call
+        from shoal.launch.function.call import encode_call
 
         assert len(encode_call(textwrap_dedent(), ())) < 200
 
@@ -174,7 +174,7 @@ def fn(x): return helper(x)
 
 
 SCRIPT = """
-from shoal.launch.processes import run_processes
+from shoal.launch.function.processes import run_processes
 print("run")  # once: children do not run the script again
 
 class Mine(Exception):

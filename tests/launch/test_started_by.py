@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.launch import mpiexec
+from shoal.launch.mpi import mpiexec
 
 # In one write, because ranks share what they print to.
 SCRIPT = """

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch.watching import DEADLINE_SECONDS
-from shoal.launch.launcher import LaunchConfig, launch
+from shoal.launch.script.launcher import LaunchConfig, launch
 
 Write = Callable[[str], str]
 

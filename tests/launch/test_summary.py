@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.launch.summary import Ending, Record, first_failure, summarize
+from shoal.launch.script.summary import Ending, Record, first_failure, summarize
 
 
 def record(time: float, *, primary: bool) -> Record:

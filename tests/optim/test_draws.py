@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import shoal
-from shoal.comm.random_state import RandomState
 from shoal.optim import Kind, find_kind
-from shoal.optim.proof.streams import Streams
+from shoal.optim.stepping.streams import Streams
+from shoal.torch_support.random_state import RandomState
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*may couple any of its parameters")
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3"]

@@ -14,7 +14,7 @@ from torch.optim import AdamW, Optimizer
 import shoal
 from shoal.errors import ShoalError
 from shoal.optim import PAIRS, Kind
-from shoal.optim import supervision as supervision_module
+from shoal.optim.stepping import supervision as supervision_module
 
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3"]
 

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 import leaks
 import pools
 import shoal
-from shoal.comm.bootstrap import store_for_one_host
+from shoal.comm.bootstrap.store import store_for_one_host
 from shoal.errors import PeerError
-from shoal.launch.forkserver import fork_server
-from shoal.launch.run import run_outcomes
+from shoal.launch.function.forkserver.forkserver import fork_server
+from shoal.launch.function.run import run_outcomes
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import pools
 import shoal
-from shoal.strategies.fingerprint import fingerprint
+from shoal.torch_support.fingerprint import fingerprint
 
 
 def train(case: str, strategy: str = "ddp", options: dict | None = None) -> None:

@@ -18,7 +18,7 @@ import pools
 import shoal
 from shoal.errors import ShoalError
 from shoal.strategies import DDPModel
-from shoal.strategies.materialization import materialize
+from shoal.strategies.layers.materialization import materialize
 from strategies import models
 from strategies.loops import (
     State,

@@ -11,9 +11,9 @@ import torch
 import leaks
 import pools
 import shoal
-from shoal.comm.bootstrap import store_for_one_host
+from shoal.comm.bootstrap.store import store_for_one_host
 from shoal.errors import MismatchError, ShoalError
-from shoal.launch.forkserver import fork_server
+from shoal.launch.function.forkserver.forkserver import fork_server
 from strategies.loops import (
     assert_same,
     data,

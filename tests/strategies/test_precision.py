@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import leaks
 import shoal
-from shoal.comm.bootstrap import store_for_one_host
-from shoal.launch.forkserver import fork_server
+from shoal.comm.bootstrap.store import store_for_one_host
+from shoal.launch.function.forkserver.forkserver import fork_server
 from strategies.loops import RANKS, each, run, whole_state
 from strategies.models import random_numbers
 

@@ -17,9 +17,9 @@ import shoal
 from pools import Team
 from shoal.errors import MismatchError
 from shoal.optim import PAIRS
-from shoal.optim.options import Options
-from shoal.strategies import drift
-from shoal.strategies.checksum import checksum
+from shoal.optim.stepping.options import Options
+from shoal.strategies.consistency import drift
+from shoal.torch_support.checksum import checksum
 from strategies.loops import distinct, local, seeded, wrapped
 from strategies.models import OddMLP
 

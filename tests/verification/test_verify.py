@@ -12,14 +12,14 @@ from torch.nn import functional as F
 import leaks
 import shoal
 from shoal.api import as_distributed, run
-from shoal.comm.bootstrap import store_for_one_host
+from shoal.comm.bootstrap.store import store_for_one_host
 from shoal.errors import ShoalError
-from shoal.launch.forkserver import fork_server
+from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.optim import DATA_PARALLEL
 from shoal.verification import Trial, hold
-from shoal.verification.batches import share, take
 from shoal.verification.judge import Judge, default_tolerance
-from shoal.verification.trainee import Seen
+from shoal.verification.trainees.batches import share, take
+from shoal.verification.trainees.trainee import Seen
 
 STRATEGIES = DATA_PARALLEL
 

@@ -10,16 +10,16 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.checkpoint import model_state, optimizer_state
 from shoal.checkpoint.agreement import together
-from shoal.checkpoint.companions import Companions
-from shoal.checkpoint.filesystem import DISK, FileSystem
-from shoal.checkpoint.in_memory import MemorySource
-from shoal.checkpoint.matching import Misfits
-from shoal.checkpoint.pending import finish_pending
-from shoal.checkpoint.source import Source, open_checkpoint, open_foreign
-from shoal.checkpoint.staging import Staging, Target
-from shoal.checkpoint.store import LATEST, MANIFEST, Store
+from shoal.checkpoint.disk.filesystem import DISK, FileSystem
+from shoal.checkpoint.disk.store import LATEST, MANIFEST, Store
+from shoal.checkpoint.load.in_memory import MemorySource
+from shoal.checkpoint.load.matching import Misfits
+from shoal.checkpoint.load.source import Source, open_checkpoint, open_foreign
+from shoal.checkpoint.load.transaction import Staging, Target
+from shoal.checkpoint.save.pending import finish_pending
+from shoal.checkpoint.state import model_state, optimizer_state
+from shoal.checkpoint.state.companions import Companions
 from shoal.comm import Backend
 from shoal.errors import CheckpointError, CheckpointWarning, CorruptCheckpointError
 

@@ -18,12 +18,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shoal.checkpoint import model_state, optimizer_state, snapshot
-from shoal.checkpoint.companions import Companions
-from shoal.checkpoint.filesystem import DISK, FileSystem
-from shoal.checkpoint.pending import PendingSave, finish_pending, start
-from shoal.checkpoint.plan import Plan
-from shoal.checkpoint.store import MOST_STEP, Store
+from shoal.checkpoint.disk.filesystem import DISK, FileSystem
+from shoal.checkpoint.disk.store import MOST_STEP, Store
+from shoal.checkpoint.save import snapshot
+from shoal.checkpoint.save.pending import PendingSave, finish_pending, start
+from shoal.checkpoint.save.plan import Plan
+from shoal.checkpoint.state import model_state, optimizer_state
+from shoal.checkpoint.state.companions import Companions
 from shoal.comm import Backend
 from shoal.strategies import ShardedModel
 

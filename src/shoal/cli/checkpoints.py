@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
-    from shoal.checkpoint.source import Source
+    from shoal.checkpoint.load.source import Source
 
 PathArgument = Annotated[
     Path,
@@ -32,9 +32,9 @@ def inspect_command(
     """Show what is in a checkpoint and who wrote it; --verify checks that nothing is damaged."""
     from rich.console import Console
 
-    from shoal.checkpoint.conversion import total_bytes
-    from shoal.checkpoint.inspection import open_any
-    from shoal.checkpoint.inspection import verify as verify_all
+    from shoal.checkpoint.tools.conversion import total_bytes
+    from shoal.checkpoint.tools.inspection import open_any
+    from shoal.checkpoint.tools.inspection import verify as verify_all
 
     console = Console(highlight=False)
     source = open_any(path)
@@ -59,9 +59,9 @@ def reshard_command(
     """Write a checkpoint again into another number of files; loading never needs it."""
     from rich.console import Console
 
-    from shoal.checkpoint.conversion import reshard, total_bytes
-    from shoal.checkpoint.inspection import open_any
-    from shoal.checkpoint.store import Store
+    from shoal.checkpoint.disk.store import Store
+    from shoal.checkpoint.tools.conversion import reshard, total_bytes
+    from shoal.checkpoint.tools.inspection import open_any
 
     if files < 1:
         raise typer.BadParameter("must be at least 1", param_hint="--files")
@@ -85,9 +85,9 @@ def export_command(
     """Write the model as Hugging Face has it: model.safetensors."""
     from rich.console import Console
 
-    from shoal.checkpoint.conversion import export
-    from shoal.checkpoint.inspection import open_any
-    from shoal.checkpoint.matching import PREFIX
+    from shoal.checkpoint.load.matching import PREFIX
+    from shoal.checkpoint.tools.conversion import export
+    from shoal.checkpoint.tools.inspection import open_any
 
     wanted = _dtype(dtype)
     most_bytes = None if max_shard_size is None else _num_bytes(max_shard_size)

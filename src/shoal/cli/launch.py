@@ -33,7 +33,7 @@ def launch_command(
     ] = 10.0,
 ) -> None:
     """Start ranks of a script: shoal launch -n 4 train.py --its arguments."""
-    from shoal.launch.launcher import LaunchConfig, launch
+    from shoal.launch.script.launcher import LaunchConfig, launch
 
     config = LaunchConfig(
         script=script,

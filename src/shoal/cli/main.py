@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from shoal.cli.checkpoints import export_command, inspect_command, reshard_command
-from shoal.cli.demo import demo_command
+from shoal.cli.demo.command import demo_command
 from shoal.cli.launch import launch_command
 from shoal.cli.verify import verify_command
 from shoal.errors import ShoalError

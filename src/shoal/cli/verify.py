@@ -82,7 +82,7 @@ def _strategies(wanted: str) -> list[str]:
 
 
 def _check(reference: str, backend: str) -> None:
-    from shoal.launch.joining import check_name
+    from shoal.launch.joining.join import check_name
     from shoal.verification.trial import REFERENCES
 
     if reference not in REFERENCES:

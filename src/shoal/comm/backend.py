@@ -24,15 +24,15 @@ from torch import Tensor
 
 from shoal.comm import objects
 from shoal.comm import operation as ops
+from shoal.comm.accounting.ledger import Account
+from shoal.comm.accounting.statistics import Snapshot, Statistics
 from shoal.comm.farewells import Farewell, Farewells
 from shoal.comm.lanes import Lanes
-from shoal.comm.ledger import Account
-from shoal.comm.private_view import PrivateView
-from shoal.comm.raw import as_bytes
-from shoal.comm.reduction import ReduceOp
-from shoal.comm.statistics import Snapshot, Statistics
+from shoal.comm.operation.reduction import ReduceOp
 from shoal.comm.work import Work
 from shoal.errors import ClosedError, ShoalError
+from shoal.torch_support.private_view import PrivateView
+from shoal.torch_support.raw import as_bytes
 
 DEFAULT_TIMEOUT_S = 600.0
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from shoal.comm.backend import Backend
 from shoal.comm.operation import AllGather, AllToAll
-from shoal.comm.partition import offsets, split_sizes
+from shoal.comm.operation.partition import offsets, split_sizes
 
 Context = Any
 Gradients = tuple[Tensor | None, ...]

@@ -16,8 +16,8 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-from shoal.comm.raw import as_bytes
 from shoal.errors import UntrustedPickleError
+from shoal.torch_support.raw import as_bytes
 
 _PLAIN, _PICKLED = b"P", b"C"
 _LENGTH = struct.Struct("<Q")

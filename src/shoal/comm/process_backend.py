@@ -25,12 +25,12 @@ from shoal.comm import operation as ops
 from shoal.comm.backend import Backend, WorldState
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Channel, Control, Failure, Message
-from shoal.comm.failure import describe
-from shoal.comm.header import Header, check_equal, decode, encode
 from shoal.comm.operation import Operation, Payload
-from shoal.comm.site import call_site
+from shoal.comm.operation.header import Header, check_equal, decode, encode
 from shoal.comm.work import PendingWork, Work, WorkQueue
 from shoal.errors import DeadlineError, MismatchError, PeerError, ShoalError, TransportError
+from shoal.system.failure import describe
+from shoal.system.site import call_site
 
 # How long to wait for the news of a rank's death after the transport already failed over it.
 _NEWS_S = 3.0

@@ -8,12 +8,12 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from shoal.comm.accounting.statistics import Snapshot
 from shoal.comm.agreement import agree
 from shoal.comm.backend import Backend
-from shoal.comm.failure import describe
-from shoal.comm.reduction import ReduceOp
-from shoal.comm.statistics import Snapshot
+from shoal.comm.operation.reduction import ReduceOp
 from shoal.errors import ClosedError, PeerError
+from shoal.system.failure import describe
 
 
 class World:

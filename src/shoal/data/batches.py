@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import BatchSampler, Sampler
 
-from shoal.comm.partition import offsets, split_sizes
+from shoal.comm.operation.partition import offsets, split_sizes
 from shoal.data.draws import Draws
-from shoal.strategies.fingerprint import fingerprint
+from shoal.torch_support.fingerprint import fingerprint
 
 
 class Place(NamedTuple):

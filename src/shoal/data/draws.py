@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from shoal.checkpoint import random_states
+from shoal.checkpoint.state import random_states
 from shoal.comm import Backend
 from shoal.errors import MismatchError
 

@@ -13,12 +13,10 @@ from torch.optim import Optimizer, SparseAdam
 from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ShoalError
-from shoal.optim import kernels
-from shoal.optim.fresh_state import renew_state
-from shoal.optim.full_state import as_loaded, assemble, fragments
 from shoal.optim.kinds import Judgement, Kind, judge
-from shoal.optim.options import Options
-from shoal.optim.reception import (
+from shoal.optim.state.fresh_state import renew_state
+from shoal.optim.state.full_state import as_loaded, assemble, fragments
+from shoal.optim.state.reception import (
     Reception,
     copy_held,
     divided,
@@ -27,15 +25,17 @@ from shoal.optim.reception import (
     held_whole,
     receive_whole,
 )
-from shoal.optim.segmentation import Segmentation
-from shoal.optim.segments import Segment
-from shoal.optim.state import State, comparable
-from shoal.optim.supervision import Supervision, declared
+from shoal.optim.state.tensor_state import State, comparable
+from shoal.optim.stepping import kernels
+from shoal.optim.stepping.options import Options
+from shoal.optim.stepping.segmentation import Segmentation
+from shoal.optim.stepping.segments import Segment
+from shoal.optim.stepping.supervision import Supervision, declared
 from shoal.sharding.extent import Extent
 from shoal.sharding.holding import FullState, Held, HeldState
-from shoal.strategies.flat_group import FlatGroup
+from shoal.strategies.consistency.progress import compare
+from shoal.strategies.engine.flat_group import FlatGroup
 from shoal.strategies.model import ShardedModel
-from shoal.strategies.progress import compare
 
 
 class ShardedOptimizer(Optimizer):

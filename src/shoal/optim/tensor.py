@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import ShoalError
-from shoal.optim.kernels import unfused_on_cpu
 from shoal.optim.kinds import Judgement, Kind
 from shoal.optim.optimizer import ShardedOptimizer
-from shoal.optim.segments import Segment
-from shoal.optim.state import State, is_per_element
+from shoal.optim.state.tensor_state import State, is_per_element
+from shoal.optim.stepping.kernels import unfused_on_cpu
+from shoal.optim.stepping.segments import Segment
 from shoal.sharding.extent import Extent
 from shoal.strategies.tensor import TensorParallelModel, TensorParts
 

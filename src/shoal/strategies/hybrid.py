@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from shoal.comm import Backend, Mesh, World
 from shoal.comm.world import current
 from shoal.sharding.split import Split
-from shoal.strategies.holders import Holders
+from shoal.strategies.consistency.holders import Holders
 from shoal.strategies.model import ShardedModel
 from shoal.strategies.pipeline.model import PipelineParallelModel
 from shoal.strategies.tensor.model import share_values
 from shoal.strategies.tensor.parallelize import parallelize
 from shoal.strategies.tensor.parts import TensorParts
-from shoal.strategies.tensor.plan import Plan
+from shoal.strategies.tensor.plan.plan import Plan
 
 
 class HybridShardedModel(PipelineParallelModel):

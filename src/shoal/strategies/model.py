@@ -15,12 +15,12 @@ from shoal.errors import ShoalError
 from shoal.sharding.extent import Extent
 from shoal.sharding.holding import Held
 from shoal.sharding.split import Split
-from shoal.strategies.admission import refuse_copy
-from shoal.strategies.batch_norm import check_layers, check_plain_layers, synchronize
-from shoal.strategies.drift import CHECK_EVERY
-from shoal.strategies.engine import Engine
-from shoal.strategies.materialization import materialize
-from shoal.strategies.precision import parse_precision
+from shoal.strategies.consistency.drift import CHECK_EVERY
+from shoal.strategies.engine.engine import Engine
+from shoal.strategies.guards.admission import refuse_copy
+from shoal.strategies.layers.batch_norm import check_layers, check_plain_layers, synchronize
+from shoal.strategies.layers.materialization import materialize
+from shoal.strategies.layers.precision import parse_precision
 from shoal.strategies.ranks import divide
 from shoal.strategies.settings import Settings, Sharding
 from shoal.strategies.training import (

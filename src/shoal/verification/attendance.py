@@ -11,10 +11,10 @@ from functools import partial
 from torch import Tensor
 
 from shoal.comm.world import World, current
-from shoal.strategies.precision import parse_precision
+from shoal.strategies.layers.precision import parse_precision
 from shoal.verification.judge import Difference, Judge, default_tolerance
-from shoal.verification.member import Member
-from shoal.verification.single import SplitBatch, WholeBatch
+from shoal.verification.trainees.member import Member
+from shoal.verification.trainees.single import SplitBatch, WholeBatch
 from shoal.verification.trial import Findings, Trial
 
 _MIXED_PRECISION_TOLERANCE = 1e-2

@@ -8,10 +8,10 @@ from functools import cached_property
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.strategies.training import count_items
+from shoal.verification.diagnosis.loss_weights import PartLosses
 from shoal.verification.judge import Difference, Judge
-from shoal.verification.loss_weights import PartLosses
-from shoal.verification.single import SplitBatch, WholeBatch
-from shoal.verification.trainee import Parts
+from shoal.verification.trainees.single import SplitBatch, WholeBatch
+from shoal.verification.trainees.trainee import Parts
 from shoal.verification.trial import Findings, Trial
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.verification.judge import Difference
-from shoal.verification.trainee import Build
+from shoal.verification.trainees.trainee import Build
 
 Weight = Callable[[Any, Any], Any]
 """How much a local batch counts, from its inputs and targets."""

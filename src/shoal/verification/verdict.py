@@ -7,7 +7,7 @@ from typing import Any
 
 from shoal.verification.attendance import attend
 from shoal.verification.case import Case
-from shoal.verification.diagnosis import likely_cause
+from shoal.verification.diagnosis.suspects import likely_cause
 from shoal.verification.report import Report
 from shoal.verification.trial import Findings, Trial
 

@@ -24,9 +24,9 @@ from control_worlds import (
     socket_world,
     world_with_puppet,
 )
-from shoal.comm.control import frames
 from shoal.comm.control.plane import Channel, Control, Failure
-from shoal.comm.control.sockets import SILENCE_VARIABLE, SocketControl
+from shoal.comm.control.sockets import frames
+from shoal.comm.control.sockets.sockets import SILENCE_VARIABLE, SocketControl
 from shoal.errors import ClosedError, DeadlineError, PeerError, ShoalError
 
 World = Callable[[int], contextlib.AbstractContextManager[list[Any]]]

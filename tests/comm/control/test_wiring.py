@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from control_worlds import TIMEOUT_S, ThreadBootstrap, on_all
-from shoal.comm.control import addresses, handshake, wiring
+from shoal.comm.control import addresses
 from shoal.comm.control.addresses import ADDRESS_VARIABLE
-from shoal.comm.control.handshake import HandshakeError, Talk
-from shoal.comm.control.sockets import SocketControl
+from shoal.comm.control.sockets import handshake, wiring
+from shoal.comm.control.sockets.handshake import HandshakeError, Talk
+from shoal.comm.control.sockets.sockets import SocketControl
 from shoal.errors import ShoalError
 
 KEY, OTHER_KEY = handshake.make_key("token", ""), handshake.make_key("token", "secret")

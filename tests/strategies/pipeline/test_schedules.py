@@ -7,8 +7,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shoal.strategies.pipeline import SCHEDULES, bubble, make_schedule, peak_in_flight, simulate
-from shoal.strategies.pipeline.simulation import needs
-from shoal.strategies.pipeline.tick import Pass, Tick
+from shoal.strategies.pipeline.schedule.simulation import needs
+from shoal.strategies.pipeline.schedule.tick import Pass, Tick
 
 names = st.sampled_from(sorted(SCHEDULES))
 stages = st.integers(1, 6)

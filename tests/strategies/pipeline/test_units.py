@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shoal.strategies.pipeline import measure_units
-from shoal.strategies.pipeline.units import cut_chain, find_units
+from shoal.strategies.pipeline.stages.units import cut_chain, find_units
 from strategies.models import GPT
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.comm.bootstrap import Bootstrap
+    from shoal.comm.bootstrap.store import Bootstrap
 
 ADDRESS_VARIABLE = "SHOAL_HOST_ADDR"
 LOOPBACK = "127.0.0.1"

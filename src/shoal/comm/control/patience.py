@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from shoal.comm.control.plane import HIDDEN, Control, Failure
-from shoal.comm.cores import num_cores
 from shoal.errors import DeadlineError, PeerError
+from shoal.system.cores import num_cores
 
 logger = logging.getLogger("shoal")
 

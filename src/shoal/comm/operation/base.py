@@ -9,8 +9,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from shoal.comm.header import Header
-from shoal.comm.reduction import ReduceOp
+from shoal.comm.operation.header import Header
+from shoal.comm.operation.reduction import ReduceOp
 
 
 @dataclass(slots=True)

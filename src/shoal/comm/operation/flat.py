@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from shoal.comm.header import spec
+from shoal.comm.operation.header import spec
 
 
 def flatten(tensor: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from shoal.comm.header import Header, mismatch, spec
 from shoal.comm.operation.base import Operation, Payload
 from shoal.comm.operation.flat import (
     APART,
@@ -19,7 +18,8 @@ from shoal.comm.operation.flat import (
     with_rows,
     write_back,
 )
-from shoal.comm.partition import offsets
+from shoal.comm.operation.header import Header, mismatch, spec
+from shoal.comm.operation.partition import offsets
 
 
 class AllGather(Operation):

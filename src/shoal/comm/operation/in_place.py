@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoal.comm.header import Header, mismatch, spec
 from shoal.comm.operation.base import Operation, Payload
 from shoal.comm.operation.flat import flatten, write_back
+from shoal.comm.operation.header import Header, mismatch, spec
+from shoal.comm.operation.reduction import ReduceOp, check_dtype
 from shoal.comm.operation.specification import are_alike, decode_spec, encode_spec, make_like
-from shoal.comm.reduction import ReduceOp, check_dtype
 
 
 class Barrier(Operation):

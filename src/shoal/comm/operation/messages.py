@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoal.comm.header import Header, mismatch, spec
 from shoal.comm.operation.base import Operation, Payload
 from shoal.comm.operation.flat import flatten, write_back
+from shoal.comm.operation.header import Header, mismatch, spec
 from shoal.comm.operation.specification import are_alike, encode_spec, make_like
 
 

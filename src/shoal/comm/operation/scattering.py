@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoal.comm.header import Header, mismatch, spec
 from shoal.comm.operation.base import Operation, Payload
 from shoal.comm.operation.flat import (
     APART,
@@ -22,9 +21,10 @@ from shoal.comm.operation.flat import (
     with_rows,
     write_back,
 )
+from shoal.comm.operation.header import Header, mismatch, spec
+from shoal.comm.operation.partition import check_sizes, split_sizes
+from shoal.comm.operation.reduction import ReduceOp, check_dtype
 from shoal.comm.operation.specification import decode_spec, encode_spec
-from shoal.comm.partition import check_sizes, split_sizes
-from shoal.comm.reduction import ReduceOp, check_dtype
 
 
 class ReduceScatter(Operation):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from shoal.optim.proof.streams import Streams
+from shoal.optim.stepping.streams import Streams
 
 _RATE = 0.01
 _SIZES = (6, 4, 3, 2)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from shoal.comm.random_state import RandomState
 from shoal.optim.proof.following import Following
 from shoal.optim.proof.judgement import Finding, Judgement, Kind
 from shoal.optim.proof.marks import Level
@@ -34,8 +33,9 @@ from shoal.optim.proof.probe import (
     show,
     train,
 )
-from shoal.optim.proof.streams import Drawing, Streams
 from shoal.optim.proof.tape import Tape
+from shoal.optim.stepping.streams import Drawing, Streams
+from shoal.torch_support.random_state import RandomState
 
 # Of gradients: of usual size, and far from it, first one way and then the other.
 _SCALES = (1.0, 300.0, 1e-3)

@@ -11,12 +11,12 @@ import torch
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _TORCH_OPTIMIZERS = os.path.join(_TORCH, "optim") + os.sep
-_HERE = os.path.dirname(__file__) + os.sep
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _NO_FILES = ("<string>", contextlib.__file__)
 
 
 def current_line() -> str:
-    """File and line of the innermost frame that is neither torch's nor of this folder."""
+    """File and line of the innermost frame that is neither torch's nor of `shoal.optim`."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

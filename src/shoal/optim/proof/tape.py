@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.optim.proof.following import Results
-from shoal.optim.proof.streams import Drawing, Streams
+from shoal.optim.stepping.streams import Drawing, Streams
 
 
 class _Place(NamedTuple):

@@ -19,7 +19,7 @@ from shoal.errors import ShoalError
 from shoal.optim.proof.following import Following
 from shoal.optim.proof.judgement import Finding, Judgement, Kind
 from shoal.optim.proof.modes import passing_by
-from shoal.optim.proof.streams import Drawing, Streams
+from shoal.optim.stepping.streams import Drawing, Streams
 
 
 class Watch(Following):

@@ -1,11 +1,11 @@
 """Pipelines: each rank has some of a model's layers, and micro-batches go from rank to rank."""
 
-from shoal.strategies.pipeline.drawing import Drawing, draw
-from shoal.strategies.pipeline.measurement import measure_units
 from shoal.strategies.pipeline.model import PipelineParallelModel
-from shoal.strategies.pipeline.schedules import SCHEDULES, make_schedule
-from shoal.strategies.pipeline.simulation import Span, bubble, peak_in_flight, simulate
-from shoal.strategies.pipeline.tick import Pass, Schedule, Tick
+from shoal.strategies.pipeline.schedule.drawing import Drawing, draw
+from shoal.strategies.pipeline.schedule.schedules import SCHEDULES, make_schedule
+from shoal.strategies.pipeline.schedule.simulation import Span, bubble, peak_in_flight, simulate
+from shoal.strategies.pipeline.schedule.tick import Pass, Schedule, Tick
+from shoal.strategies.pipeline.stages.measurement import measure_units
 
 __all__ = [
     "SCHEDULES",

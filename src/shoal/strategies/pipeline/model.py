@@ -14,19 +14,19 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from shoal.comm import Backend, Mesh, World
 from shoal.comm.world import current
-from shoal.strategies.admission import check_models
-from shoal.strategies.holders import Holders
-from shoal.strategies.materialization import materialize
+from shoal.strategies.consistency.holders import Holders
+from shoal.strategies.guards.admission import check_models
+from shoal.strategies.layers.materialization import materialize
 from shoal.strategies.model import ShardedModel
-from shoal.strategies.pipeline.holdings import Holdings
-from shoal.strategies.pipeline.itinerary import Itinerary
-from shoal.strategies.pipeline.listing import list_all_in_users_code
+from shoal.strategies.pipeline.learning.itinerary import Itinerary
+from shoal.strategies.pipeline.learning.walk import Path
 from shoal.strategies.pipeline.pipeline import Pipeline, Work
-from shoal.strategies.pipeline.schedules import check_schedule
-from shoal.strategies.pipeline.simulation import Span
-from shoal.strategies.pipeline.stage import Stage
-from shoal.strategies.pipeline.units import cut_chain, find_units
-from shoal.strategies.pipeline.walk import Path
+from shoal.strategies.pipeline.schedule.schedules import check_schedule
+from shoal.strategies.pipeline.schedule.simulation import Span
+from shoal.strategies.pipeline.stages.holdings import Holdings
+from shoal.strategies.pipeline.stages.listing import list_all_in_users_code
+from shoal.strategies.pipeline.stages.stage import Stage
+from shoal.strategies.pipeline.stages.units import cut_chain, find_units
 from shoal.strategies.settings import LEVELS
 from shoal.strategies.training import LossFunction, count_items
 

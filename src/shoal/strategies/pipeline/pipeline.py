@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shoal.strategies.pipeline.itinerary import Itinerary
-from shoal.strategies.pipeline.kinds import agree, kind_of, mode_of
-from shoal.strategies.pipeline.learning import learn
-from shoal.strategies.pipeline.loans import Loans
-from shoal.strategies.pipeline.losses import Losses
-from shoal.strategies.pipeline.micro_batches import MicroBatch, count_parts, split
-from shoal.strategies.pipeline.no_backward import without_backward
-from shoal.strategies.pipeline.outputs import spread
-from shoal.strategies.pipeline.random_stream import own_stream
-from shoal.strategies.pipeline.runner import Jobs, Route, Runner
-from shoal.strategies.pipeline.schedules import make_schedule
-from shoal.strategies.pipeline.simulation import Span
-from shoal.strategies.pipeline.stage import Stage
-from shoal.strategies.pipeline.tick import Pass, Tick
+from shoal.strategies.pipeline.learning.input_kinds import agree, kind_of, mode_of
+from shoal.strategies.pipeline.learning.itinerary import Itinerary
+from shoal.strategies.pipeline.learning.learning import learn
+from shoal.strategies.pipeline.running.loans import Loans
+from shoal.strategies.pipeline.running.losses import Losses
+from shoal.strategies.pipeline.running.micro_batches import MicroBatch, count_parts, split
+from shoal.strategies.pipeline.running.no_backward import without_backward
+from shoal.strategies.pipeline.running.outputs import spread
+from shoal.strategies.pipeline.running.random_stream import own_stream
+from shoal.strategies.pipeline.running.runner import Jobs, Route, Runner
+from shoal.strategies.pipeline.schedule.schedules import make_schedule
+from shoal.strategies.pipeline.schedule.simulation import Span
+from shoal.strategies.pipeline.schedule.tick import Pass, Tick
+from shoal.strategies.pipeline.stages.stage import Stage
 from shoal.strategies.training import LossFunction, call_module
 
 if TYPE_CHECKING:

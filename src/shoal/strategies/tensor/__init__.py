@@ -1,11 +1,11 @@
 """Tensor parallelism: column, row, vocabulary and attention-head splits by a plan."""
 
-from shoal.strategies.tensor.cross_entropy import vocabulary_cross_entropy
-from shoal.strategies.tensor.drafting import draft
+from shoal.strategies.tensor.layers.cross_entropy import vocabulary_cross_entropy
 from shoal.strategies.tensor.model import TensorParallelModel
 from shoal.strategies.tensor.parallelize import parallelize
 from shoal.strategies.tensor.parts import TensorParts
-from shoal.strategies.tensor.plan import Plan, Style
+from shoal.strategies.tensor.plan.drafting import draft
+from shoal.strategies.tensor.plan.plan import Plan, Style
 
 __all__ = [
     "Plan",

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.strategies.tensor.reading import is_reading
+from shoal.strategies.tensor.plan.reading import is_reading
 
 _KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 

@@ -12,15 +12,15 @@ from torch.nn import functional as F
 from shoal.comm import Backend, Mesh, World
 from shoal.comm.world import current
 from shoal.sharding.split import Split
-from shoal.strategies.admission import check_models
-from shoal.strategies.buffers import share_buffers
-from shoal.strategies.materialization import materialize
+from shoal.strategies.guards.admission import check_models
+from shoal.strategies.layers.buffers import share_buffers
+from shoal.strategies.layers.materialization import materialize
 from shoal.strategies.model import ShardedModel
 from shoal.strategies.settings import LEVELS
-from shoal.strategies.tensor.cross_entropy import vocabulary_cross_entropy
+from shoal.strategies.tensor.layers.cross_entropy import vocabulary_cross_entropy
 from shoal.strategies.tensor.parallelize import parallelize
 from shoal.strategies.tensor.parts import TensorParts
-from shoal.strategies.tensor.plan import Plan
+from shoal.strategies.tensor.plan.plan import Plan
 
 
 class TensorParallelModel(ShardedModel):

@@ -11,15 +11,13 @@ from shoal.comm import Backend
 from shoal.comm import differentiable as collective
 from shoal.comm.agreement import agree
 from shoal.sharding.split import Split
-from shoal.strategies.tensor.attention import make_attention
 from shoal.strategies.tensor.beginning import begin_together
-from shoal.strategies.tensor.embedding import make_head_table, make_vocabulary
 from shoal.strategies.tensor.group import Entry, TensorGroup
-from shoal.strategies.tensor.linear import make_column, make_row
-from shoal.strategies.tensor.parts import TensorParts
-from shoal.strategies.tensor.plan import Block, Layer, Plan, Style
-from shoal.strategies.tensor.randomness import SplitDropout, during, has_rate
-from shoal.strategies.tensor.sequence import (
+from shoal.strategies.tensor.layers.attention import make_attention
+from shoal.strategies.tensor.layers.dropout import SplitDropout, during, has_rate
+from shoal.strategies.tensor.layers.embedding import make_head_table, make_vocabulary
+from shoal.strategies.tensor.layers.linear import make_column, make_row
+from shoal.strategies.tensor.layers.sequence import (
     Rehearsal,
     Stack,
     find_stacks,
@@ -28,8 +26,10 @@ from shoal.strategies.tensor.sequence import (
     loose_parameters,
     region_stack,
 )
-from shoal.strategies.tensor.splits import all_splits
-from shoal.strategies.tensor.wishes import choose
+from shoal.strategies.tensor.parts import TensorParts
+from shoal.strategies.tensor.plan.plan import Block, Layer, Plan, Style
+from shoal.strategies.tensor.plan.splits import all_splits
+from shoal.strategies.tensor.plan.wishes import choose
 
 
 def parallelize(

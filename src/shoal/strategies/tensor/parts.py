@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from shoal.comm import Backend
 from shoal.sharding.split import Split
-from shoal.strategies.holders import Holders
+from shoal.strategies.consistency.holders import Holders
 from shoal.strategies.tensor.group import TensorGroup
-from shoal.strategies.tensor.plan import Plan
+from shoal.strategies.tensor.plan.plan import Plan
 
 
 class TensorParts:

@@ -1,0 +1,1 @@
+"""What checkpoints do to a disk."""

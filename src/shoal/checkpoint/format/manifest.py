@@ -1,0 +1,309 @@
+"""The manifest: what a checkpoint holds, in full names, shapes and slices. Pure, no files.
+
+The first line is the sha256 of all that follows; together they are one JSON object.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+
+from shoal.checkpoint.format import strict_json
+from shoal.checkpoint.format.checksums import CHUNK_BYTES, DIGITS, num_chunks
+from shoal.checkpoint.format.dtypes import dtype_called, dtype_name
+from shoal.checkpoint.format.strict_json import is_count, parse
+from shoal.sharding.extent import Extent
+from shoal.sharding.split import Split
+
+FORMAT = "shoal checkpoint"
+VERSION = 1
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")
+_HEX = re.compile(r"[0-9a-f]*")
+_HEX_SHA = re.compile(r"[0-9a-f]{64}")
+_FIRST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One safetensors file of a checkpoint.
+
+    Attributes:
+        name: Of the file.
+        num_bytes: Its size.
+        sha256: Of all of it.
+        header_crc32: Of its header, the length in front included.
+    """
+
+    name: str
+    num_bytes: int
+    sha256: str
+    header_crc32: int
+
+
+@dataclass(frozen=True)
+class SliceRecord:
+    """Some elements of a tensor, in a file.
+
+    Attributes:
+        extent: Which elements.
+        file: The number of the file.
+        key: What they are called there.
+        checksums: One for each `CHUNK_BYTES` of them.
+    """
+
+    extent: Extent
+    file: int
+    key: str
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """A full tensor, and the slices that make it up."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    slices: tuple[SliceRecord, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the full tensor."""
+        return self.shape.numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Attributes:
+        files: The files.
+        tensors: All tensors by their key, as in "model/layer.weight".
+        values: What is no tensor: the step, hyperparameters, extras, ...; see `values`.
+        written_by: Who wrote it with what; for information only, a loader never looks at it.
+    """
+
+    files: tuple[FileRecord, ...]
+    tensors: Mapping[str, TensorRecord]
+    values: Mapping[str, Any] = field(default_factory=dict)
+    written_by: Mapping[str, Any] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """As bytes of a file."""
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "written_by": self.written_by,
+            "chunk_bytes": CHUNK_BYTES,
+            "files": [_file_json(record) for record in self.files],
+            "tensors": {key: _tensor_json(record) for key, record in self.tensors.items()},
+            "values": self.values,
+        }
+        return signed(strict_json.encode(content))
+
+    @classmethod
+    def parse(cls, data: bytes) -> Manifest:
+        """From the bytes of a file.
+
+        Raises:
+            ValueError: If anything about them is wrong.
+        """
+        content = parse(checked(data))
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise ValueError("it is no manifest of shoal")
+        if content.get("version") != VERSION:
+            raise ValueError(
+                f"its format has version {str(content.get('version'))[:20]}, and this shoal reads "
+                f"version {VERSION}: use the shoal that wrote it, or a newer one"
+            )
+        if content.get("chunk_bytes") != CHUNK_BYTES:
+            raise ValueError(f"chunk_bytes must be {CHUNK_BYTES}")
+        files = tuple(_parse_file(about) for about in _typed(content, "files", list))
+        if len({record.name for record in files}) != len(files):
+            raise ValueError("a file is there twice")
+        tensors = {
+            key: _parse_tensor(key, about, len(files))
+            for key, about in _typed(content, "tensors", dict).items()
+        }
+        _check_room(files, tensors)
+        values = _typed(content, "values", dict)
+        return cls(files, tensors, values, _typed(content, "written_by", dict))
+
+
+def signed(text: bytes) -> bytes:
+    """A JSON object with the checksum of the rest as its first line."""
+    rest = text[1:]
+    return b'{"sha256": "' + hashlib.sha256(rest).hexdigest().encode() + b'",\n' + rest
+
+
+def checked(data: bytes) -> bytes:
+    """The JSON text, once its checksum was found right."""
+    first = _FIRST_LINE.match(data)
+    if first is None:
+        raise ValueError("it does not begin with its checksum: truncated, damaged or foreign")
+    rest = data[first.end() :]
+    if hashlib.sha256(rest).hexdigest().encode() != first[1]:
+        raise ValueError("its checksum is wrong: truncated or damaged")
+    return b"{" + rest
+
+
+# To JSON ------------------------------------------------------------------------------------
+
+
+def _file_json(record: FileRecord) -> dict[str, Any]:
+    return {
+        "name": record.name,
+        "bytes": record.num_bytes,
+        "sha256": record.sha256,
+        "header_crc32": f"{record.header_crc32:08x}",
+    }
+
+
+def _tensor_json(record: TensorRecord) -> dict[str, Any]:
+    return {
+        "dtype": dtype_name(record.dtype),
+        "shape": list(record.shape),
+        "slices": [slice_json(each) for each in record.slices],
+    }
+
+
+def slice_json(record: SliceRecord) -> dict[str, Any]:
+    """One slice; its shape is the tensor's."""
+    about: dict[str, Any] = {
+        "file": record.file,
+        "key": record.key,
+        "elements": [record.extent.start, record.extent.stop],
+        "checksums": "".join(f"{each:0{DIGITS}x}" for each in record.checksums),
+    }
+    if record.extent.split is not None:
+        about["split"] = split_json(record.extent.split)
+    return about
+
+
+def split_json(split: Split) -> dict[str, Any]:
+    """Which indices of which dimension."""
+    return {"dim": split.dim, "runs": [list(run) for run in split.runs]}
+
+
+# From JSON ----------------------------------------------------------------------------------
+
+
+def _typed(content: Mapping[str, Any], key: str, kind: type) -> Any:
+    value = content.get(key)
+    if not isinstance(value, kind):
+        raise ValueError(f"{key!r} must be a {kind.__name__}")
+    return value
+
+
+def _parse_file(about: Any) -> FileRecord:
+    if not isinstance(about, dict):
+        raise ValueError("a file must be an object")
+    name: Any = about.get("name")
+    num_bytes: Any = about.get("bytes")
+    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+        raise ValueError(f"{str(name)[:100]!r} is no name for a file of a checkpoint")
+    if not is_count(num_bytes):
+        raise ValueError(f"file {name} has no proper size")
+    sha256 = about.get("sha256")
+    if not isinstance(sha256, str) or not _HEX_SHA.fullmatch(sha256):
+        raise ValueError(f"file {name} has no proper sha256")
+    crc = about.get("header_crc32")
+    if not isinstance(crc, str) or len(crc) != 8 or not _HEX.fullmatch(crc):
+        raise ValueError(f"file {name} has no proper header_crc32")
+    return FileRecord(name, num_bytes, sha256, int(crc, 16))
+
+
+def parse_checksums(text: Any) -> tuple[int, ...]:
+    """A number of hexadecimal digits for each."""
+    if not isinstance(text, str) or not _HEX.fullmatch(text) or len(text) % DIGITS:
+        raise ValueError("checksums must be hexadecimal")
+    return tuple(int(text[place : place + DIGITS], 16) for place in range(0, len(text), DIGITS))
+
+
+def _parse_tensor(key: str, about: Any, num_files: int) -> TensorRecord:
+    try:
+        if not isinstance(about, dict):
+            raise ValueError("it must be an object")
+        dtype, shape = dtype_called(about.get("dtype")), parse_shape(about.get("shape"))
+        if not is_count(prod(shape) * dtype.itemsize):
+            raise ValueError("it is larger than any disk")
+        slices = tuple(
+            _parse_slice(each, shape, dtype, num_files) for each in _typed(about, "slices", list)
+        )
+    except ValueError as error:
+        raise ValueError(f"tensor {key[:200]!r}: {error}") from None
+    return TensorRecord(dtype, shape, slices)
+
+
+def _check_room(files: tuple[FileRecord, ...], tensors: Mapping[str, TensorRecord]) -> None:
+    """No bytes are used twice, and the files can hold all that is said to be in them."""
+    used: set[tuple[int, str]] = set()
+    room = [record.num_bytes for record in files]
+    for key, record in tensors.items():
+        found = 0
+        for each in record.slices:
+            num_bytes = each.extent.num_elements * record.dtype.itemsize
+            found += num_bytes
+            room[each.file] -= num_bytes
+            if room[each.file] < 0 or (each.file, each.key) in used:
+                raise ValueError(f"tensor {key[:200]!r}: a slice is there twice, or too large")
+            used.add((each.file, each.key))
+        if found < record.num_bytes:
+            raise ValueError(f"tensor {key[:200]!r}: some of its elements are in no file")
+
+
+def parse_shape(sizes: Any) -> torch.Size:
+    """The shape of a full tensor."""
+    if not isinstance(sizes, list) or len(sizes) > 64 or not all(map(is_count, sizes)):
+        raise ValueError("it has no proper shape")
+    if not is_count(prod(size for size in sizes if size)):
+        raise ValueError("its shape is larger than any disk")
+    return torch.Size(sizes)
+
+
+def _parse_slice(about: Any, shape: torch.Size, dtype: torch.dtype, num_files: int) -> SliceRecord:
+    if not isinstance(about, dict):
+        raise ValueError("a slice must be an object")
+    file, key = about.get("file"), about.get("key")
+    if not is_count(file) or file >= num_files or not isinstance(key, str):
+        raise ValueError("a slice has no proper file and key")
+    split = None if "split" not in about else parse_split(about["split"], shape)
+    extent = parse_extent(about.get("elements"), shape, split)
+    found = parse_checksums(about.get("checksums"))
+    if len(found) != num_chunks(extent.num_elements * dtype.itemsize):
+        raise ValueError(f"a slice of {extent.num_elements} elements has {len(found)} checksums")
+    return SliceRecord(extent, file, key, found)
+
+
+def parse_extent(elements: Any, shape: torch.Size, split: Split | None) -> Extent:
+    """From where to where, in the tensor or its part."""
+    whole = Extent.whole(shape, split)
+    is_pair = isinstance(elements, list) and len(elements) == 2 and all(map(is_count, elements))
+    if not is_pair or not elements[0] <= elements[1] <= whole.stop:
+        raise ValueError(f"elements {str(elements)[:50]} are not in a part of {whole.stop}")
+    return whole.narrowed(*elements)
+
+
+def parse_split(about: Any, shape: torch.Size) -> Split:
+    """A tensor-parallel part: its indices are in the tensor, and none is there twice."""
+    dim = about.get("dim") if isinstance(about, dict) else None
+    if not is_count(dim) or dim >= len(shape):
+        raise ValueError("a split has no proper dim")
+    runs = about.get("runs")
+    if not isinstance(runs, list) or not all(_is_run(run, shape[dim]) for run in runs):
+        raise ValueError("a split has no proper runs")
+    ordered = sorted(tuple(run) for run in runs)
+    if any(left[1] > right[0] for left, right in pairwise(ordered)):
+        raise ValueError("the runs of a split overlap")
+    return Split(shape, dim, tuple((start, stop) for start, stop in runs))
+
+
+def _is_run(run: Any, size: int) -> bool:
+    is_pair = isinstance(run, list) and len(run) == 2 and all(map(is_count, run))
+    return is_pair and run[0] <= run[1] <= size

@@ -1,0 +1,116 @@
+"""The header of a safetensors file: which tensor lies where. Pure functions of bytes.
+
+Eight bytes give the header's length, then comes JSON, then the tensors without gaps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from shoal.checkpoint.format.dtypes import BYTES_CODE, code_of, dtype_of_code
+from shoal.checkpoint.format.strict_json import is_count, parse
+
+MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
+PREFIX_BYTES = 8
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file.
+
+    Attributes:
+        dtype: Of its elements.
+        shape: Of the tensor.
+        begin: Where in the file its bytes begin.
+        end: Where they end.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def encode(
+    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> bytes:
+    """The header of a file that holds these tensors in this order, with its length in front."""
+    content: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    place = 0
+    for name, dtype, shape in tensors:
+        num_bytes = prod(shape) * dtype.itemsize
+        code = code_of(dtype)
+        stored = [num_bytes] if code == BYTES_CODE and dtype is not torch.uint8 else list(shape)
+        content[name] = {"dtype": code, "shape": stored, "data_offsets": [place, place + num_bytes]}
+        place += num_bytes
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(PREFIX_BYTES, "little") + text
+
+
+def header_bytes(prefix: bytes, file_bytes: int) -> int:
+    """How long the header is, the prefix included.
+
+    Raises:
+        ValueError: If no header of that length can be in the file.
+    """
+    if len(prefix) < PREFIX_BYTES:
+        raise ValueError(f"the file ends after {len(prefix)} bytes")
+    length = int.from_bytes(prefix[:PREFIX_BYTES], "little")
+    if length > min(MOST_HEADER_BYTES, file_bytes - PREFIX_BYTES):
+        raise ValueError(f"a header of {length} bytes in a file of {file_bytes}")
+    return PREFIX_BYTES + length
+
+
+def decode(header: bytes, file_bytes: int) -> dict[str, Entry]:
+    """The tensors of a file of that size, from the file's first bytes.
+
+    Raises:
+        ValueError: If the header is not one, or does not fit the file.
+    """
+    content = parse(header[PREFIX_BYTES:])
+    if not isinstance(content, dict):
+        raise ValueError("the header is no JSON object")
+    metadata = content.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise ValueError("the metadata is no JSON object")
+    entries = {name: _entry(name, about, len(header)) for name, about in content.items()}
+    _check_gapless(entries, len(header), file_bytes)
+    return entries
+
+
+def _entry(name: str, about: Any, base: int) -> Entry:
+    if not isinstance(about, dict) or about.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"tensor {name[:200]!r} needs a dtype, a shape and data_offsets")
+    shape, offsets = about["shape"], about["data_offsets"]
+    if not isinstance(shape, list) or not all(map(is_count, shape)):
+        raise ValueError(f"tensor {name[:200]!r} has no proper shape")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_count, offsets)):
+        raise ValueError(f"tensor {name[:200]!r} has no proper data_offsets")
+    dtype = dtype_of_code(about["dtype"])
+    begin, end = offsets
+    if end - begin != prod(shape) * dtype.itemsize:
+        raise ValueError(
+            f"tensor {name[:200]!r} of shape {str(shape)[:100]} cannot have {end - begin} bytes"
+        )
+    return Entry(dtype, tuple(shape), base + begin, base + end)
+
+
+def _check_gapless(entries: Mapping[str, Entry], base: int, file_bytes: int) -> None:
+    place = base
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != place:
+            raise ValueError(
+                f"tensor {name[:200]!r} begins at byte {entry.begin}, not where the one before "
+                f"ends, at {place}"
+            )
+        place = entry.end
+    if place != file_bytes:
+        raise ValueError(f"the tensors end at byte {place}, the file at {file_bytes}")

@@ -1,0 +1,1 @@
+"""From what each rank has to the files of one checkpoint."""

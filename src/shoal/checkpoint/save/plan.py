@@ -1,0 +1,241 @@
+"""One save as one rank sees it: look, write, commit; each step succeeds on all ranks or on none."""
+
+from __future__ import annotations
+
+import platform
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.checkpoint.agreement import together
+from shoal.checkpoint.disk.filesystem import opened
+from shoal.checkpoint.disk.store import Store
+from shoal.checkpoint.save import merging
+from shoal.checkpoint.save.arena import Arena
+from shoal.checkpoint.save.assignment import Claim, Claims
+from shoal.checkpoint.save.division import digests, divide
+from shoal.checkpoint.save.merging import Receipt
+from shoal.checkpoint.save.pending import PendingSave
+from shoal.checkpoint.save.snapshot import Snapshot
+from shoal.checkpoint.save.writing import Outgoing, Written, shares, write_file
+from shoal.comm import Backend
+from shoal.comm.shm.copying import copy
+from shoal.errors import CheckpointError
+from shoal.system.cores import own_cores
+from shoal.torch_support.threads import side_by_side
+
+# sha256 keeps a core busy, at a rate below that of a good disk. So a rank that has several cores
+# writes as many files at once, if each gets so many bytes.
+_MOST_FILES = 8
+_LEAST_BYTES = 1 << 26
+# More do not copy faster: memory has its own limit.
+_MOST_COPIERS = 4
+
+
+@dataclass
+class Plan:
+    """One save.
+
+    Attributes:
+        store: Where to.
+        ranks: Who takes part; None for a process of its own.
+        step: The step it is of.
+        keep: How many checkpoints to keep.
+        written_by: See `Manifest`.
+        name: Of the checkpoint.
+        values: What this rank knows that is no tensor.
+        claims: What each rank holds.
+        outgoing: What this rank writes.
+        num_cores: How many this rank can have to itself while nothing else goes on.
+    """
+
+    store: Store
+    ranks: Backend | None
+    step: int | None
+    keep: int | None
+    written_by: Mapping[str, Any]
+    name: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    claims: Sequence[Claims] = ()
+    outgoing: Sequence[Outgoing] = ()
+    num_cores: int = 1
+    _unlock: Callable[[], None] | None = None
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        return 0 if self.ranks is None else self.ranks.rank
+
+    @property
+    def size(self) -> int:
+        """How many take part."""
+        return 1 if self.ranks is None else self.ranks.size
+
+    @property
+    def doing(self) -> str:
+        """For messages."""
+        return f"saving to {self.store.root}"
+
+    def look(self, take: Callable[[], Snapshot]) -> None:
+        """Finds out what everybody holds and who writes what; the first rank makes the folder."""
+        mine: list[Snapshot] = []
+        claims: dict[str, Claim] = {}
+
+        def action() -> tuple[str, tuple[str, str], tuple[str, frozenset[int]]]:
+            mine.append(take())
+            claims.update({key: held.claim() for key, held in mine[0].tensors.items()})
+            if self.rank == 0:
+                self._begin()
+            return self.name, digests(self.ranks, claims), (platform.node(), own_cores())
+
+        with self.discarding():
+            answers = together(self.ranks, action, self.doing)
+            self.name = answers[0][0]
+            shown = [own for _, own, _ in answers]
+            self.num_cores = _fair_share([place for _, _, place in answers])
+            division = divide(self.ranks, claims, shown, self.doing)
+            self.claims = division.claims
+            self.outgoing = mine[0].outgoing(division.work[self.rank])
+            self.values = mine[0].values
+
+    def _begin(self) -> None:
+        try:
+            self._unlock = self.store.lock()
+            self.name = self.store.begin(self.step)
+        except OSError as error:
+            raise CheckpointError(f"cannot save to {self.store.root}: {error}") from error
+
+    def complete(self) -> PendingSave:
+        """Writes and commits, with all ranks at once."""
+        with self.discarding():
+            num_files = min(self.num_cores, _MOST_FILES)
+            receipts = together(self.ranks, lambda: self.write(num_files), self.doing)
+            together(self.ranks, lambda: self.commit(receipts), self.doing)
+        self.unlock()
+        return PendingSave(self.path)
+
+    @contextmanager
+    def discarding(self) -> Iterator[None]:
+        """If anything goes wrong inside, what there is of the checkpoint is removed."""
+        try:
+            yield
+        except BaseException:
+            if self.rank == 0 and self.name:
+                self.store.discard(self.name)
+            self.unlock()
+            raise
+
+    def unlock(self) -> None:
+        """Lets others save to the folder; twice is fine."""
+        unlock, self._unlock = self._unlock, None
+        if unlock is not None:
+            unlock()
+
+    @property
+    def path(self) -> Path:
+        """Where the checkpoint will be."""
+        return self.store.root / self.name
+
+    def copy(self, old: Arena | None = None) -> Arena:
+        """Copies what this rank writes, so that training can go on changing it.
+
+        Args:
+            old: What an earlier save has copied into.
+        """
+        pieces = [(each.dtype, each.extent.num_elements) for each in self.outgoing]
+        arena = Arena(pieces, old)
+        copies = [
+            replace(each, parts=_fixed([arena.take(*piece)]))
+            for each, piece in zip(self.outgoing, pieces, strict=True)
+        ]
+        count = max(1, min(self.num_cores, _MOST_COPIERS, arena.num_bytes // _LEAST_BYTES))
+        pairs = zip(shares(copies, count), shares(self.outgoing, count), strict=True)
+        side_by_side([partial(_copy, *pair) for pair in pairs])
+        self.outgoing = copies
+        return arena
+
+    def write(self, most_files: int = 1) -> Receipt:
+        """Writes this rank's part to some files, side by side; no communication."""
+        num_bytes = sum(each.num_bytes for each in self.outgoing)
+        num_files = max(1, min(most_files, num_bytes // _LEAST_BYTES))
+        files = side_by_side(
+            [
+                partial(self._write_file, _file_name(self.rank, number), own)
+                for number, own in enumerate(shares(self.outgoing, num_files))
+            ]
+        )
+        return merging.receipt(files, self.values)
+
+    def _write_file(
+        self, name: str, outgoing: Sequence[Outgoing], is_unwanted: threading.Event
+    ) -> Written:
+        draft = self.store.draft(self.name)
+        try:
+            return write_file(
+                self.store.disk,
+                draft,
+                name,
+                outgoing,
+                metadata={"format": "pt"},
+                is_unwanted=is_unwanted,
+            )
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"rank 0 has made {draft}, but rank {self.rank} does not find it: the folder of "
+                "checkpoints must be on a file system that all ranks share"
+            ) from error
+        except OSError as error:
+            raise CheckpointError(f"cannot write {draft / name}: {error}") from error
+
+    def num_bytes_of(self, rank: int) -> int | None:
+        """How much a rank has written by now."""
+        try:
+            with opened(self.store.disk, self.store.draft(self.name) / _file_name(rank)) as file:
+                return file.num_bytes
+        except OSError:
+            return None
+
+    def commit(self, receipts: Sequence[Receipt]) -> None:
+        """On the first rank, once all files are safe: makes the checkpoint one that is found."""
+        if self.rank != 0:
+            return
+        manifest = merging.merge(receipts, self.claims, self.step, self.written_by)
+        try:
+            self.store.commit(self.name, manifest.encode())
+        except OSError as error:
+            raise CheckpointError(f"cannot finish {self.path}: {error}") from error
+        if self.keep is not None:
+            self.store.prune(self.keep)
+
+
+def _fair_share(places: Sequence[tuple[str, frozenset[int]]]) -> int:
+    """How many of this process's cores it can have to itself, from where all ranks are."""
+    cores = own_cores()
+    rivals = [host for host, others in places if host == platform.node() and others & cores]
+    return max(1, len(cores) // max(1, len(rivals)))
+
+
+def _file_name(rank: int, number: int = 0) -> str:
+    return f"data-{rank:05d}{f'-{number}' if number else ''}.safetensors"
+
+
+@torch.no_grad()
+def _copy(targets: Sequence[Outgoing], sources: Sequence[Outgoing], _: threading.Event) -> None:
+    # A GPU's memory is copied to the host at once; waiting for that is all that training does.
+    for target, source in zip(targets, sources, strict=True):
+        (copied,) = target.parts()
+        place = 0
+        for part in source.parts():
+            copy(copied[place : place + part.numel()], part)
+            place += part.numel()
+
+
+def _fixed(parts: list[Tensor]) -> Callable[[], Any]:
+    return lambda: iter(parts)

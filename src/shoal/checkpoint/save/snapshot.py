@@ -1,0 +1,173 @@
+"""All that one rank has to save at one moment: tensors with their place, and plain values.
+
+[Note: keys]
+A parameter or buffer is `model/<name>`; what an optimizer has for each element of a parameter is
+`optimizer/<number>/<name>/<key>`. Tensors inside of plain values have the path of the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.checkpoint.format import values
+from shoal.checkpoint.save.assignment import Claim
+from shoal.checkpoint.save.writing import Outgoing
+from shoal.checkpoint.state import model_state, optimizer_state, random_states
+from shoal.checkpoint.state.companions import Companions, state_of
+from shoal.sharding.extent import Extent
+
+
+@dataclass
+class HeldTensor:
+    """What this rank holds of one full tensor, in runs that may lie anywhere in memory."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    pieces: list[tuple[Extent, Tensor]]
+    is_divisible: bool
+
+    def claim(self) -> Claim:
+        """Which elements, neighbours joined."""
+        joined: list[Extent] = []
+        for extent, _ in self.pieces:
+            last = joined[-1] if joined else None
+            if last is not None and last.split == extent.split and last.stop == extent.start:
+                joined[-1] = last.narrowed(last.start, extent.stop)
+            else:
+                joined.append(extent)
+        return Claim(self.dtype, self.shape, tuple(joined), self.is_divisible)
+
+    def parts(self, wanted: Extent) -> Iterator[Tensor]:
+        """The elements of an extent, in order, one run of memory after the other."""
+        for extent, memory in self.pieces:
+            start, stop = max(extent.start, wanted.start), min(extent.stop, wanted.stop)
+            if extent.split == wanted.split and start < stop:
+                yield memory[start - extent.start : stop - extent.start]
+
+
+@dataclass
+class Snapshot:
+    """What one rank has to save.
+
+    Attributes:
+        tensors: By key; see [Note: keys].
+        values: The rest, as JSON; see `shoal.checkpoint.save.merging` for what it consists of.
+    """
+
+    tensors: dict[str, HeldTensor] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, key: str, extent: Extent, memory: Tensor, *, is_divisible: bool) -> None:
+        """Takes note of elements of a tensor."""
+        values.checked_dtype(memory, key)  # an error now, and not on the way
+        known = self.tensors.get(key)
+        if known is None:
+            known = self.tensors[key] = HeldTensor(memory.dtype, extent.shape, [], is_divisible)
+        known.pieces.append((extent, memory))
+
+    def add_whole(self, key: str, tensor: Tensor) -> None:
+        """Takes note of a whole tensor, of which the first rank's values count."""
+        values.checked_dtype(tensor, key)
+        flat = tensor.detach().reshape(-1)
+        self.add(key, Extent.whole(tensor.shape), flat, is_divisible=False)
+
+    def encode(self, value: Any, path: str) -> Any:
+        """A plain value as JSON; tensors inside are taken note of."""
+        return values.encode(value, path, self._add_inner)
+
+    def _add_inner(self, path: str, tensor: Tensor) -> str:
+        """Keys with a slash in them make equal paths of different tensors: "a/b", "a" and "b"."""
+        key = path
+        while key in self.tensors:
+            key += "'"
+        self.add_whole(key, tensor)
+        return key
+
+    def finish(self) -> None:
+        """Puts the pieces of each tensor in order."""
+        for held in self.tensors.values():
+            held.pieces.sort(key=lambda piece: (repr(piece[0].split), piece[0].start))
+
+    def outgoing(self, work: Mapping[str, Sequence[Extent]]) -> list[Outgoing]:
+        """What this rank writes, once that is assigned."""
+        return [
+            Outgoing(key, self.tensors[key].dtype, extent, _parts_of(self.tensors[key], extent))
+            for key, extents in work.items()
+            for extent in extents
+        ]
+
+
+def _parts_of(held: HeldTensor, extent: Extent) -> Any:
+    return lambda: held.parts(extent)
+
+
+def take(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    companions: Companions,
+    extra: Mapping[str, Any],
+    rank: int,
+) -> Snapshot:
+    """Looks at everything there is to save; copies nothing."""
+    model_state.check_steps(model)
+    snapshot = Snapshot()
+    module = model_state.plain_module(model)
+    _add_model(snapshot, model, module)
+    snapshot.values["optimizers"] = [
+        _add_optimizer(snapshot, number, optimizer, model)
+        for number, optimizer in enumerate(optimizers)
+    ]
+    # The first rank's count; others' are refused for the same reasons, and may differ.
+    of_run = snapshot if rank == 0 else Snapshot()
+    for name, objects in companions.items():
+        states = [state_of(each) for each in objects]
+        of_run.values[name] = of_run.encode(states, name)
+    of_run.values["extra"] = of_run.encode(dict(extra), "extra")
+    snapshot.values["random"] = snapshot.encode(random_states.capture(), f"random/{rank}")
+    snapshot.finish()
+    return snapshot
+
+
+def _add_model(snapshot: Snapshot, model: nn.Module, module: nn.Module) -> None:
+    is_divisible = model_state.is_same_everywhere(model)
+    for held in model_state.held_parameters(model):
+        snapshot.add(f"model/{held.name}", held.extent, held.memory, is_divisible=is_divisible)
+    for name, buffer in model_state.buffers(model).items():
+        snapshot.add_whole(f"model/{name}", buffer)
+    snapshot.values["model"] = {
+        "aliases": model_state.aliases(module),
+        "extra_state": snapshot.encode(model_state.extra_states(module), "extra_state"),
+    }
+
+
+def _add_optimizer(
+    snapshot: Snapshot, number: int, optimizer: Optimizer, model: nn.Module
+) -> dict[str, Any]:
+    groups = [
+        {
+            "parameters": names,
+            "options": snapshot.encode(options, f"optimizer/{number}/group/{which}"),
+        }
+        for which, (names, options) in enumerate(optimizer_state.held_groups(optimizer, model))
+    ]
+    states: dict[str, Any] = {}
+    is_divisible = model_state.is_same_everywhere(model)
+    for held in optimizer_state.held_state(optimizer, model):
+        path = f"optimizer/{number}/{held.name}"
+        for key, memory in held.tensors.items():
+            snapshot.add(f"{path}/{key}", held.extent, memory, is_divisible=is_divisible)
+        if held.name not in states:
+            shared = snapshot.encode(dict(held.shared), path)
+            states[held.name] = {"elements": sorted(held.tensors), "shared": shared}
+    return {
+        "class": optimizer_state.class_name(optimizer),
+        "groups": groups,
+        "state": states,
+        "streams": optimizer_state.streams(optimizer),
+    }

@@ -1,0 +1,1 @@
+"""What models, optimizers and generators have to save."""

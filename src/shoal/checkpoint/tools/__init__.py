@@ -1,0 +1,1 @@
+"""Checkpoints by themselves, without a model: converted, inspected."""

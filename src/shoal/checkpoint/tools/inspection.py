@@ -1,0 +1,74 @@
+"""What is in a checkpoint, and whether every byte of it is what was written."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from shoal.checkpoint.disk.filesystem import DISK, FileSystem, Reading, opened
+from shoal.checkpoint.disk.store import MANIFEST, Store
+from shoal.checkpoint.format.checksums import CHUNK_BYTES, checksum
+from shoal.checkpoint.load.source import Place, Source, naming, open_checkpoint, open_foreign
+from shoal.errors import CheckpointError, CorruptCheckpointError
+
+Progress = Callable[[int], None]
+"""Told how many bytes more have been looked at."""
+
+
+def open_any(path: Path, disk: FileSystem = DISK) -> Source:
+    """A checkpoint, the latest of a folder of them, or safetensors files of others."""
+    if disk.is_folder(disk.followed(path)):  # whoever names a link wants it followed
+        path = disk.followed(path)
+    if disk.is_file(path / MANIFEST):
+        return open_checkpoint(disk, path)
+    names = Store(path, disk).candidates()
+    if names:
+        return open_checkpoint(disk, path / names[0])
+    source = open_foreign(disk, path)
+    if source is None:
+        raise CheckpointError(
+            f"there is no checkpoint at {path}: neither one of shoal nor a model.safetensors"
+        )
+    return source
+
+
+def verify(source: Source, progress: Progress = lambda count: None) -> None:
+    """Reads every byte of every file and compares all checksums.
+
+    Raises:
+        CorruptCheckpointError: Naming the first file and tensor that are not what was written.
+    """
+    places: dict[int, list[tuple[str, Place]]] = {}
+    for key, record in source.tensors.items():
+        for part in record.slices:
+            places.setdefault(part.file, []).append((key, source.place(key, part)))
+    for number in range(len(source.files)):
+        _verify_file(source, number, places.get(number, []), progress)
+
+
+def _verify_file(
+    source: Source, number: int, places: list[tuple[str, Place]], progress: Progress
+) -> None:
+    path, record = source.path(number), source.files[number]
+    digest = hashlib.sha256()
+    with naming(path), opened(source.disk, path) as file:
+        begin = min((place.begin for _, place in places), default=file.num_bytes)
+        for data in _pieces(file, 0, begin, begin or 1):
+            digest.update(data)
+        for key, place in sorted(places, key=lambda each: each[1].begin):
+            for chunk, data in enumerate(_pieces(file, place.begin, place.end, CHUNK_BYTES)):
+                digest.update(data)
+                progress(len(data))
+                if place.checksums is not None and checksum(data) != place.checksums[chunk]:
+                    raise CorruptCheckpointError(str(path), "a checksum is wrong", key)
+    if source.is_checked and digest.hexdigest() != record.sha256:
+        raise CorruptCheckpointError(str(path), "its sha256 is wrong")
+
+
+def _pieces(file: Reading, begin: int, end: int, size: int) -> Iterator[memoryview]:
+    for place in range(begin, end, size):
+        data = memoryview(bytearray(min(size, end - place)))
+        if file.read_into(place, data) != len(data):
+            raise ValueError("it ends early")
+        yield data

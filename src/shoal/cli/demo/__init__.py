@@ -1,0 +1,1 @@
+"""`shoal demo`: training under every strategy, and a tour of the collectives."""

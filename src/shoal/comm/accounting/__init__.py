@@ -1,0 +1,1 @@
+"""How often, how much and how long: operations, and memory."""

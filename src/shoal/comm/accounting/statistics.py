@@ -1,0 +1,91 @@
+"""Counters: how often each operation ran, how much it carried, how long it took."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from shoal.comm.accounting.ledger import Ledger, MemoryUse
+
+_MOST_NOTES = 4096
+
+
+@dataclass(slots=True)
+class Counter:
+    """Figures of one kind of operation on one rank.
+
+    Attributes:
+        calls: How many were carried out.
+        num_bytes: Payload of this rank's tensors: what it gave, or got where that is more.
+        seconds: Time from call to completion, waiting for others included.
+        waiting_seconds: The part spent until all ranks had arrived.
+    """
+
+    calls: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    waiting_seconds: float = 0.0
+
+
+class Snapshot(dict[str, Counter]):
+    """Counters by operation, and what memory is held for what.
+
+    Attributes:
+        memory: By purpose: "parameters", "gradients", "state" and "buffers" of wrapped models.
+    """
+
+    def __init__(self, counters: Mapping[str, Counter], memory: Mapping[str, MemoryUse]) -> None:
+        """Of one moment."""
+        super().__init__(counters)
+        self.memory = memory
+
+
+class Statistics:
+    """Counters by operation, shared by a world and all its groups.
+
+    Example:
+        >>> statistics = Statistics()
+        >>> statistics.count("all_reduce", 4096, 0.002, 0.001)
+        >>> statistics.snapshot()["all_reduce"].calls
+        1
+    """
+
+    def __init__(self) -> None:
+        """Everything at zero."""
+        self._counters: dict[str, Counter] = {}
+        self._lock = threading.Lock()
+        self.memory = Ledger()
+        # Operations only leave a note here, which is quick and safe in any thread.
+        self._notes: deque[tuple[str, int, float, float]] = deque()
+
+    def count(self, kind: str, num_bytes: int, seconds: float, waiting_seconds: float) -> None:
+        """Adds one operation."""
+        self._notes.append((kind, num_bytes, seconds, waiting_seconds))
+        if len(self._notes) > _MOST_NOTES:
+            with self._lock:
+                self._add_up()
+
+    def _add_up(self) -> None:
+        while self._notes:
+            kind, num_bytes, seconds, waiting_seconds = self._notes.popleft()
+            counter = self._counters.setdefault(kind, Counter())
+            counter.calls += 1
+            counter.num_bytes += num_bytes
+            counter.seconds += seconds
+            counter.waiting_seconds += waiting_seconds
+
+    def snapshot(self) -> Snapshot:
+        """A copy of the figures as they are now."""
+        with self._lock:
+            self._add_up()
+            counters = {kind: replace(counter) for kind, counter in self._counters.items()}
+        return Snapshot(counters, self.memory.snapshot())
+
+    def reset(self) -> None:
+        """Everything back to zero."""
+        with self._lock:
+            self._notes.clear()
+            self._counters.clear()
+        self.memory.reset()

@@ -1,0 +1,232 @@
+"""The first words between ranks that do not know each other yet."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from shoal.comm.control.page.memory import Page
+from shoal.comm.control.page.page import PageControl, is_supported
+from shoal.errors import DeadlineError, PeerError, ShoalError
+from shoal.torch_support.process_memory import can_read, probe_address
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from shoal.comm.control.plane import Control
+
+logger = logging.getLogger("shoal")
+
+_FAILURE_KEY = "shoal/failed-before-joining"
+_JOINED = "shoal/joined"
+_LINGER_S = 5.0
+_FIRST_WARNING_S = 10.0
+_POLL_S = 0.005
+_MAPPED, _READS = b"mapped the page", b"mapped the page, can read the others"
+
+
+class Bootstrap(ABC):
+    """A slow way to exchange a few bytes, from which the control plane is made."""
+
+    rank: int
+    size: int
+    timeout: float
+    is_private: bool = False
+    """Whether only this run's own ranks can read it. A store on the network is open to all."""
+
+    @abstractmethod
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Everybody's bytes, by rank; raises at the deadline, naming who is missing."""
+
+    def joined(self) -> None:
+        """This rank is part of the world now."""
+
+    def close(self) -> None:
+        """This rank leaves. What others still need to join must outlast that."""
+
+
+class StoreBootstrap(Bootstrap):
+    """Over a torch store that all ranks reach."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: float,
+        *,
+        holds_store: bool = False,
+        news: Store | None = None,
+    ) -> None:
+        """``store`` must be fresh for this world, and may live in this process.
+
+        ``news`` is where `report_failure` leaves word of ranks that will never join.
+        """
+        self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
+        self._news = store if news is None else news
+        self._holds_store = holds_store
+        self._round = 0
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Each rank sets its key; then the keys are read as they appear."""
+        self._round += 1
+        self.store.set(self._key(self.rank), data)  # type: ignore[arg-type]  # bytes are fine
+        self._await_all()
+        return [self.store.get(self._key(rank)) for rank in range(self.size)]
+
+    def joined(self) -> None:
+        """Counts this rank, for whoever holds the store."""
+        self.store.add(_JOINED, 1)
+
+    def close(self) -> None:
+        """Keeps a store that lives in this process until nobody needs it to join any more."""
+        deadline = time.monotonic() + _LINGER_S
+        while self._holds_store and self.store.add(_JOINED, 0) < self.size:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_POLL_S)
+
+    def _key(self, rank: int) -> str:
+        return f"shoal/{self._round}/{rank}"
+
+    def _await_all(self) -> None:
+        begin = time.monotonic()
+        warn_at = begin + min(_FIRST_WARNING_S, self.timeout / 2)
+        pause = _POLL_S
+        while missing := self._missing():
+            now = time.monotonic()
+            failure = self._failure()
+            # Whoever ended may have joined first: what counts is whether somebody is missing.
+            if failure is not None and self._missing():
+                raise failure
+            if now - begin > self.timeout:
+                raise DeadlineError(
+                    f"rank {self.rank} waited {self.timeout:.0f} s for {_named(missing)} of "
+                    f"{self.size} to join. Are they all started, and do they reach the same store?"
+                )
+            if now > warn_at:
+                warn_at = now + 2 * (now - begin)
+                logger.warning("still waiting for %s to join", _named(missing))
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.1)
+
+    def _missing(self) -> list[int]:
+        keys = [self._key(rank) for rank in range(self.size)]
+        if self.store.check(keys):
+            return []
+        return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+
+    def _failure(self) -> PeerError | None:
+        if not self._news.check([_FAILURE_KEY]):
+            return None
+        report = json.loads(self._news.get(_FAILURE_KEY))
+        return PeerError(report["rank"], report["reason"], "shoal.init, waiting for all to join")
+
+
+def report_failure(news: Store, rank: int, reason: str) -> None:
+    """Tells ranks that are joining, or will, of one that does not; the first report counts."""
+    report = json.dumps({"rank": rank, "reason": reason})
+    news.compare_set(_FAILURE_KEY, "", report)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which process a rank is, and on which host."""
+
+    host: str
+    pid: int
+    page_fd: int
+    probe: int
+
+    @staticmethod
+    def of_this_process(page_fd: int = -1, probe: int = 0) -> Identity:
+        """This process; a host is one kernel, process space and network."""
+        return Identity(host_id(), os.getpid(), page_fd, probe)
+
+
+def host_id() -> str:
+    """Equal for two processes that can share memory and see each other's processes."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as boot_id:
+            spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "net")]
+            return "/".join([boot_id.read().strip(), *spaces, str(os.getuid())])
+    except OSError:  # no Linux: every process is a host of its own
+        return f"{os.uname().nodename}/{os.getpid()}"
+
+
+def connect(bootstrap: Bootstrap, *, reads_memory: bool = False) -> Control:
+    """The control plane of a new world: a page on one host, sockets across several.
+
+    ``reads_memory`` is for transports whose ranks may read each other's memory.
+    """
+    page_fd = _page_of_first(bootstrap)
+    identity = Identity.of_this_process(page_fd, probe_address() if reads_memory else 0)
+    encoded = json.dumps(asdict(identity)).encode()
+    identities = [Identity(**json.loads(data)) for data in bootstrap.all_gather(encoded)]
+    if len({identity.host for identity in identities}) == 1 and identities[0].page_fd >= 0:
+        return _connect_page(bootstrap, identities)
+    if page_fd >= 0:
+        os.close(page_fd)
+    from shoal.comm.control.sockets.sockets import SocketControl
+
+    return SocketControl.connect(bootstrap)
+
+
+def _page_of_first(bootstrap: Bootstrap) -> int:
+    """Rank 0 brings the page along in case everybody is on its host."""
+    if bootstrap.rank != 0 or not is_supported():
+        return -1
+    return Page.create(bootstrap.size)
+
+
+def _connect_page(bootstrap: Bootstrap, identities: Sequence[Identity]) -> PageControl:
+    first = identities[0]
+    try:
+        fd = os.open(f"/proc/{first.pid}/fd/{first.page_fd}", os.O_RDWR)
+    except OSError as error:
+        raise ShoalError(
+            f"rank {bootstrap.rank} cannot open the control page of rank 0 (pid {first.pid}): "
+            f"{error}. The ranks of one host must run as the same user."
+        ) from error
+    try:
+        page = Page(fd, bootstrap.size)
+    finally:
+        os.close(fd)
+    reads = all(each.probe and can_read(each.pid, each.probe) for each in identities)
+    said = bootstrap.all_gather(_READS if reads else _MAPPED)
+    if bootstrap.rank == 0:  # everybody has mapped the file: it can be let go of
+        os.close(first.page_fd)
+    all_read = all(word == _READS for word in said)
+    pids = [identity.pid for identity in identities]
+    return PageControl(page, bootstrap.rank, pids, ranks_read_directly=all_read)
+
+
+def store_for_one_host() -> tuple[Store, int]:
+    """A store on this host's loopback that nobody else reaches, and its port."""
+    import socket
+
+    from torch.distributed import TCPStore
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        timeout=timedelta(seconds=60),
+    )
+    return store, port

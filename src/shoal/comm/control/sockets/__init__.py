@@ -1,0 +1,1 @@
+"""The control plane between hosts: a socket between each two ranks."""

@@ -1,0 +1,216 @@
+"""From a bootstrap to a socket between each two ranks.
+
+Each rank listens, tells the others where, calls every lower rank and answers every higher one.
+All of that goes on at once in one loop, so a stranger who connects and says nothing keeps nobody
+waiting: it is dropped when its time is up. The listener is closed once everybody is here.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from shoal.comm.control.addresses import ADDRESS_VARIABLE, own_address, settled_address
+from shoal.comm.control.sockets import handshake
+from shoal.comm.control.sockets.dialogue import Dialogue
+from shoal.comm.control.sockets.handshake import HandshakeError
+from shoal.errors import ShoalError
+
+if TYPE_CHECKING:
+    from shoal.comm.bootstrap.store import Bootstrap
+
+logger = logging.getLogger("shoal")
+
+# The ranks have met at the bootstrap already, so what remains is a matter of moments.
+CONNECT_S = 30.0
+ANSWER_S = 5.0
+TOKEN_VARIABLE = "SHOAL_TOKEN"
+
+
+class Place(NamedTuple):
+    """Where a rank listens, and whether it has the key that all should have."""
+
+    host: str
+    port: int
+    fingerprint: str
+
+
+def connect_all(bootstrap: Bootstrap) -> dict[int, socket.socket]:
+    """A socket to each other rank, by rank. Every rank of the world calls this."""
+    if bootstrap.size == 1:
+        return {}
+    host, key = _agree_on_key(bootstrap)
+    with _listen(host, bootstrap.size) as listener:
+        places = _exchange_places(bootstrap, listener, key)
+        wiring = _Wiring(bootstrap, key, listener)
+        error = wiring.build(places)
+    try:
+        _check_everybody(bootstrap, error)
+    except BaseException:
+        wiring.close()
+        raise
+    return wiring.sockets
+
+
+def _agree_on_key(bootstrap: Bootstrap) -> tuple[str, bytes]:
+    """This host's address, and the key made of rank 0's token and the user's, if any."""
+    mine = {"host": own_address(bootstrap), "token": ""}
+    if bootstrap.rank == 0:
+        mine["token"] = secrets.token_hex(32)
+    everybody = [json.loads(data) for data in bootstrap.all_gather(json.dumps(mine).encode())]
+    host = settled_address(mine["host"], [each["host"] for each in everybody])
+    return host, handshake.make_key(everybody[0]["token"], os.environ.get(TOKEN_VARIABLE, ""))
+
+
+def _listen(host: str, size: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, 0), family=family, backlog=size + 16)
+    except OSError as error:
+        raise ShoalError(
+            f"cannot listen on {host}: {error}. Set {ADDRESS_VARIABLE} to the address of this "
+            "host by which the others reach it."
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+def _exchange_places(bootstrap: Bootstrap, listener: socket.socket, key: bytes) -> list[Place]:
+    host, port = listener.getsockname()[:2]
+    mine = Place(host, port, handshake.fingerprint(key))
+    encoded = bootstrap.all_gather(json.dumps(mine).encode())
+    places = [Place(*json.loads(data)) for data in encoded]
+    others = [rank for rank, place in enumerate(places) if place.fingerprint != mine.fingerprint]
+    if others:
+        raise ShoalError(
+            f"rank {bootstrap.rank} and ranks {others} have different keys: "
+            f"{TOKEN_VARIABLE} must have the same value, or none, on every rank"
+        )
+    return places
+
+
+def _check_everybody(bootstrap: Bootstrap, error: str) -> None:
+    """One rank without a socket is a problem of all: nobody starts with some missing."""
+    errors = [data.decode() for data in bootstrap.all_gather(error.encode())]
+    for rank, text in enumerate(errors):
+        if text:
+            raise ShoalError(
+                f"the ranks could not connect to each other. Rank {rank}: {text}.\nCheck that no "
+                f"firewall is between the hosts; {ADDRESS_VARIABLE} on each host sets the address "
+                "by which the others reach it."
+            )
+
+
+class _Wiring:
+    """The loop in which a rank calls and answers."""
+
+    def __init__(self, bootstrap: Bootstrap, key: bytes, listener: socket.socket) -> None:
+        self.sockets: dict[int, socket.socket] = {}
+        self._rank, self._size, self._key = bootstrap.rank, bootstrap.size, key
+        self._deadline = time.monotonic() + min(CONNECT_S, bootstrap.timeout)
+        self._listener = listener
+        self._dialogues: set[Dialogue] = set()
+        self._selector = selectors.DefaultSelector()
+
+    def build(self, places: Sequence[Place]) -> str:
+        """Connects to everybody; returns what went wrong, if anything did."""
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        try:
+            for peer in range(self._rank):
+                self._call(peer, places[peer])
+            while len(self.sockets) < self._size - 1:
+                self._turn()
+        except (OSError, HandshakeError) as error:
+            return str(error)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            for dialogue in self._dialogues:
+                dialogue.socket.close()
+            self._selector.close()
+        return ""
+
+    def close(self) -> None:
+        """Lets go of what was connected."""
+        for sock in self.sockets.values():
+            sock.close()
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        if now >= self._deadline:
+            missing = set(range(self._size)) - {self._rank, *self.sockets}
+            raise HandshakeError(f"no connection with ranks {sorted(missing)} in time")
+        nearest = min((each.deadline for each in self._dialogues), default=self._deadline)
+        timeout = max(0.0, min(nearest, self._deadline) - now)
+        for event, _ in self._selector.select(timeout):
+            if event.fileobj is self._listener:
+                self._answer()
+            else:
+                self._go_on(event.data)
+        self._drop_overdue()
+
+    def _call(self, peer: int, place: Place) -> None:
+        family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        talk = handshake.call(self._key, self._rank, peer)
+        name = f"rank {peer} at {place.host} port {place.port}"
+        dialogue = Dialogue(sock, talk, name, self._deadline, is_call=True)
+        self._dialogues.add(dialogue)
+        code = sock.connect_ex((place.host, place.port))
+        if code not in (0, errno.EINPROGRESS):
+            raise OSError(code, f"{name}: {os.strerror(code)}")
+        self._selector.register(sock, selectors.EVENT_WRITE, dialogue)
+
+    def _answer(self) -> None:
+        try:
+            sock, address = self._listener.accept()
+        except OSError:  # it has gone again, or descriptors are short: others may fare better
+            return
+        sock.setblocking(False)
+        talk = handshake.answer(self._key, self._rank, self._size)
+        name = f"{address[0]} port {address[1]}"
+        dialogue = Dialogue(sock, talk, name, time.monotonic() + ANSWER_S, is_call=False)
+        self._dialogues.add(dialogue)
+        self._selector.register(sock, selectors.EVENT_READ, dialogue)
+        self._go_on(dialogue)
+
+    def _go_on(self, dialogue: Dialogue) -> None:
+        try:
+            peer = dialogue.go_on()
+            if peer in self.sockets:
+                raise HandshakeError(f"rank {peer} is connected already")
+        except (OSError, HandshakeError) as error:
+            self._drop(dialogue, error)
+            return
+        if peer is not None:
+            self._forget(dialogue)
+            self.sockets[peer] = dialogue.socket
+        elif dialogue.is_call:
+            self._selector.modify(dialogue.socket, selectors.EVENT_READ, dialogue)
+
+    def _drop_overdue(self) -> None:
+        now = time.monotonic()
+        for dialogue in [each for each in self._dialogues if each.deadline <= now]:
+            self._drop(dialogue, HandshakeError("it took too long"))
+
+    def _drop(self, dialogue: Dialogue, error: Exception) -> None:
+        """A call that fails is an error; whoever fails to call properly is a stranger."""
+        self._forget(dialogue)
+        dialogue.socket.close()
+        if dialogue.is_call:
+            raise HandshakeError(f"{dialogue.name}: {error}") from error
+        logger.warning("dropped a connection from %s: %s", dialogue.name, error)
+
+    def _forget(self, dialogue: Dialogue) -> None:
+        self._selector.unregister(dialogue.socket)
+        self._dialogues.discard(dialogue)

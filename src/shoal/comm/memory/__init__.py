@@ -1,0 +1,1 @@
+"""The backend of ranks that are threads of one process."""

@@ -1,0 +1,71 @@
+"""How the ranks of an MPI job find each other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from shoal.comm.bootstrap.store import Bootstrap
+from shoal.comm.mpi import runtime
+from shoal.errors import DeadlineError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# The last tag that MPI guarantees; the backend uses those before it.
+BOOTSTRAP_TAG = 32767
+
+
+class MPIBootstrap(Bootstrap):
+    """The first words between the ranks of an MPI job, over MPI itself."""
+
+    is_private = True
+
+    def __init__(self, timeout: float) -> None:
+        """Starts MPI; every rank of the job must do so."""
+        self._mpi = runtime.load(timeout)
+        self._world: MPI.Comm = self._mpi.COMM_WORLD
+        self.rank, self.size, self.timeout = self._world.rank, self._world.size, timeout
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Each rank sends its bytes to all others, and waits for theirs."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        with runtime.LOCK:
+            open_ = {rank: [self._world.Isend(data, rank, BOOTSTRAP_TAG)] for rank in others}
+        found: dict[int, bytes | bytearray] = {self.rank: data}
+        deadline = time.monotonic() + self.timeout
+        for pause in runtime.pauses():
+            missing = [rank for rank in others if not self._is_through(rank, found, open_[rank])]
+            if not missing:
+                break
+            if time.monotonic() > deadline:
+                runtime.keep(open_, found)
+                raise self._late(missing)
+            time.sleep(pause)
+        return [bytes(found[rank]) for rank in range(self.size)]
+
+    def joined(self) -> None:
+        """All have heard from all, so each has mapped what it shares with the others."""
+        runtime.unlink_segments()
+
+    def _is_through(
+        self, rank: int, found: dict[int, bytes | bytearray], requests: list[MPI.Request]
+    ) -> bool:
+        """Whether our bytes have gone to a rank and its own have come."""
+        with runtime.LOCK:
+            if rank not in found:
+                status = self._mpi.Status()
+                message = self._world.Improbe(rank, BOOTSTRAP_TAG, status)
+                if message is None:
+                    return False
+                found[rank] = bytearray(status.Get_count(self._mpi.BYTE))
+                requests.append(message.Irecv(found[rank]))
+            return all(request.Test() for request in requests)
+
+    def _late(self, missing: Sequence[int]) -> DeadlineError:
+        return DeadlineError(
+            f"rank {self.rank} waited {self.timeout:.0f} s for {len(missing)} of {self.size} ranks "
+            f"of the MPI job to join: {', '.join(map(str, missing[:16]))}. "
+            "Do all of them call shoal.init()?"
+        )

@@ -1,0 +1,1 @@
+"""The backend of ranks that are processes of one host."""

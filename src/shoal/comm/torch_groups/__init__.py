@@ -1,0 +1,1 @@
+"""The backends over torch's process groups: Gloo and NCCL."""

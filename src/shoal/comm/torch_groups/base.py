@@ -1,0 +1,284 @@
+"""What the backends over torch's process groups have in common.
+
+A group of ranks has a process group of its own; torch's global state stays as it is. Most
+collectives are put together from the two that a process group does best, a broadcast and an
+all_to_all, both of bytes. So every dtype can travel, and what is reduced here is reduced in
+rank order.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.comm.backend import WorldState
+from shoal.comm.control.patience import Patience
+from shoal.comm.control.plane import Channel
+from shoal.comm.operation import Operation, Payload
+from shoal.comm.operation.partition import split_sizes
+from shoal.comm.operation.reduction import ReduceOp, finish, reduce_into
+from shoal.comm.process_backend import ProcessBackend
+from shoal.comm.torch_groups.groups import Links, ProcessGroup
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Work
+
+# A process group that kept a deadline of its own would fail without naming anybody.
+NEVER = timedelta(days=30)
+
+_REDUCE_OPS = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.AVERAGE: dist.ReduceOp.SUM,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
+}
+
+
+class Origin(NamedTuple):
+    """Where on a GPU an operation was called: its inputs are there once the event is."""
+
+    stream: torch.cuda.Stream
+    event: torch.cuda.Event
+
+
+class ProcessGroupBackend(ProcessBackend):
+    """A backend whose transport is a process group of torch's."""
+
+    _place = "world"
+    """What tells this group from all others of the world."""
+
+    def __init__(
+        self,
+        state: WorldState,
+        channel: Channel,
+        ranks: Sequence[int],
+        links: Links,
+        group: ProcessGroup | None,
+    ) -> None:
+        """``group`` connects the ranks; one rank alone needs none."""
+        super().__init__(state, links.control, channel, ranks)
+        self._links = links
+        self._group: Any = group
+        self._others = [rank for rank in ranks if rank != links.control.rank]
+        self._origins: WeakKeyDictionary[Operation, Origin] = WeakKeyDictionary()
+        self._settle()  # connected: from here on the others can do without the store
+
+    def _make_group(self, members: Sequence[int], slot: int) -> Self:
+        ranks = [self.ranks[member] for member in members]
+        channel = self._control.channel(slot, ranks)
+        place = f"{slot}-{ranks[0]}"
+        group = self._links.connect(place, ranks)
+        made = type(self)(self._state, channel, ranks, self._links, group)
+        made._place = place
+        return made
+
+    # What a kind of process group adds ----------------------------------------------------
+
+    @abstractmethod
+    def _carry(self, works: Iterable[Work], patience: Patience, peer: int | None = None) -> None:
+        """Sees works through that begin as they are drawn, of all ranks or with one peer."""
+
+    @abstractmethod
+    def _abort(self, reason: BaseException) -> None:
+        """Ends all transfers of this group, for good."""
+
+    @abstractmethod
+    def _can_reduce(self, op: ReduceOp, dtype: torch.dtype) -> bool:
+        """Whether the process group's own arithmetic will do."""
+
+    @abstractmethod
+    def _elsewhere(self, origin: Origin, task: Callable[[], Any]) -> Any:
+        """Runs a task in a thread that is not the caller's, as if on the caller's stream."""
+
+    # Streams --------------------------------------------------------------------------------
+
+    def _collective(self, operation: Operation, async_op: bool) -> Any:
+        self._note_origin(operation)
+        return super()._collective(operation, async_op)
+
+    def _message(self, operation: Operation, peer: int, tag: int, async_op: bool) -> Any:
+        self._note_origin(operation)
+        return super()._message(operation, peer, tag, async_op)
+
+    def _note_origin(self, operation: Operation) -> None:
+        if torch.cuda.is_initialized():
+            stream = torch.cuda.current_stream(self.device if self.device.type == "cuda" else None)
+            self._origins[operation] = Origin(stream, stream.record_event())
+
+    def _perform(self, operation: Operation, number: int, site: str, eager: bool) -> Any:
+        task = partial(super()._perform, operation, number, site, eager)
+        return self._in_order(operation, task, eager)
+
+    def _deliver(
+        self, operation: Operation, peer: int, key: tuple[int, int], site: str, eager: bool
+    ) -> Any:
+        task = partial(super()._deliver, operation, peer, key, site, eager)
+        return self._in_order(operation, task, eager)
+
+    def _in_order(self, operation: Operation, task: Callable[[], Any], eager: bool) -> Any:
+        """What is not eager runs in a thread of its own, which has other streams."""
+        origin = None if eager else self._origins.get(operation)
+        return task() if origin is None else self._elsewhere(origin, task)
+
+    # Collectives ----------------------------------------------------------------------------
+
+    def _all_reduce(self, payload: Payload, patience: Patience) -> None:
+        target = _given(payload.target)
+        if self._can_reduce(payload.op, target.dtype):
+            options = _timed(dist.AllreduceOptions())
+            options.reduceOp = _REDUCE_OPS[payload.op]
+            self._carry_one(lambda: self._group.allreduce([target], options), patience)
+            finish(payload.op, target, self.size)
+        else:
+            counts = split_sizes(target.numel(), self.size)
+            own = target.split(counts)[self.rank]
+            reduce_into(payload.op, self._slices(target, counts, patience), own)
+            self._spread(target, counts, patience)
+
+    def _reduce(self, payload: Payload, patience: Patience) -> None:
+        source = _given(payload.source)
+        counts = split_sizes(source.numel(), self.size)
+        own = torch.empty_like(source[: counts[self.rank]])
+        reduce_into(payload.op, self._slices(source, counts, patience), own)
+        self._collect(own, counts, payload.target, payload.root, patience)
+
+    def _reduce_scatter(self, payload: Payload, patience: Patience) -> None:
+        source, target = _given(payload.source), _given(payload.target)
+        reduce_into(payload.op, self._slices(source, payload.counts, patience), target)
+
+    def _slices(self, source: Tensor, counts: Sequence[int], patience: Patience) -> list[Tensor]:
+        """This rank's part of everybody's source, by rank."""
+        own = counts[self.rank]
+        arrived = self._scratch(own * self.size, source)
+        arriving = [own] * self.size
+        self._swap(source, counts, arrived, arriving, patience)
+        return list(arrived.split(arriving))
+
+    def _scratch(self, numel: int, like: Tensor) -> Tensor:
+        """Memory until the next collective."""
+        return torch.empty(numel, dtype=like.dtype, device=like.device)
+
+    def _broadcast(self, payload: Payload, patience: Patience) -> None:
+        data = as_bytes(_given(payload.target))
+        self._carry_one(lambda: self._start_broadcast(data, payload.root), patience)
+
+    def _start_broadcast(self, data: Tensor, root: int) -> Work:
+        options = _timed(dist.BroadcastOptions())
+        options.rootRank = root
+        return self._group.broadcast([data], options)  # type: ignore[no-any-return]
+
+    def _all_gather(self, payload: Payload, patience: Patience) -> None:
+        source, target = _given(payload.source), _given(payload.target)
+        target.split(payload.counts)[self.rank].copy_(source)
+        self._spread(target, payload.counts, patience)
+
+    def _spread(self, target: Tensor, counts: Sequence[int], patience: Patience) -> None:
+        """Everybody's own part of ``target`` to everybody, by broadcasts that go on at once."""
+        parts = enumerate(as_bytes(target).split(_in_bytes(counts, target)))
+
+        def works() -> Iterator[Work]:
+            for root, part in parts:
+                if part.numel():
+                    yield self._start_broadcast(part, root)
+
+        self._carry(works(), patience)
+
+    def _gather(self, payload: Payload, patience: Patience) -> None:
+        source = _given(payload.source)
+        self._collect(source, payload.counts, payload.target, payload.root, patience)
+
+    def _collect(
+        self,
+        source: Tensor,
+        counts: Sequence[int],
+        target: Tensor | None,
+        root: int,
+        patience: Patience,
+    ) -> None:
+        """Everybody's source to the root, the only one with a target."""
+        leaving, arriving = [0] * self.size, [0] * self.size
+        leaving[root] = counts[self.rank]
+        if target is None:
+            target = source[:0]
+        else:
+            arriving = list(counts)
+        self._swap(source, leaving, target, arriving, patience)
+
+    def _scatter(self, payload: Payload, patience: Patience) -> None:
+        target = _given(payload.target)
+        leaving, arriving = [0] * self.size, [0] * self.size
+        arriving[payload.root] = payload.counts[self.rank]
+        source = payload.source
+        if source is None:
+            source = target[:0]
+        else:
+            leaving = list(payload.counts)
+        self._swap(source, leaving, target, arriving, patience)
+
+    def _all_to_all(self, payload: Payload, patience: Patience) -> None:
+        source, target = _given(payload.source), _given(payload.target)
+        self._swap(source, payload.counts, target, payload.arriving, patience)
+
+    def _swap(
+        self,
+        source: Tensor,
+        leaving: Sequence[int],
+        target: Tensor,
+        arriving: Sequence[int],
+        patience: Patience,
+    ) -> None:
+        """Parts of ``source`` to all, parts of ``target`` from all, by rank."""
+        sizes = _in_bytes(arriving, target), _in_bytes(leaving, source)
+        options = _timed(dist.AllToAllOptions())
+        received, sent = as_bytes(target), as_bytes(source)
+        self._carry_one(
+            lambda: self._group.alltoall_base(received, sent, *sizes, options), patience
+        )
+
+    def _carry_one(
+        self, start: Callable[[], Work], patience: Patience, peer: int | None = None
+    ) -> None:
+        self._carry((start() for _ in range(1)), patience, peer)
+
+    def _needed(self, peer: int | None) -> Sequence[int]:
+        """The world ranks without whom a work cannot end."""
+        return self._others if peer is None else [self.ranks[peer]]
+
+    # The end --------------------------------------------------------------------------------
+
+    def _close_transport(self) -> None:
+        self._links.watchdog.close()
+        if self._group is not self._links.found:
+            self._close_group(self._group)
+        self._group = None
+
+    def _close_group(self, group: ProcessGroup) -> None:
+        """Ends a process group of ours; where there is no more to it, its last user does."""
+
+
+def _given(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory; an empty tensor may have strides that allow no such view."""
+    return tensor.view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
+
+
+def _in_bytes(counts: Sequence[int], tensor: Tensor) -> list[int]:
+    return [count * tensor.itemsize for count in counts]
+
+
+def _timed(options: Any) -> Any:
+    options.timeout = NEVER
+    return options

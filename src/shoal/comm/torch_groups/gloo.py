@@ -1,0 +1,207 @@
+"""`GlooBackend`: ranks are processes on any hosts, data moves over TCP."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.comm.backend import WorldState
+from shoal.comm.bootstrap.store import Bootstrap, connect
+from shoal.comm.control.page.page import PageControl
+from shoal.comm.control.patience import Patience
+from shoal.comm.control.plane import Message
+from shoal.comm.operation import Payload
+from shoal.comm.operation.reduction import ReduceOp
+from shoal.comm.torch_groups.base import NEVER, Origin, ProcessGroupBackend, as_bytes
+from shoal.comm.torch_groups.groups import Maker, ProcessGroup, find_group, link
+from shoal.comm.torch_groups.watchdog import Flight
+from shoal.errors import BackendUnavailableError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Work
+    from torch.distributed import Store
+
+# A process group that the script made may carry its messages as well, under other tags.
+_FIRST_TAG = 1 << 30
+# How long works whose connections are closed are waited for.
+_END_S = timedelta(seconds=2)
+_ABORT_TAG = (1 << 30) - 16
+# Below, one exchange beats a broadcast from each rank though everybody sends copies.
+_SMALL_BYTES = 64 << 10
+# Fresh memory costs as much as what is done with it: up to here it is kept.
+_MAX_KEPT_BYTES = 64 << 20
+_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+
+_OWN_FLOATS = (torch.float32, torch.float64)
+_OWN_INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
+
+
+class GlooBackend(ProcessGroupBackend):
+    """Collectives over TCP, between any hosts. CUDA tensors travel by way of host memory.
+
+    Example:
+        >>> import shoal, torch
+        >>> def total():
+        ...     return shoal.world().all_reduce(torch.ones(2)).tolist()
+        >>> shoal.run(total, ranks=2, backend="gloo")
+        [[2.0, 2.0], [2.0, 2.0]]
+    """
+
+    name = "gloo"
+    _kept = torch.empty(0, dtype=torch.uint8)
+
+    def _can_reduce(self, op: ReduceOp, dtype: torch.dtype) -> bool:
+        """Gloo rounds sixteen-bit floats at each hop, and its minimum forgets what is no number."""
+        if op in (ReduceOp.MIN, ReduceOp.MAX):
+            return dtype in _OWN_INTEGERS
+        return dtype in _OWN_FLOATS or dtype in _OWN_INTEGERS
+
+    def _spread(self, target: Tensor, counts: Sequence[int], patience: Patience) -> None:
+        if target.nbytes > _SMALL_BYTES:
+            super()._spread(target, counts, patience)
+            return
+        leaving = [counts[self.rank]] * self.size
+        copies = target.split(list(counts))[self.rank].repeat(self.size)
+        self._swap(copies, leaving, target, counts, patience)
+
+    def _scratch(self, numel: int, like: Tensor) -> Tensor:
+        num_bytes = numel * like.itemsize
+        if num_bytes > _MAX_KEPT_BYTES:
+            return super()._scratch(numel, like)
+        if self._kept.numel() < num_bytes:
+            with torch.inference_mode(mode=False):  # whoever is next may not be in it
+                self._kept = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._kept[:num_bytes].view(like.dtype)
+
+    def _send(self, payload: Payload, message: Message, patience: Patience) -> None:
+        assert payload.source is not None
+        data = as_bytes(payload.source.cpu())
+        peer, tag = payload.root, _FIRST_TAG + message.ticket
+        self._carry_one(lambda: self._group.send([data], peer, tag), patience, peer)
+
+    def _recv(self, payload: Payload, message: Message, patience: Patience) -> None:
+        target = payload.target
+        assert target is not None
+        data = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
+        peer, tag = payload.root, _FIRST_TAG + message.ticket
+        self._carry_one(lambda: self._group.recv([as_bytes(data)], peer, tag), patience, peer)
+        if data is not target:
+            target.copy_(data)
+
+    # Host memory ----------------------------------------------------------------------------
+
+    def _move(self, kind: str, payload: Payload, patience: Patience) -> None:
+        staged = _on_host(payload)
+        super()._move(kind, staged, patience)
+        if staged is not payload and payload.target is not None:
+            assert staged.target is not None
+            payload.target.copy_(staged.target)
+
+    def _elsewhere(self, origin: Origin, task: Callable[[], Any]) -> Any:
+        with torch.cuda.stream(origin.stream):
+            return task()
+
+    # Waiting --------------------------------------------------------------------------------
+
+    def _carry(self, works: Iterable[Work], patience: Patience, peer: int | None = None) -> None:
+        """Blocks, deaf to everything; the watchdog makes it return if need be."""
+        begun: list[Work] = []
+        flight = Flight(patience, self._needed(peer), self._abort, is_stubborn=True)
+        self._links.watchdog.watch(flight)
+        try:
+            begun.extend(works)
+            for work in begun:
+                work.wait()
+        except BaseException as error:
+            self._abort(error)
+            _await_end(begun)  # the caller's memory is in use until then
+            verdict = flight.await_verdict() if isinstance(error, RuntimeError) else None
+            if verdict is None:
+                raise
+            raise verdict from error
+        finally:
+            self._links.watchdog.release(flight)
+
+    def _abort(self, reason: BaseException) -> None:
+        """Gloo ends all connections of a group when a receive of one message is late."""
+        for number in range(_num_interfaces()):
+            for peer in range(self.size):
+                if peer != self.rank:
+                    # Over a connection that has ended already it fails at once, and ends nothing.
+                    with contextlib.suppress(RuntimeError):
+                        late = self._group.recv([torch.empty(1)], peer, _ABORT_TAG + number)
+                        late.wait(timedelta(milliseconds=1))
+
+
+def _await_end(works: Iterable[Work]) -> None:
+    """Connections are closed, so works end; one that met that at a bad moment never does."""
+    for work in works:
+        with contextlib.suppress(RuntimeError):
+            work.wait(_END_S)
+
+
+def _on_host(payload: Payload) -> Payload:
+    """The payload itself, or one in host memory in place of a GPU's."""
+    source, target = payload.source, payload.target
+    tensors = [tensor for tensor in (source, target) if tensor is not None]
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return payload
+    staged = None if source is None else source.cpu()
+    if target is source:
+        return replace(payload, source=staged, target=staged)
+    into = None if target is None else torch.empty_like(target, device="cpu")
+    return replace(payload, source=staged, target=into)
+
+
+def connect_gloo(bootstrap: Bootstrap, state: WorldState) -> GlooBackend:
+    """The world's backend on this rank: over the script's own group, or one that is made."""
+    if not (dist.is_available() and dist.is_gloo_available()):
+        raise BackendUnavailableError(
+            "backend='gloo' needs a PyTorch that was built with Gloo; this one was not. Install "
+            "one from pytorch.org, or use backend='shm' (one host) or 'mpi'."
+        )
+    control = connect(bootstrap)
+    try:
+        found = find_group(dist.ProcessGroupGloo, "cpu", bootstrap)
+        maker = partial(_maker, isinstance(control, PageControl))
+        links = link(bootstrap, control, state.timeout, found, maker)
+        ranks = range(bootstrap.size)
+        group = links.connect_world()
+        return GlooBackend(state, control.channel(0, ranks), ranks, links, group)
+    except BaseException:
+        control.close()
+        raise
+
+
+def _maker(is_one_host: bool, address: str) -> Maker:
+    def make(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
+        kind: Any = dist.ProcessGroupGloo  # torch's types do not know its options
+        options = kind._Options()
+        options._devices = [_device(address, is_one_host)]
+        options._timeout = timeout
+        group = kind(store, rank, size, options)
+        group._set_default_timeout(NEVER)
+        return group
+
+    return make
+
+
+def _device(address: str, is_one_host: bool) -> Any:
+    named = os.environ.get(_INTERFACE_VARIABLE)
+    if named and not is_one_host:
+        return dist.ProcessGroupGloo.create_device(interface=named.partition(",")[0])
+    return dist.ProcessGroupGloo.create_device(hostname=address)
+
+
+def _num_interfaces() -> int:
+    """A process group that the script made has as many sets of connections."""
+    return os.environ.get(_INTERFACE_VARIABLE, "").count(",") + 1

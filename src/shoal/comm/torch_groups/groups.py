@@ -1,0 +1,154 @@
+"""Process groups of torch's: how they are made, or found where a script has made one already."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.comm.bootstrap.store import Bootstrap, StoreBootstrap
+from shoal.comm.control.addresses import LOOPBACK, own_address, settled_address
+from shoal.comm.control.page.page import PageControl
+from shoal.comm.control.patience import Patience
+from shoal.comm.control.plane import Control
+from shoal.comm.torch_groups.watchdog import Flight, Watchdog
+from shoal.comm.work import PendingWork
+from shoal.errors import DeadlineError, ShoalError, TransportError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+ProcessGroup = Any
+"""A ``ProcessGroupGloo`` or ``ProcessGroupNCCL``; torch has types for few of their methods."""
+Maker = Callable[["Store", int, int, timedelta], ProcessGroup]
+"""Makes a process group from a store of its own, a rank, a size and a timeout."""
+
+# Longer than our own deadline, which has more to say.
+_SPARE_S = 30.0
+_LOOK_EVERY_S = 0.05
+
+
+@dataclass(frozen=True)
+class Links:
+    """What the groups of one world share.
+
+    Attributes:
+        control: Tells who fails while a process group is made.
+        watchdog: Looks after transfers.
+        store: Where the members of a new process group find each other.
+        make: Makes one.
+        timeout: Seconds that making one may take.
+        found: The script's own process group of all ranks, if there is one.
+    """
+
+    control: Control
+    watchdog: Watchdog
+    store: Store
+    make: Maker
+    timeout: float
+    found: ProcessGroup | None = None
+
+    def connect_world(self) -> ProcessGroup | None:
+        """The process group of all ranks: the script's own, or one that is made."""
+        if self.found is not None:
+            return self.found
+        return self.connect("world", range(self.control.size))
+
+    def connect(self, name: str, ranks: Sequence[int]) -> ProcessGroup | None:
+        """A process group of some world ranks; all of them call this, with the same new name.
+
+        Making one blocks until all members are here, so a thread does it while this one looks
+        whether they ever will be.
+        """
+        if len(ranks) == 1:
+            return None
+        # A store serves one thread at a time, and a thread that waits would keep out all others.
+        own: Store = self.store.clone()  # type: ignore[attr-defined]  # torch's types lack it
+        store = dist.PrefixStore(f"shoal-group/{name}", own)
+        rank = list(ranks).index(self.control.rank)
+        timeout = timedelta(seconds=self.timeout + _SPARE_S)
+        work = PendingWork(partial(self.make, store, rank, len(ranks), timeout), name)
+        work.start_thread("shoal-connect")
+        return self._await(work, f"making the process group of {_shown(ranks)}", ranks)
+
+    def _await(self, work: PendingWork[Any], what: str, ranks: Sequence[int]) -> ProcessGroup:
+        others = [rank for rank in ranks if rank != self.control.rank]
+        patience = Patience(self.control, lambda: what, ranks, self.timeout)
+        flight = Flight(patience, others, abort=lambda verdict: None)
+        while True:
+            verdict: ShoalError | None
+            try:
+                return work.wait(_LOOK_EVERY_S)
+            except DeadlineError:
+                verdict = flight.examine()
+            except RuntimeError as error:
+                verdict = flight.await_verdict() or TransportError(f"{what} failed: {error}")
+            if verdict is not None:
+                raise verdict
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    return f"ranks {', '.join(map(str, ranks))}"
+
+
+def find_group(kind: type, device: str, bootstrap: Bootstrap) -> ProcessGroup | None:
+    """The process group that the script made of the same ranks, if it has one of that kind."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    try:
+        group = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device))
+    except RuntimeError:  # none for this device
+        return None
+    place = (bootstrap.rank, bootstrap.size)
+    return group if isinstance(group, kind) and (group.rank(), group.size()) == place else None
+
+
+def link(
+    bootstrap: Bootstrap,
+    control: Control,
+    timeout: float,
+    found: ProcessGroup | None,
+    maker: Callable[[str], Maker],
+) -> Links:
+    """What the groups of a new world need; every rank of it calls this.
+
+    Args:
+        bootstrap: Where the ranks met.
+        control: The world's control plane.
+        timeout: Seconds that making a process group may take.
+        found: A process group that the script made; it counts if every rank has one.
+        maker: From this host's address to what makes process groups.
+    """
+    is_one_host = isinstance(control, PageControl)
+    address = LOOPBACK if is_one_host else own_address(bootstrap)
+    store, port = _open_store(bootstrap, address)
+    mine = {"address": address, "port": port, "has_group": found is not None}
+    everybody = [json.loads(data) for data in bootstrap.all_gather(json.dumps(mine).encode())]
+    if store is None:
+        store = dist.TCPStore(everybody[0]["address"], everybody[0]["port"], is_master=False)
+    if not all(each["has_group"] for each in everybody):
+        found = None
+    address = settled_address(address, [each["address"] for each in everybody])
+    return Links(control, Watchdog(control), store, maker(address), timeout, found)
+
+
+def _open_store(bootstrap: Bootstrap, address: str) -> tuple[Store | None, int]:
+    """The store where the ranks met, or one of our own on rank 0 where they met without."""
+    if isinstance(bootstrap, StoreBootstrap):
+        return bootstrap.store, 0
+    if bootstrap.rank != 0:
+        return None, 0
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return store, port

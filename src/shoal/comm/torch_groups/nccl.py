@@ -1,0 +1,285 @@
+"""`NCCLBackend`: a GPU for every rank, data moves between GPUs.
+
+[Note: nobody waits]
+A collective that was called (not ``async_op``) returns once it is in the GPU's queue: what the
+caller puts there next waits for it, the host does not. The watchdog aborts what cannot end any
+more; the GPU then goes on, with results that mean nothing, and the next operation raises why.
+An asynchronous operation runs on a stream of its own, beside what the caller computes, and its
+`Work` is done when the result is there.
+
+[Note: lanes]
+NCCL pairs sends with receives by their order alone, and messages of several tags may be under
+way at once in another order on either side. So each open message between two ranks has a
+process group of these two to itself, its lane, which is kept for the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.comm.backend import WorldState
+from shoal.comm.bootstrap.store import Bootstrap, connect, host_id
+from shoal.comm.control.patience import Patience
+from shoal.comm.control.plane import Channel, Message
+from shoal.comm.operation import Payload
+from shoal.comm.operation.reduction import ReduceOp
+from shoal.comm.torch_groups.base import NEVER, Origin, ProcessGroupBackend, as_bytes
+from shoal.comm.torch_groups.groups import Links, Maker, ProcessGroup, find_group, link
+from shoal.comm.torch_groups.watchdog import Flight
+from shoal.errors import BackendUnavailableError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Work
+    from torch.distributed import Store
+
+_OWN_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+)
+_POLL_S = 0.002
+# Left alone, torch ends the whole process when NCCL reports an error, or seems stuck.
+_LEAVE_ERRORS_TO_US = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+
+
+class NCCLBackend(ProcessGroupBackend):
+    """Collectives between GPUs, one for each rank.
+
+    Example:
+        >>> import shoal, torch
+        >>> def total():
+        ...     backend = shoal.world().backend
+        ...     return backend.all_reduce(torch.ones(2, device=backend.device)).tolist()
+        >>> shoal.run(total, ranks=torch.cuda.device_count(), backend="nccl")
+    """
+
+    name = "nccl"
+    _is_through_at_once = False
+
+    def __init__(
+        self,
+        state: WorldState,
+        channel: Channel,
+        ranks: Sequence[int],
+        links: Links,
+        group: ProcessGroup | None,
+    ) -> None:
+        """``group`` connects the ranks; one rank alone needs none."""
+        super().__init__(state, channel, ranks, links, group)
+        self._device = local_device(links.control.rank)
+        self._side: torch.cuda.Stream | None = None
+        self._verdict: BaseException | None = None
+        self._num_begun = self._num_settled
+        self._lanes: dict[tuple[int, int, int], ProcessGroup] = {}
+        self._lanes_lock = threading.Lock()
+
+    @property
+    def device(self) -> torch.device:
+        """The GPU of this rank."""
+        return self._device
+
+    def _check_tensor(self, tensor: Tensor) -> None:
+        if tensor.device != self._device:
+            raise TypeError(
+                f"the nccl backend carries tensors on this rank's {self._device}; got one on "
+                f"{tensor.device}. Move it there, or use backend='gloo' for tensors on the CPU."
+            )
+
+    # Collectives ----------------------------------------------------------------------------
+
+    def _can_reduce(self, op: ReduceOp, dtype: torch.dtype) -> bool:
+        return dtype in _OWN_DTYPES
+
+    def _spread(self, target: Tensor, counts: Sequence[int], patience: Patience) -> None:
+        if len(set(counts)) > 1:
+            super()._spread(target, counts, patience)
+            return
+        whole = as_bytes(target)
+        own = whole.split(whole.numel() // self.size)[self.rank]
+        self._carry_one(lambda: self._group._allgather_base(whole, own), patience)
+
+    # Messages -------------------------------------------------------------------------------
+
+    def _send(self, payload: Payload, message: Message, patience: Patience) -> None:
+        assert payload.source is not None
+        data, peer = as_bytes(payload.source), payload.root
+        lane = self._lane(message.ticket, self.rank, peer)
+        self._carry_one(lambda: lane.send([data], 1, 0), patience, peer)
+
+    def _recv(self, payload: Payload, message: Message, patience: Patience) -> None:
+        assert payload.target is not None
+        data, peer = as_bytes(payload.target), payload.root
+        lane = self._lane(message.ticket, peer, self.rank)
+        self._carry_one(lambda: lane.recv([data], 0, 0), patience, peer)
+
+    def _lane(self, ticket: int, sender: int, receiver: int) -> ProcessGroup:
+        """See [Note: lanes]. Both ranks have agreed on the message, so both will be here."""
+        key = (ticket, sender, receiver)
+        with self._lanes_lock:
+            lane = self._lanes.get(key)
+        if lane is None:
+            pair = [self.ranks[sender], self.ranks[receiver]]
+            lane = self._links.connect(f"{self._place}/{ticket}-{pair[0]}-{pair[1]}", pair)
+            with self._lanes_lock:
+                self._lanes[key] = lane
+        return lane
+
+    # Streams --------------------------------------------------------------------------------
+
+    def _elsewhere(self, origin: Origin, task: Callable[[], Any]) -> Any:
+        if self._side is None:
+            self._side = torch.cuda.Stream(self._device)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._side):
+            self._side.wait_event(origin.event)
+            result = task()
+            self._side.synchronize()
+            self._check_verdict()
+        if isinstance(result, Tensor) and result.is_cuda:
+            result.record_stream(origin.stream)  # made on the side, it must outlast its use there
+        return result
+
+    def _carry(self, works: Iterable[Work], patience: Patience, peer: int | None = None) -> None:
+        """See [Note: nobody waits]."""
+        self._check_verdict()
+        begun = list(works)
+        for work in begun:
+            work.wait()  # the stream does
+        is_common = peer is None
+        self._num_begun += is_common
+        flight = Flight(
+            patience, self._needed(peer), self._abort, lambda: self._is_over(begun, is_common)
+        )
+        self._links.watchdog.watch(flight)
+
+    def _is_over(self, works: Sequence[Work], is_common: bool) -> bool:
+        """Asked by the watchdog, until it is so."""
+        try:
+            is_over = all(work.is_completed() for work in works)
+        except RuntimeError:  # aborted
+            is_over = True
+        if is_over and is_common:
+            self._settle()
+        return is_over
+
+    def _check_verdict(self) -> None:
+        if self._verdict is not None:
+            raise self._verdict
+
+    def _abort(self, reason: BaseException) -> None:
+        self._verdict = reason
+        for group in self._groups():
+            group.abort()
+
+    def _groups(self) -> list[ProcessGroup]:
+        with self._lanes_lock:
+            groups = [self._group, *self._lanes.values()]
+        return [group for group in groups if group is not None]
+
+    # The end --------------------------------------------------------------------------------
+
+    def _finish_transfers(self) -> None:
+        """What is in the GPU's queue counts as started."""
+        if self._group is None:
+            return
+        torch.cuda.synchronize(self._device)
+        while self._num_settled < self._num_begun and self._verdict is None:
+            time.sleep(_POLL_S)
+
+    def _close_transport(self) -> None:
+        for lane in self._lanes.values():
+            self._close_group(lane)
+        self._lanes.clear()
+        super()._close_transport()
+
+    def _close_group(self, group: ProcessGroup | None) -> None:
+        if group is not None and self._verdict is None:
+            group.shutdown()
+
+
+def connect_nccl(bootstrap: Bootstrap, state: WorldState) -> NCCLBackend:
+    """The world's backend on this rank: over the script's own group, or one that is made."""
+    _check_available()
+    device = local_device(bootstrap.rank)
+    _check_own_gpu(bootstrap, device)
+    control = connect(bootstrap)
+    try:
+        kind: Any = dist.ProcessGroupNCCL
+        found = find_group(kind, "cuda", bootstrap)
+        links = link(bootstrap, control, state.timeout, found, lambda _: _maker(kind, device))
+        ranks = range(bootstrap.size)
+        group = links.connect_world()
+        return NCCLBackend(state, control.channel(0, ranks), ranks, links, group)
+    except BaseException:
+        control.close()
+        raise
+
+
+def _check_available() -> None:
+    if not (dist.is_available() and dist.is_nccl_available()):
+        raise BackendUnavailableError(
+            "backend='nccl' needs a PyTorch that was built with NCCL; this one was not. Install a "
+            "CUDA build from pytorch.org, or use backend='shm' or 'gloo' on the CPU."
+        )
+    if not torch.cuda.is_available():
+        raise BackendUnavailableError(
+            "backend='nccl' needs a GPU for every rank; PyTorch sees none here. Check nvidia-smi "
+            "and CUDA_VISIBLE_DEVICES, or use backend='shm' or 'gloo' on the CPU."
+        )
+
+
+def local_device(rank: int) -> torch.device:
+    """The GPU of a rank: that of its number on the host, or the only one it sees."""
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def _check_own_gpu(bootstrap: Bootstrap, device: torch.device) -> None:
+    """NCCL fails where two ranks share a GPU, and says so in its own words only."""
+    mine = f"{host_id()}/{torch.cuda.get_device_properties(device).uuid}"
+    everybody = bootstrap.all_gather(mine.encode())
+    same = [rank for rank, gpu in enumerate(everybody) if gpu == mine.encode()]
+    if len(same) > 1:
+        raise BackendUnavailableError(
+            f"backend='nccl' needs a GPU for every rank; ranks {same} share one. Start fewer "
+            "ranks on this host, or use backend='gloo', which can share."
+        )
+
+
+def _maker(kind: Any, device: torch.device) -> Maker:
+    def make(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
+        options = kind.Options()
+        options._timeout = timeout
+        with _environment(_LEAVE_ERRORS_TO_US):
+            group = kind(store, rank, size, options)
+        group.eager_connect_single_device(device)
+        group._set_default_timeout(NEVER)
+        return group
+
+    return make
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables for a moment, where the user has not."""
+    new = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for name in new:
+            os.environ.pop(name, None)

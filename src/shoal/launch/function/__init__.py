@@ -1,0 +1,1 @@
+"""`shoal.run`: one function on many ranks, and its results."""

@@ -1,0 +1,1 @@
+"""Ranks that another command starts, for one function."""

@@ -1,0 +1,197 @@
+"""Runs one function on ranks that another command starts, such as `mpiexec`.
+
+The command starts a small program per rank. It connects to a socket of the caller, says its rank,
+gets the call and reports over the same connection. `run_command` is the caller's side, `main` the
+rank's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import LaunchError
+from shoal.launch.function.call import encode_call
+from shoal.launch.function.collector import Collector
+from shoal.launch.function.command.door import HELLO, Door
+from shoal.launch.function.command.tail import Tail
+from shoal.launch.function.forkserver.child import Child
+from shoal.launch.function.forkserver.forkserver import fork_server
+from shoal.launch.function.forkserver.newborn import die_with_parent, resolve
+from shoal.launch.function.forkserver.request import Request
+from shoal.launch.function.outcome import Outcome
+from shoal.launch.function.processes import WORKER
+from shoal.launch.joining.environment import discover
+from shoal.system.memory_file import MemoryFile
+
+_STOP_SECONDS = 3.0
+_SOURCE = str(Path(__file__).resolve().parents[4])
+_BOOTSTRAP = (
+    "import sys; sys.path[0] = sys.argv.pop(1); "
+    "from shoal.launch.function.command.connect_back import main; sys.exit(main())"
+)
+
+
+def run_command(
+    command: list[str],
+    env: Mapping[str, str],
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    ranks: int,
+    grace: float = 10.0,
+    *,
+    entry: str = WORKER,
+    connect_timeout: float = 120.0,
+) -> list[Outcome]:
+    """Runs `fn(*args)` on ranks that `command` starts; their outcomes in order of rank.
+
+    A rank that ended without a word has the end of the command's standard error for a traceback.
+
+    Args:
+        command: Starts the program it is given on each rank: `["mpiexec", "-n", "4"]`. The program
+            is appended.
+        env: The command's whole environment.
+        fn: Any function that cloudpickle can carry.
+        args: Its arguments, the same for every rank.
+        ranks: How many ranks the command starts.
+        grace: How long ranks may run on after the first failure before they are killed.
+        entry: Called on each rank as `entry(channel, payload)`.
+        connect_timeout: How long the ranks may take to start.
+
+    Raises:
+        LaunchError: The command did not start all ranks, and none of them said why.
+    """
+    with contextlib.ExitStack() as stack:
+        collector = stack.enter_context(Collector(ranks, grace))
+        tail = stack.enter_context(contextlib.closing(Tail()))
+        door = Door(collector, ranks, Request.of_caller(entry, {}), encode_call(fn, args))
+        stack.callback(door.close)
+        launcher = stack.enter_context(_start([*command, *_program(door.path)], env, tail))
+        stack.callback(_stop, launcher)
+        _attend(collector, launcher, tail)
+        complaint = _admit_all(collector, launcher, command, connect_timeout)
+        outcomes = collector.run()
+        _await_end(collector, launcher, grace)
+        tail.drain()
+        return _complete(outcomes, ranks, tail, complaint)
+
+
+def _program(path: str) -> list[str]:
+    """What each rank runs; it can be imported wherever this process found it."""
+    return [sys.executable, "-c", _BOOTSTRAP, _SOURCE, path]
+
+
+def _start(command: list[str], env: Mapping[str, str], tail: Tail) -> Child:
+    """Starts the command as a child of the forkserver, so that it never outlives the caller."""
+    payload = json.dumps(command).encode()
+    stdin = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)  # it would eat the caller's input
+    try:
+        return fork_server().spawn(
+            f"{__name__}:execute", payload, env, streams=(stdin, 1, tail.write_end)
+        )
+    finally:
+        os.close(stdin)
+        tail.hand_over()
+
+
+def execute(channel: socket.socket, payload: bytes) -> int:
+    """Becomes the command; runs in the forkserver's child and returns only if that fails."""
+    command = json.loads(payload)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec keeps that
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"cannot run {command[0]}: {error}", file=sys.stderr)
+    return 127
+
+
+def _attend(collector: Collector, launcher: Child, tail: Tail) -> None:
+    """Has the collector's loop pass on standard error and see the command's end."""
+
+    def pass_on() -> None:
+        if not tail.copy():
+            collector.unwatch(tail.fileno())
+
+    def end() -> None:
+        launcher.wait(0.0)
+        collector.unwatch(launcher)
+        collector.expect_end()
+
+    collector.watch(tail.fileno(), pass_on)
+    collector.watch(launcher, end)
+
+
+def _admit_all(
+    collector: Collector, launcher: Child, command: list[str], connect_timeout: float
+) -> str:
+    """Waits for all ranks to come; what the command did instead, if they do not."""
+    limit = time.monotonic() + connect_timeout
+    while not collector.complete and launcher.exit_code is None and time.monotonic() < limit:
+        collector.step(limit)
+    if collector.complete:
+        return ""
+    collector.expect_end()
+    if launcher.exit_code is not None:
+        return f"`{shlex.join(command)}` ended with exit code {launcher.exit_code}"
+    _stop(launcher)
+    return f"`{shlex.join(command)}` did not start the others within {connect_timeout:g} s"
+
+
+def _await_end(collector: Collector, launcher: Child, grace: float) -> None:
+    """Gives the command time to notice that its ranks are gone."""
+    limit = time.monotonic() + grace
+    while launcher.exit_code is None and time.monotonic() < limit:
+        collector.step(limit)
+
+
+def _stop(launcher: Child) -> None:
+    """Asks the command to end and clean up; insists after a while."""
+    launcher.kill(signal.SIGTERM)
+    if launcher.wait(_STOP_SECONDS) is None:
+        launcher.kill()
+        launcher.wait(_STOP_SECONDS)
+
+
+def _complete(outcomes: list[Outcome], ranks: int, tail: Tail, complaint: str) -> list[Outcome]:
+    """Adds an outcome for each rank that never came, or raises if nobody knows why."""
+    found = {outcome.rank: outcome for outcome in outcomes}
+    if len(found) < ranks and not any(outcome.error for outcome in outcomes):
+        raise LaunchError(
+            f"{len(found)} of {ranks} ranks connected: {complaint}. "
+            f"The end of its standard error:\n{tail.text or '(nothing)'}"
+        )
+    for rank in set(range(ranks)) - set(found):
+        found[rank] = Outcome(rank, failed_at=time.monotonic())
+    for outcome in found.values():
+        if outcome.failed and outcome.error is None:
+            outcome.traceback = tail.text
+    return [found[rank] for rank in range(ranks)]
+
+
+def main() -> int:
+    """The program of each rank: connects to the caller, and does what it is told."""
+    die_with_parent(os.getppid())
+    info = discover()
+    channel = socket.socket(socket.AF_UNIX)
+    channel.connect(sys.argv[1])
+    channel.sendall(HELLO.pack(info.rank, info.size))
+    _, fds, _, _ = socket.recv_fds(channel, 1, 2, socket.MSG_CMSG_CLOEXEC)
+    if len(fds) != 2:
+        print("the caller ended before it said what to run", file=sys.stderr)
+        return 1
+    encoded, payload = (MemoryFile.read(fd) for fd in fds)
+    for fd in fds:
+        os.close(fd)
+    request = Request.decode(encoded)
+    sys.path[:], sys.argv[:] = request.path, request.argv
+    return resolve(request.entry)(channel, payload) or 0

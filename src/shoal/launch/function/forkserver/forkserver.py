@@ -1,0 +1,250 @@
+"""Processes that start in milliseconds, forked from a server that has torch imported.
+
+Python's own forkserver runs the caller's `__main__` again in each child and takes environment,
+directory and standard streams from the time the server started. This one calls a named function
+with bytes, and takes all of them from the caller at each call. `server.py` is the other end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+
+from shoal.errors import LaunchError
+from shoal.launch.function.forkserver import stdio
+from shoal.launch.function.forkserver.child import Child
+from shoal.launch.function.forkserver.request import (
+    SIGNAL,
+    SPAWN,
+    Descriptors,
+    Packet,
+    Request,
+    import_path,
+    send_packet,
+)
+from shoal.launch.script.glibc import tunables
+from shoal.system.memory_file import MemoryFile
+
+# The first child waits for the server's imports: seconds on an idle machine, more on a busy one.
+_START_TIMEOUT = 180.0
+_CLOSE_TIMEOUT = 10.0
+
+# Only `sys` is imported while the path still starts with the current directory, whose files might
+# have the names of modules. `-m` would also load the server's module twice.
+_BOOTSTRAP = """import sys
+fd, caller, preload, *sys.path[:] = sys.argv[1:]
+from shoal.launch.function.forkserver.server import serve
+serve(int(fd), int(caller), preload.split())"""
+
+
+class ForkServer:
+    """One server process and the socket to it; `fork_server()` gives the process's own.
+
+    Any number of threads may spawn at once.
+
+    Example:
+        >>> server = ForkServer()
+        >>> child = server.spawn("package.module:function", b"payload", os.environ)
+        >>> child.wait()
+        0
+    """
+
+    def __init__(self, preload: Iterable[str] = ()) -> None:
+        """Starts the server, which imports (`preload` too) while the caller goes on."""
+        if sys.platform != "linux":
+            raise LaunchError(
+                f"ranks as processes need Linux (memfd, prctl), and this is {sys.platform}; "
+                'use backend="memory" here'
+            )
+        self._owner = os.getpid()
+        self._serials = itertools.count(1)
+        self._lost = threading.Event()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with theirs:
+                self._process = _start(theirs.fileno(), preload)
+        except BaseException:
+            self._control.close()
+            raise
+
+    @property
+    def alive(self) -> bool:
+        """Whether this process may use the server: it runs, and no fork lies between.
+
+        A process that was killed closes its descriptors before it can be waited for, so what they
+        tell counts as well.
+        """
+        ours = self._owner == os.getpid()
+        return ours and not self._lost.is_set() and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """The server's process id."""
+        return self._process.pid
+
+    def spawn(
+        self,
+        entry: str,
+        payload: bytes | MemoryFile,
+        env: Mapping[str, str],
+        *,
+        streams: tuple[int, int, int] = (0, 1, 2),
+    ) -> Child:
+        """Starts a process that calls `entry(channel, payload)` and exits with what it returns.
+
+        Args:
+            entry: The function's place, as `module:function`.
+            payload: Any number of bytes; several children may share one file.
+            env: The child's whole environment.
+            streams: Descriptors of the caller that become the child's 0, 1 and 2.
+        """
+        if self._owner != os.getpid():
+            raise LaunchError("this forkserver belongs to the process that forked this one")
+        stdio.flush()
+        serial = next(self._serials)
+        with contextlib.ExitStack() as stack:
+            child, theirs = self._connect(serial, stack)
+            request = Request.of_caller(entry, env)
+            fds = _descriptors(theirs, request, payload, streams, stack)
+            self._send(Packet(SPAWN, serial, descriptors=fds))
+        return _started(child)
+
+    def close(self) -> None:
+        """Ends the server and with it every child; does nothing in a forked process."""
+        self._control.close()
+        if self._owner != os.getpid():
+            self._process.returncode = 0  # not our child: keeps Popen from warning about it
+            return
+        try:
+            self._process.wait(_CLOSE_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _connect(self, serial: int, stack: contextlib.ExitStack) -> tuple[Child, tuple[int, int]]:
+        """The caller's handle, and the child's ends of the status pipe and the channel."""
+        ours, theirs = socket.socketpair()
+        stack.enter_context(theirs)
+        with _closing_on_error(ours):
+            read, write = os.pipe()
+        stack.callback(os.close, write)
+        child = Child(ours, read, lambda number: self._signal(serial, number), self._lost.set)
+        stack.push(lambda kind, error, traceback: child.close() if kind else None)
+        return child, (write, theirs.fileno())
+
+    def _signal(self, serial: int, number: int) -> None:
+        """Signals a child through the server, which alone knows whether the pid is still its."""
+        with contextlib.suppress(LaunchError):  # a dead server's children are dead
+            self._send(Packet(SIGNAL, serial, signal=number))
+
+    def _send(self, packet: Packet) -> None:
+        """Sends, or says that the server is gone."""
+        try:
+            send_packet(self._control, packet)
+        except OSError as error:
+            self._lost.set()
+            raise LaunchError(f"the forkserver (pid {self.pid}) is gone: {error}") from error
+
+
+def _start(control: int, preload: Iterable[str]) -> subprocess.Popen[bytes]:
+    """Starts the server's process with one end of the socket pair."""
+    arguments = [str(control), str(os.getpid()), " ".join(preload), *import_path()]
+    command = [sys.executable, "-c", _BOOTSTRAP, *arguments]
+    # Thread counts are each child's own affair (OMP_NUM_THREADS at its start); here they would be
+    # frozen into the libraries, and OpenBLAS would start threads on import, before the forks.
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    env |= {"OPENBLAS_NUM_THREADS": "1", **tunables(os.environ)}
+    return subprocess.Popen(
+        command,
+        pass_fds=[control],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+
+
+def _descriptors(
+    theirs: tuple[int, int],
+    request: Request,
+    payload: bytes | MemoryFile,
+    streams: tuple[int, int, int],
+    stack: contextlib.ExitStack,
+) -> Descriptors:
+    """All that a child gets; the caller's copies are closed with `stack`."""
+    if isinstance(payload, bytes):
+        payload = stack.enter_context(MemoryFile(payload))
+    header = stack.enter_context(MemoryFile(request.encode()))
+    # A descriptor, because the directory may have been moved or removed since it became ours.
+    cwd = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    stack.callback(os.close, cwd)
+    usable = [stdio.usable(fd, stack) for fd in streams]
+    return Descriptors(*theirs, header.fileno(), payload.fileno(), cwd, *usable)
+
+
+def _started(child: Child) -> Child:
+    """The child once it has a pid."""
+    with _closing_on_error(child):
+        child.await_pid(_START_TIMEOUT)
+    return child
+
+
+@contextlib.contextmanager
+def _closing_on_error(resource: Child | socket.socket) -> Iterator[None]:
+    """Closes `resource` if the block fails."""
+    try:
+        yield
+    except BaseException:
+        resource.close()
+        raise
+
+
+_lock = threading.Lock()
+_current: ForkServer | None = None
+_wanted: dict[str, None] = {}
+
+
+def preload(*modules: str) -> None:
+    """Has servers that start from now on import `modules`, so that no child has to.
+
+    Only for modules that start no thread and run no torch operation when imported.
+    """
+    _wanted.update(dict.fromkeys(modules))
+
+
+def fork_server() -> ForkServer:
+    """This process's server, started on first use and again if it was lost."""
+    global _current
+    with _lock:
+        if _current is not None and not _current.alive:
+            _current.close()
+            _current = None
+        if _current is None:
+            _current = ForkServer(_wanted)
+        return _current
+
+
+def shutdown() -> None:
+    """Ends this process's server, if it has one; a later use starts another."""
+    global _current
+    with _lock:
+        server, _current = _current, None
+    if server is not None:
+        server.close()
+
+
+def _forget_in_fork() -> None:
+    """Leaves the server to the parent: its socket must close with the parent's copy."""
+    global _lock
+    _lock = threading.Lock()  # another thread may have held it while this process was forked
+    shutdown()
+
+
+os.register_at_fork(after_in_child=_forget_in_fork)
+atexit.register(shutdown)

@@ -1,0 +1,145 @@
+"""The life of a forked child: make it look freshly started, call its entry point, exit.
+
+It never returns into the server's code, and never touches the server's random state, signal
+handlers or standard streams.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import random
+import signal
+import socket
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from typing import NoReturn
+
+from shoal.launch.function.forkserver import stdio
+from shoal.launch.function.forkserver.request import Descriptors, Request
+from shoal.system.memory_file import MemoryFile
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+Entry = Callable[[socket.socket, bytes], int | None]
+
+
+def die_with_parent(parent: int) -> None:
+    """Has the kernel kill this process when `parent`, its parent process, ends."""
+    if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
+    if os.getppid() != parent:  # it ended before the kernel knew of our wish
+        os._exit(1)
+
+
+def live(descriptors: Descriptors, server: int) -> NoReturn:
+    """Runs a whole child, from just after the fork to its exit."""
+    code = 1
+    try:
+        code = _live(descriptors, server)
+    except SystemExit as error:
+        code = _code_of(error)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _exit(code)
+
+
+def _live(descriptors: Descriptors, server: int) -> int:
+    """Takes on the caller's surroundings and calls the entry point."""
+    die_with_parent(server)
+    stdio.adopt(descriptors.stdin, descriptors.stdout, descriptors.stderr)
+    _reset_signals()
+    request = Request.decode(_read_and_close(descriptors.request))
+    _take_surroundings(request, descriptors.cwd)
+    _seed()
+    _set_num_threads()
+    gc.enable()
+    channel = socket.socket(fileno=descriptors.channel)
+    payload = _read_and_close(descriptors.payload)
+    return resolve(request.entry)(channel, payload) or 0
+
+
+def _reset_signals() -> None:
+    """Undoes what the server set: Ctrl-C interrupts again, all others do their default."""
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _take_surroundings(request: Request, cwd: int) -> None:
+    """Sets environment, directory, import path and arguments to those of the caller."""
+    os.environ.clear()
+    os.environ.update(request.env)
+    os.fchdir(cwd)
+    os.close(cwd)
+    sys.path[:] = request.path
+    sys.argv[:] = request.argv
+    importlib.invalidate_caches()
+    # Nothing of the server's own start should be found in the module that users call theirs.
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    stdio.follow_environment()
+
+
+def _seed() -> None:
+    """Seeds Python's and numpy's global generators as a fresh interpreter would.
+
+    Without this all children would draw the same numbers. Torch's default generator starts from
+    one fixed seed in every fresh process, and the server never draws from it.
+    """
+    random.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+
+
+def _set_num_threads() -> None:
+    """Honours OMP_NUM_THREADS, which torch read long before this child had its environment."""
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if first.isdecimal() and int(first) > 0:
+        import torch
+
+        torch.set_num_threads(int(first))
+
+
+def resolve(entry: str) -> Entry:
+    """The function that `module:function` names."""
+    module, _, name = entry.partition(":")
+    function: Entry = getattr(importlib.import_module(module), name)
+    return function
+
+
+def _read_and_close(fd: int) -> bytes:
+    """All of a memory file that only this child still needs."""
+    try:
+        return MemoryFile.read(fd)
+    finally:
+        os.close(fd)
+
+
+def _code_of(error: SystemExit) -> int:
+    """The exit code that the interpreter would make of it."""
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def _exit(code: int) -> NoReturn:
+    """Ends the process without unwinding into the server's frames.
+
+    The exit functions run first: they stop what the entry point started (worker processes of data
+    loaders, a forkserver of its own) and users' libraries save their last state there.
+    """
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+    stdio.flush()
+    os._exit(code & 0xFF)

@@ -1,0 +1,103 @@
+"""What became of a rank, and how it tells: one frame with a value or with an exception."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+from shoal.errors import RemoteError
+from shoal.launch.function.frames import Frame, send_frame
+
+VALUE, ERROR = 1, 2
+
+
+@dataclass
+class Outcome:
+    """How one rank ended.
+
+    A rank that ended without a word (it was killed, or left by `os._exit`) has neither value nor
+    error, only an exit code. `failed_at` is set exactly if no value came; it is a time of the
+    host's monotonic clock, so the smallest one belongs to the rank that failed first.
+
+    Example:
+        >>> Outcome(rank=1, exit_code=-9, failed_at=time.monotonic()).failed
+        True
+    """
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+    traceback: str = ""
+    exit_code: int | None = None
+    failed_at: float | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the rank gave no value."""
+        return self.failed_at is not None
+
+
+def send_value(channel: socket.socket, value: object) -> None:
+    """Reports a rank's result. A value that cannot be pickled raises before anything is sent."""
+    send_frame(channel, VALUE, cloudpickle.dumps(value))
+
+
+def send_error(channel: socket.socket, error: BaseException, text: str | None = None) -> None:
+    """Reports a rank's exception with its traceback (`text`, or the exception's own)."""
+    failed_at = time.monotonic()
+    if text is None:
+        text = "".join(traceback.format_exception(error))
+    send_frame(channel, ERROR, pickle.dumps((encode_exception(error), text, failed_at)))
+
+
+def encode_exception(error: BaseException) -> bytes:
+    """The exception as bytes, with its name and message in case it cannot be rebuilt."""
+    try:
+        body = cloudpickle.dumps(error)
+    except Exception:  # locks, sockets, generators among its attributes
+        body = b""
+    return pickle.dumps((body, _name_of(error), _message_of(error)))
+
+
+def decode_exception(data: bytes) -> BaseException:
+    """The exception itself where that is possible, else a `RemoteError` in its place."""
+    body, name, message = pickle.loads(data)
+    try:
+        error = pickle.loads(body)
+    except Exception:  # an empty body, a class that is not known here, a constructor that refuses
+        error = None
+    return error if isinstance(error, BaseException) else RemoteError(name, message)
+
+
+def decode_frame(rank: int, frame: Frame) -> Outcome:
+    """The outcome that a rank reported."""
+    if frame.kind == ERROR:
+        encoded, text, failed_at = pickle.loads(frame.body)
+        return Outcome(rank, error=decode_exception(encoded), traceback=text, failed_at=failed_at)
+    try:
+        return Outcome(rank, value=pickle.loads(frame.body))
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))
+        error.add_note(f"The result of rank {rank} arrived, but cannot be unpickled here.")
+        return Outcome(rank, error=error, traceback=text, failed_at=time.monotonic())
+
+
+def _name_of(error: BaseException) -> str:
+    """The exception's type, as a traceback names it."""
+    kind = type(error)
+    known = kind.__module__ in ("builtins", "__main__")
+    return kind.__qualname__ if known else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _message_of(error: BaseException) -> str:
+    """The exception's text, even if its own `__str__` fails."""
+    try:
+        return str(error)
+    except Exception as problem:
+        return f"<no message: {type(problem).__name__} in __str__>"

@@ -1,0 +1,1 @@
+"""Which rank is this process, and how it joins and leaves its world."""

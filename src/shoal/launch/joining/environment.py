@@ -1,0 +1,231 @@
+"""Which rank is this process? Found from the variables that its launcher left.
+
+Each launcher speaks a *dialect*: its own names for the same few numbers. A dialect is a row in
+`_DIALECTS`, asked from the innermost launcher to the outermost, because they nest: torchrun inside
+an srun step has the variables of both, and torchrun is right.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from shoal.errors import LaunchError
+from shoal.launch.joining import slurm
+
+Environment = Mapping[str, str]
+
+_LOOPBACK = (None, "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Who this process is among its peers.
+
+    `master_addr` and `master_port` are None where the launcher names no meeting point. `source` is
+    one of "shoal", "torchrun", "openmpi", "pmi", "slurm", "plain", "alone". MPI does not number
+    hosts: there `node_rank` assumes that hosts are filled one after the other.
+
+    Example:
+        >>> discover({"RANK": "1", "WORLD_SIZE": "4"}).rank
+        1
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node_rank: int
+    master_addr: str | None
+    master_port: int | None
+    source: str
+
+
+ALONE = RankInfo(0, 1, 0, 1, 0, None, None, "alone")
+
+
+@dataclass(frozen=True)
+class _Dialect:
+    """One launcher's names; where there are several for a number, the first that is set counts."""
+
+    source: str
+    rank: tuple[str, ...]
+    size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...]
+    node_rank: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
+    """Any of these set: the launcher was here."""
+    whole: bool = False
+    """Whether the launcher always sets every name, so that a missing one is an accident."""
+    spoken: Callable[[Environment], bool] | None = None
+    derived: Callable[[Environment], dict[str, str]] = lambda env: {}
+
+    def is_spoken(self, env: Environment) -> bool:
+        """Whether this launcher started the process."""
+        if self.spoken is not None:
+            return self.spoken(env)
+        return any(env.get(name) for name in self.marks)
+
+
+_PLAIN = _Dialect(
+    "plain",
+    rank=("RANK",),
+    size=("WORLD_SIZE",),
+    local_rank=("LOCAL_RANK",),
+    local_size=("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
+    node_rank=("GROUP_RANK", "NODE_RANK"),
+    marks=("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+)
+
+_DIALECTS = (
+    replace(_PLAIN, source="shoal", whole=True, marks=("SHOAL_LAUNCHED",)),
+    replace(_PLAIN, source="torchrun", whole=True, marks=("TORCHELASTIC_RUN_ID",)),
+    _Dialect(
+        "openmpi",
+        rank=("OMPI_COMM_WORLD_RANK",),
+        size=("OMPI_COMM_WORLD_SIZE",),
+        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+        local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        marks=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ),
+    _Dialect(
+        "pmi",
+        rank=("PMI_RANK",),
+        size=("PMI_SIZE",),
+        local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID", "SLURM_LOCALID"),
+        local_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE"),
+        marks=("PMI_RANK", "PMI_SIZE"),
+        derived=lambda env: slurm.derived(env) if slurm.is_task(env) else {},
+    ),
+    _Dialect(
+        "slurm",
+        rank=("SLURM_PROCID",),
+        size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        local_rank=("SLURM_LOCALID",),
+        local_size=("SLURM_STEP_TASKS_PER_NODE",),
+        node_rank=("SLURM_NODEID",),
+        spoken=slurm.is_task,
+        derived=slurm.derived,
+    ),
+    _PLAIN,
+)
+
+
+def discover(env: Environment = os.environ) -> RankInfo:
+    """Finds this process's place in the world; alone when no launcher left a trace.
+
+    Ranks without local numbers are taken to share a host when the master is on loopback or not
+    named, and to have a host each otherwise.
+
+    Args:
+        env: The variables to read.
+
+    Returns:
+        The place, checked: ranks lie inside their sizes and ports exist.
+
+    Raises:
+        LaunchError: If variables are missing, no numbers, out of range or contradict each other.
+    """
+    for dialect in _DIALECTS:
+        if dialect.is_spoken(env):
+            reader = _Reader(dialect, {**env, **dialect.derived(env)})
+            _refuse_contradiction(reader)
+            return _read(reader, dialect.source)
+    return ALONE
+
+
+def _read(reader: _Reader, source: str) -> RankInfo:
+    names = reader.names
+    size = reader.needed(names.size, lowest=1)
+    rank = reader.needed(names.rank, below=size)
+    addr, port = _master(reader)
+    local_rank, local_size = _local(reader, rank, size, addr)
+    node_rank = reader.number(names.node_rank, below=size)
+    if node_rank is None:
+        node_rank = rank // local_size
+    return RankInfo(rank, size, local_rank, local_size, node_rank, addr, port, source)
+
+
+def _local(reader: _Reader, rank: int, size: int, addr: str | None) -> tuple[int, int]:
+    names = reader.names
+    one_host = addr in _LOOPBACK or str(addr).startswith("127.")
+    local_size = reader.number(names.local_size, lowest=1, below=size + 1)
+    local_rank = reader.number(names.local_rank, below=local_size or size)
+    if local_size is None:
+        if local_rank is not None and not one_host:
+            raise reader.missing(names.local_size)
+        local_size = size if one_host else 1
+    return (rank % local_size if local_rank is None else local_rank), local_size
+
+
+def _master(reader: _Reader) -> tuple[str | None, int | None]:
+    """Both or neither where the launcher is one that names a master; MPI and Slurm need none."""
+    addr = reader.env.get("MASTER_ADDR") or None
+    port = reader.number(("MASTER_PORT",), lowest=1, below=65_536)
+    if reader.names is _PLAIN and (addr is None) != (port is None):
+        raise reader.missing(("MASTER_ADDR",) if addr is None else ("MASTER_PORT",))
+    if reader.names.whole and addr is None:
+        raise reader.missing(("MASTER_ADDR",))
+    return addr, port
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads numbers under a dialect's names, and knows what to say when they are wrong."""
+
+    names: _Dialect
+    env: Environment
+
+    def number(self, names: tuple[str, ...], *, lowest: int = 0, below: int = 2**31) -> int | None:
+        """The first of `names` that is set, as a number in [lowest, below)."""
+        name = self.first_set(names)
+        if name is None:
+            if self.names.whole:
+                raise self.missing(names)
+            return None
+        text = self.env[name].strip()
+        if not text.isdecimal() or not lowest <= int(text) < below:
+            raise LaunchError(
+                f"{name} must be a whole number from {lowest} to {below - 1}, but it is {text!r} "
+                f"(launcher: {self.names.source}). Set it right, or {self._way_out()}."
+            )
+        return int(text)
+
+    def needed(self, names: tuple[str, ...], *, lowest: int = 0, below: int = 2**31) -> int:
+        """Like `number`, where nothing set is an error."""
+        value = self.number(names, lowest=lowest, below=below)
+        if value is None:
+            raise self.missing(names)
+        return value
+
+    def first_set(self, names: tuple[str, ...]) -> str | None:
+        """The first of `names` that has a value; an empty one counts as not set."""
+        return next((name for name in names if self.env.get(name)), None)
+
+    def missing(self, names: tuple[str, ...]) -> LaunchError:
+        """What to tell a user whose launcher left only half of its variables."""
+        return LaunchError(
+            f"{names[0]} must be set, because other variables of the launcher "
+            f"({self.names.source}) are, but it is missing. Export it for every rank, or "
+            f"{self._way_out()}."
+        )
+
+    def _way_out(self) -> str:
+        names = dict.fromkeys((*self.names.marks, *self.names.rank, *self.names.size))
+        return f"unset {', '.join(names)} to run alone"
+
+
+def _refuse_contradiction(reader: _Reader) -> None:
+    """Leftover RANK and WORLD_SIZE beside another launcher's numbers: who would be right?"""
+    for plain, names in (("RANK", reader.names.rank), ("WORLD_SIZE", reader.names.size)):
+        name = reader.first_set(names)
+        if name is None or not reader.env.get(plain):
+            continue
+        if reader.env[plain].strip() != reader.env[name].strip():
+            raise LaunchError(
+                f"{plain} and {name} must agree, but {plain}={reader.env[plain]} and "
+                f"{name}={reader.env[name]}. Unset {plain} if it is left over from another run, "
+                "or set both alike."
+            )

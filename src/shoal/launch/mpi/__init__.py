@@ -1,0 +1,1 @@
+"""Ranks that are started through `mpiexec`."""

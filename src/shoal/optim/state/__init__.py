@@ -1,0 +1,1 @@
+"""The state of optimizers: whole, in parts, fresh or loaded."""

@@ -1,0 +1,127 @@
+"""New state for an optimizer, made beside the old one, so that loading can fail without a trace.
+
+A `Reception` names the memory that is to be filled; nothing of the optimizer changes before
+`accept`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.optim.state.tensor_state import State, counts_on_device, is_per_element
+from shoal.sharding.extent import Extent, overlap
+from shoal.sharding.holding import FullState, Held, HeldState
+
+
+@dataclass(frozen=True)
+class Reception:
+    """What an optimizer waits for.
+
+    Attributes:
+        wanted: The state's key, and the parameter's elements with the memory for them.
+        accept: Makes the new state the optimizer's own.
+    """
+
+    wanted: Sequence[tuple[str, Held]]
+    accept: Callable[[], None]
+
+
+def held_whole(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[HeldState]:
+    """The state of an optimizer that has whole parameters; ``names`` are by their id."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            tensors, shared = divided(state, parameter)
+            if state:
+                extent = Extent.whole(parameter.shape)
+                yield HeldState(names[id(parameter)], extent, tensors, shared)
+
+
+def divided(state: State, parameter: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What each element has, flat, and what they share."""
+    tensors, shared = {}, {}
+    for key, value in state.items():
+        if is_per_element(key, value, parameter):
+            is_flat = value.dim() == 1 and not value.requires_grad
+            tensors[key] = value if is_flat else value.detach().reshape(-1)
+        else:
+            shared[key] = value
+    return tensors, shared
+
+
+@torch.inference_mode(mode=False)
+def receive_whole(
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    saved: Mapping[str, FullState],
+    options: Sequence[Mapping[str, Any]],
+) -> Reception:
+    """For an optimizer that has whole parameters; see `ShardedOptimizer.receive`."""
+    wanted: list[tuple[str, Held]] = []
+    states: dict[nn.Parameter, State] = {}
+    for group, settings in zip(optimizer.param_groups, options, strict=True):
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            if name not in saved:  # the parameter is new: what it has stays
+                states[parameter] = optimizer.state.get(parameter, {})
+                continue
+            memory, state = fresh_state(saved[name], parameter, settings)
+            states[parameter] = state
+            extent = Extent.whole(parameter.shape)
+            wanted += [(key, Held(name, extent, flat)) for key, flat in memory.items()]
+
+    def accept() -> None:
+        optimizer.state.clear()
+        optimizer.state.update({key: state for key, state in states.items() if state})
+        for group, settings in zip(optimizer.param_groups, options, strict=True):
+            group.update(settings)
+
+    return Reception(wanted, accept)
+
+
+def fresh_state(
+    full: FullState, parameter: Tensor, options: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], State]:
+    """State for a parameter: the flat memory that is to be filled, and the state made of it."""
+    memory = {
+        key: torch.empty(parameter.numel(), dtype=dtype, device=parameter.device)
+        for key, dtype in full.dtypes.items()
+    }
+    state: State = {key: flat.view(parameter.shape) for key, flat in memory.items()}
+    for key, value in full.shared.items():
+        state[key] = _placed(key, value, parameter, options)
+    return memory, state
+
+
+def _placed(key: str, value: Any, parameter: Tensor, options: Mapping[str, Any]) -> Any:
+    """A copy where the optimizer wants it."""
+    if isinstance(value, list | tuple):
+        return type(value)(_placed(key, item, parameter, options) for item in value)
+    if not isinstance(value, Tensor):
+        return value
+    is_counter = key == "step" and not counts_on_device(options)
+    return value.clone() if is_counter else value.to(parameter.device, copy=True)
+
+
+def full_states(held: Sequence[HeldState]) -> dict[str, FullState]:
+    """What the state of parameters consists of, from what is held of them."""
+    return {
+        each.name: FullState({k: v.dtype for k, v in each.tensors.items()}, each.shared)
+        for each in held
+    }
+
+
+def copy_held(held: Sequence[HeldState], wanted: Sequence[tuple[str, Held]]) -> None:
+    """Fills memory from what is held already."""
+    for key, target in wanted:
+        for source in held:
+            if source.name == target.name and key in source.tensors:
+                for left, right, length in zip(*overlap(source.extent, target.extent), strict=True):
+                    part = source.tensors[key][left : left + length]
+                    target.memory[right : right + length].copy_(part)

@@ -1,0 +1,1 @@
+"""How a step is taken: on which memory, by which kernel, watched or not."""

@@ -1,0 +1,113 @@
+"""How the steps of one optimizer are taken: watched, and drawing from streams, where need be."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from shoal.errors import ShoalError
+from shoal.optim.kinds import judge
+from shoal.optim.proof.judgement import Judgement, Kind
+from shoal.optim.proof.watching import Watch, WatchedOptions
+from shoal.optim.stepping.streams import Streams
+
+STREAMS = "streams"
+"""Under what a saved state has what it takes to go on drawing."""
+
+
+class Supervision:
+    """What the kind of an optimizer was decided by, and what follows from it in each step.
+
+    Attributes:
+        judgement: The decision.
+        streams: Where its draws come from; None if it draws none.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        judgement: Judgement,
+        *,
+        parameters: Sequence[Sequence[nn.Parameter]],
+        seed: int | None = None,
+        on_violation: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Begins.
+
+        Args:
+            optimizer: The user's.
+            judgement: What was decided about it.
+            parameters: Those of each group as the user has them.
+            seed: The base seed of what it draws; None if it draws nothing.
+            on_violation: Called in the middle of a step that must not go on.
+        """
+        self.judgement = judgement
+        self._optimizer, self._parameters = optimizer, parameters
+        self.streams = None if seed is None else Streams(seed)
+        self._watch = self._options = None
+        draws_for_parameters = judgement.draws and judgement.kind is not Kind.GLOBAL
+        if judgement.is_watched or draws_for_parameters:
+            self._watch = Watch(optimizer, judgement, on_violation)
+        if judgement.is_watched:
+            self._options = WatchedOptions(optimizer, judgement)
+
+    def check_options(self) -> None:
+        """Raises, before anything is stepped, if changed options make the kind wrong."""
+        if self._options is None or not self._options.have_changed():
+            return
+        now, then = judge(self._optimizer, self._parameters), self.judgement
+        if then.kind.is_finer_than(now.kind):
+            self._options.keep_asking()
+            raise ShoalError(
+                f"{type(self._optimizer).__name__} was {then.kind} when it was wrapped and is "
+                f"{now.kind} with the options it has now: {now.reason}. Nothing has been stepped. "
+                f"Give it these options before it is wrapped, or wrap it with "
+                f'kind="{now.kind}"'
+            )
+
+    @contextlib.contextmanager
+    def step(self, numbers: Callable[[], Sequence[int]] | None = None) -> Iterator[None]:
+        """Around the optimizer's own step; ``numbers`` tells the numbers of its parameters."""
+        with contextlib.ExitStack() as stack:
+            if self.streams is not None:
+                stack.enter_context(self.streams.step())
+            if self._watch is not None:
+                own = numbers() if numbers is not None and self.streams is not None else None
+                stack.enter_context(self._watch.step(self.streams, own))
+            yield
+
+    def outside_of_step(self) -> contextlib.AbstractContextManager[None]:
+        """Around a closure that a step calls: what it draws is none of the optimizer's."""
+        streams = self.streams
+        is_in_step = streams is not None and streams.is_in_step
+        return streams.outside() if streams and is_in_step else contextlib.nullcontext()
+
+    def seed(self, seed: int) -> None:
+        """What it draws from now on begins with this seed."""
+        if self.streams is not None:
+            self.streams = Streams(seed)
+
+    # A checkpoint's part ------------------------------------------------------------------
+
+    def with_streams(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """An optimizer's state, and where its draws go on; a plain optimizer looks at the first."""
+        if self.streams is None:
+            return state_dict
+        return {**state_dict, STREAMS: self.streams.state_dict()}
+
+    def load_streams(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on drawing where a state says, if it does."""
+        if self.streams is not None and STREAMS in state_dict:
+            self.streams.load_state_dict(state_dict[STREAMS])
+
+
+def declared(kind: Kind, optimizer: Optimizer) -> Judgement:
+    """What a user says is believed; that it draws random numbers is found out all the same."""
+    found = judge(optimizer)
+    # One that no probe can step may draw, too.
+    may_draw = found.draws or (found.may_draw and found.kind is Kind.GLOBAL)
+    return Judgement(kind, "declared by you", draws=found.draws, may_draw=may_draw)

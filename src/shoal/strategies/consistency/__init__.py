@@ -1,0 +1,1 @@
+"""Whether all ranks train alike."""

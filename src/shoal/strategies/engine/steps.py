@@ -1,0 +1,143 @@
+"""From stepped masters to parameters that are the same on every rank.
+
+[Note: torn parameters]
+Where ranks write into memory that others read, they meet before anybody writes and again when
+everybody has written. A rank that fails in between leaves parameters of which some are old and
+some new. Whoever survives it must not go on with them: forward refuses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from shoal.comm import Backend
+from shoal.comm.operation import AllGather
+from shoal.comm.shm.copying import copy
+from shoal.errors import ShoalError
+from shoal.strategies.consistency.progress import Progress
+from shoal.strategies.consistency.voting import Vote
+from shoal.strategies.engine.common_changes import CommonChanges
+from shoal.strategies.engine.flat_group import FlatGroup, Residence
+
+
+class Steps:
+    """The optimizer's steps of one model, as its memory sees them."""
+
+    def __init__(self, groups: Sequence[FlatGroup], backend: Backend, progress: Progress) -> None:
+        """``backend`` are the ranks that the memory is divided among.
+
+        It carries the reductions of gradients too, so that a rank that leaves out a step meets the
+        others there at the latest, and both are named.
+        """
+        self._groups, self._backend, self._progress = groups, backend, progress
+        self.is_torn = False
+        self._common = CommonChanges(groups)
+        is_replicated = [group.residence is Residence.REPLICATED for group in groups]
+        self._divided = [
+            group
+            for group, is_whole in zip(groups, is_replicated, strict=True)
+            if is_whole and group.owns_part and backend.size > 1
+        ]
+        self._others = [self._reach(group) for group in self._divided]
+
+    def _reach(self, group: FlatGroup) -> list[Tensor]:
+        """Everybody's whole, where ranks can read each other's; or nothing."""
+        if not self._backend.shares_memory or not group.whole.is_cpu or not group.whole.numel():
+            return []
+        return self._backend.reach(group.whole) or []
+
+    @property
+    def _is_direct(self) -> bool:
+        """Whether ranks read or write memory of others."""
+        return bool(self._common) or any(self._others)
+
+    def meet(self, doing: str) -> None:
+        """Nobody goes on while another still reads or writes what is shared.
+
+        ``doing`` is what the ranks are at, in words.
+        """
+        if self._is_direct:
+            Vote.cast(self._backend, self._progress, doing)
+
+    def begin_forward(self, *, is_training: bool) -> None:
+        """Ranks that share parameters call the model equally often, as all that shard them.
+
+        A forward with gradients is counted, and compared at the step.
+        """
+        if not self._common:
+            return
+        if is_training:
+            self._common.num_calls += 1
+        else:
+            self._common.meet(self._backend, "a forward of the model without gradients")
+
+    def adopt_common(self, what: str, *, keep_changes: bool = True) -> None:
+        """What users did to what ranks share counts, before ``what``, which all of them call.
+
+        See [Note: changes of common memory].
+        """
+        if self._common and self._common.compare(self._backend, what):
+            if keep_changes:
+                self._common.keep()
+            self.meet(f"{what}, changes kept")
+            self._common.drop()
+
+    def begin_writing(self, what: str, *, keep_changes: bool = True) -> None:
+        """Everybody is here and nobody computes: what is shared may be written to."""
+        if self._common:
+            self.adopt_common(what, keep_changes=keep_changes)
+        else:
+            self.meet(what)
+
+    def check(self) -> None:
+        """Raises if the parameters are half old, half new; see [Note: torn parameters]."""
+        if self.is_torn:
+            raise ShoalError(
+                "the parameters are a mixture: a step failed while they were being updated. Load "
+                "them again with load_state_dict(), for example from a checkpoint, and the "
+                "optimizer's state too."
+            )
+
+    def tear(self) -> None:
+        """A step has stopped half-way."""
+        self.is_torn = True
+
+    def mend(self) -> None:
+        """All parameters have been given new values."""
+        self.is_torn = False
+
+    @contextlib.contextmanager
+    def taking(self) -> Iterator[None]:
+        """Around the optimizer's own step."""
+        self.begin_writing("optimizer.step()")
+        self.is_torn = self._is_direct
+        yield
+        for group in self._groups:
+            group.refresh()
+        self.meet("the end of optimizer.step()")
+        self._spread()
+        if any(self._others):  # nobody changes what another still reads
+            self.meet("the end of optimizer.step(), everything read")
+        self.is_torn = False
+
+    def _spread(self) -> None:
+        """Where every rank has all parameters and steps its part, the parts are exchanged."""
+        for group, others in zip(self._divided, self._others, strict=True):
+            if others:
+                self._read(group, others)
+            else:
+                operation = AllGather(group.shard, group.whole)
+                operation.signature += " of new parameters in optimizer.step()"
+                self._backend.run(operation)
+
+    def _read(self, group: FlatGroup, others: Sequence[Tensor]) -> None:
+        begin = time.perf_counter()
+        for rank, other in enumerate(others):
+            part = slice(*group.layout.bounds[rank : rank + 2])
+            if rank != self._backend.rank:
+                copy(group.whole[part], other[part])
+        self._backend.count_reading(group.whole.nbytes, time.perf_counter() - begin)

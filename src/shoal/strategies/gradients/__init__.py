@@ -1,0 +1,1 @@
+"""Gradients: collected, averaged, shown to users and taken back from them."""

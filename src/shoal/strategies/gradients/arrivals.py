@@ -1,0 +1,67 @@
+"""Hooks on parameters that tell when their gradients have arrived."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal.strategies.gradients.group_gradients import GroupGradients
+
+# Where torch's `_apply_optimizer_in_backward` leaves the optimizers of a parameter.
+_OPTIMIZERS = "_in_backward_optimizers"
+
+
+class Arrivals:
+    """The hooks of one engine."""
+
+    def __init__(self, tell: Callable[[int, int], None]) -> None:
+        """``tell``: a method that is given the group and the place in it."""
+        # Python's collector cannot see the way from a parameter to its hooks.
+        self._tell = weakref.WeakMethod(tell)
+        self._hooks: list[tuple[dict[int, Any], int, dict[str, Any]]] = []
+        self.are_stepped = False
+        """Whether an optimizer steps some parameters as their gradients arrive."""
+
+    def watch(self, gradients: GroupGradients) -> list[Any]:
+        """Hangs a hook on each parameter of a group that may ever have a gradient."""
+        return [
+            self._hang_on(parameter, gradients.group.index, place)
+            for place, parameter in enumerate(gradients.group.parameters)
+            if parameter.is_floating_point() or parameter.is_complex()
+        ]
+
+    def _hang_on(self, parameter: nn.Parameter, index: int, place: int) -> Any:
+        was_trainable = parameter.requires_grad
+        # The hook can only be hung on what wants gradients, and it may want some later.
+        parameter.requires_grad_(True)
+        owner = self._tell
+
+        def arrived(_: Tensor) -> None:
+            if (tell := owner()) is not None:
+                tell(index, place)
+
+        arrived.owner = owner  # type: ignore[attr-defined]
+        handle = parameter.register_post_accumulate_grad_hook(arrived)
+        hooks = parameter._post_accumulate_grad_hooks
+        self._hooks.append((hooks, handle.id, vars(parameter)))
+        parameter.requires_grad_(was_trainable)
+        return handle
+
+    def let_others_go_first(self) -> None:
+        """Hooks that users hung on parameters see gradients before they are taken away."""
+        self.are_stepped = False
+        for hooks, own, attributes in self._hooks:
+            if _OPTIMIZERS in attributes:
+                self.are_stepped = True
+            if len(hooks) > 1 and next(reversed(hooks)) != own:
+                hooks[own] = hooks.pop(own)  # autograd does not see what move_to_end does
+
+
+def is_watched(parameter: nn.Parameter) -> bool:
+    """Whether some engine that is still there has a hook on it."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    owners = [getattr(hook, "owner", None) for hook in hooks.values()]
+    return any(owner is not None and owner() is not None for owner in owners)

@@ -1,0 +1,95 @@
+"""When the gradients of which group are averaged: in the agreed order, a few at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from shoal.comm import Backend
+from shoal.strategies.consistency.progress import Progress
+from shoal.strategies.consistency.voting import Vote
+from shoal.strategies.engine.rounds import Round
+from shoal.strategies.gradients.group_gradients import GroupGradients
+
+# Gradients whose reduction is under way take memory: one on the wire, one about to follow. Where
+# ranks do the work themselves instead of a thread, more of them even out who is ahead of whom.
+_MOST_IN_FLIGHT = 2
+_MOST_IN_FLIGHT_DIRECTLY = 5
+
+
+class Reductions:
+    """The reductions of one model's gradients; see [Note: the round] for the order."""
+
+    def __init__(
+        self,
+        gradients: Sequence[GroupGradients],
+        backend: Backend,
+        progress: Progress,
+        *,
+        may_wait: bool,
+    ) -> None:
+        """``may_wait``: whether a rank may wait for a reduction in the middle of a pass.
+
+        It may not where ranks meet for other things meanwhile: another rank may get to its part of
+        the reduction only after a meeting that this rank has yet to join.
+        """
+        self._gradients, self._backend, self._may_wait = gradients, backend, may_wait
+        self._progress = progress
+        # Backward comes by the last groups first. Integers have no gradients.
+        self._order = [g.group.index for g in reversed(gradients) if g.group.has_gradients]
+        self._most = _MOST_IN_FLIGHT_DIRECTLY if backend.shares_memory else _MOST_IN_FLIGHT
+        self._round = Round([])
+        self._complete: set[int] = set()
+        self._in_flight: deque[GroupGradients] = deque()
+
+    def begin(self) -> None:
+        """A backward pass begins."""
+        self._round = Round(self._order)
+        self._complete.clear()
+
+    def completed(self, index: int) -> None:
+        """A group's gradients are all there: sends off what is complete and has its turn."""
+        self._complete.add(index)
+        while (following := self._round.following()) in self._complete:
+            assert following is not None
+            self._take_turns(self._round.until(following))
+
+    def complete_round(self) -> None:
+        """Every backward has one round of reductions; gradients that came late want another."""
+        self._take_turns(self._round.rest())
+        while self._vote():
+            self.reduce_all()
+
+    def _vote(self) -> bool:
+        wish = bool(self._complete)
+        return Vote.cast(
+            self._backend, self._progress, "the end of a backward", wish=wish
+        ).is_wanted
+
+    def reduce_all(self) -> None:
+        """Another turn for every group."""
+        self._take_turns(self._order)
+
+    def _take_turns(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            self._complete.discard(index)
+            self._gradients[index].start_reduction()
+            self._in_flight.append(self._gradients[index])
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        """Bounds what is under way."""
+        while len(self._in_flight) > self._most:
+            if not self._may_wait and not self._in_flight[0].is_reduced():
+                return
+            self._in_flight.popleft().finish_reduction()
+
+    def finish(self) -> None:
+        """Waits for everything."""
+        while self._in_flight:
+            self._in_flight.popleft().finish_reduction()
+
+    def average_over(self, replicas: Backend) -> None:
+        """The other copies of the shards take part too."""
+        for index in self._order:
+            self._gradients[index].average_over(replicas)

@@ -1,0 +1,1 @@
+"""Gradients of which each rank holds a part, as tensors."""

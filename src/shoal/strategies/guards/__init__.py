@@ -1,0 +1,1 @@
+"""What keeps users from reading or doing what would be wrong."""

@@ -1,0 +1,1 @@
+"""What strategies change about layers: batch norm, buffers, precision, meta devices."""

@@ -1,0 +1,1 @@
+"""How ranks find out which values travel between the parts of a model."""

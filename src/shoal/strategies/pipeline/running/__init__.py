@@ -1,0 +1,1 @@
+"""A batch on its way through the stages."""

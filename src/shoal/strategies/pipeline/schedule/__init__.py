@@ -1,0 +1,1 @@
+"""Which rank works on which micro-batch when. Pure."""

@@ -1,0 +1,188 @@
+"""Schedules as pictures: a row for each rank, time from left to right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from shoal.strategies.pipeline.schedule.schedules import make_schedule
+from shoal.strategies.pipeline.schedule.simulation import Span, bubble, simulate
+from shoal.strategies.pipeline.schedule.tick import Pass
+
+_COLORS = {Pass.FORWARD: "#7fb3ff", Pass.BACKWARD: "#ffb074", Pass.WEIGHTS: "#a8d8a0"}
+_WORDS = {Pass.FORWARD: "forward", Pass.BACKWARD: "backward", Pass.WEIGHTS: "weights"}
+_WIDTH, _ROW, _LEFT, _TOP = 960, 34, 64, 34
+_LABEL_PIXELS = 16
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Who worked on what when, predicted or measured.
+
+    Attributes:
+        title: What it is of.
+        spans: All ranks' passes.
+
+    Example:
+        >>> print(draw("1f1b", stages=2, micro_batches=2))
+        1f1b, 2 stages, 2 micro-batches: 33.3 % of the time is waited
+          0 | F0 F1  .  . B0 B0  . B1 B1
+          1 |  . F0 B0 B0 F1 B1 B1  .  .
+    """
+
+    title: str
+    spans: Sequence[Span]
+
+    @property
+    def bubble(self) -> float:
+        """The share of the ranks' time in which they wait."""
+        return bubble(self.spans)
+
+    @property
+    def heading(self) -> str:
+        """The title, and how much is waited."""
+        return f"{self.title}: {100 * self.bubble:.1f} % of the time is waited"
+
+    def __str__(self) -> str:
+        """As text: one cell for the shortest pass."""
+        return self.text()
+
+    def text(self, width: int | None = None) -> str:
+        """One line for each rank; ``width`` in cells, by default one for the shortest pass."""
+        begin, end = self._limits()
+        shortest = min((s.stop - s.start for s in self.spans if s.stop > s.start), default=1.0)
+        if width is None:
+            width = max(1, min(round((end - begin) / shortest), 160))
+        size = 1 + max(len(str(span.tick.micro_batch)) for span in self.spans)
+        rows = [[" " * (size - 1) + "."] * width for _ in range(self._num_ranks())]
+        for span in self.spans:
+            first = round((span.start - begin) / (end - begin) * width)
+            last = max(round((span.stop - begin) / (end - begin) * width), first + 1)
+            for cell in range(first, min(last, width)):
+                rows[span.rank][cell] = str(span.tick).rjust(size)
+        lines = [f"{rank:3} | {' '.join(row)}" for rank, row in enumerate(rows)]
+        return "\n".join([self.heading, *lines])
+
+    def svg(self) -> str:
+        """As a picture that any browser shows."""
+        height = _TOP + _ROW * self._num_ranks() + 28
+        parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH + _LEFT + 8}" '
+            f'height="{height}" font-family="sans-serif" font-size="12">',
+            f'<text x="8" y="20" font-size="14">{escape(self.heading)}</text>',
+            *(
+                f'<text x="8" y="{_TOP + _ROW * rank + 21}">stage {rank}</text>'
+                for rank in range(self._num_ranks())
+            ),
+            *map(self._box, self.spans),
+            *self._legend(height - 10),
+        ]
+        return "\n".join([*parts, "</svg>"])
+
+    def _box(self, span: Span) -> str:
+        x, width = self._extent(span)
+        y = _TOP + _ROW * span.rank + 4
+        title = f"{_WORDS[span.tick.work]} of {span.tick.micro_batch} in chunk {span.tick.chunk}"
+        label = ""
+        if width >= _LABEL_PIXELS:
+            label = (
+                f'<text x="{x + width / 2:.1f}" y="{y + 17}" text-anchor="middle">'
+                f"{span.tick.micro_batch}</text>"
+            )
+        # Later chunks of a rank are paler.
+        opacity = 1.0 / (1 + span.tick.chunk // self._num_ranks())
+        return (
+            f'<g><title>{title}</title><rect x="{x:.1f}" y="{y}" width="{width:.1f}" '
+            f'height="{_ROW - 8}" fill="{_COLORS[span.tick.work]}" fill-opacity="{opacity:.2f}" '
+            f'stroke="white"/>{label}</g>'
+        )
+
+    def _legend(self, y: int) -> list[str]:
+        used = [work for work in Pass if any(span.tick.work is work for span in self.spans)]
+        return [
+            f'<rect x="{_LEFT + 110 * place}" y="{y - 10}" width="12" height="12" '
+            f'fill="{_COLORS[work]}"/>'
+            f'<text x="{_LEFT + 110 * place + 18}" y="{y}">{_WORDS[work]}</text>'
+            for place, work in enumerate(used)
+        ]
+
+    def _extent(self, span: Span) -> tuple[float, float]:
+        begin, end = self._limits()
+        scale = _WIDTH / (end - begin)
+        return _LEFT + (span.start - begin) * scale, (span.stop - span.start) * scale
+
+    def _limits(self) -> tuple[float, float]:
+        return min(s.start for s in self.spans), max(s.stop for s in self.spans)
+
+    def _num_ranks(self) -> int:
+        return 1 + max(span.rank for span in self.spans)
+
+    def save(self, path: str | Path) -> None:
+        """Writes ``.svg``, ``.txt`` or ``.png``; the last needs matplotlib."""
+        path = Path(path)
+        if path.suffix == ".svg":
+            path.write_text(self.svg())
+        elif path.suffix == ".txt":
+            path.write_text(str(self) + "\n")
+        elif path.suffix == ".png":
+            self._save_png(path)
+        else:
+            raise ValueError(f"a drawing is saved as .svg, .png or .txt; got {path.name!r}")
+
+    def _save_png(self, path: Path) -> None:
+        try:
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError(
+                f"drawing {path.name} needs matplotlib: pip install matplotlib, or save as .svg"
+            ) from error
+        figure = Figure(figsize=(11, 0.8 + 0.4 * self._num_ranks()), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        for span in self.spans:
+            width = span.stop - span.start
+            axes.barh(span.rank, width, left=span.start, color=_COLORS[span.tick.work], ec="white")
+            center = (span.start + width / 2, span.rank)
+            axes.text(*center, str(span.tick.micro_batch), ha="center", va="center", fontsize=7)
+        axes.set_title(self.heading)
+        axes.set_yticks(range(self._num_ranks()), [f"stage {n}" for n in range(self._num_ranks())])
+        axes.invert_yaxis()
+        figure.savefig(path)
+
+
+def draw(
+    schedule: str,
+    stages: int,
+    micro_batches: int,
+    *,
+    chunks: int | None = None,
+    costs: Mapping[Pass, float] | None = None,
+    trace: Sequence[Span] | None = None,
+    path: str | Path | None = None,
+) -> Drawing:
+    """Draws a schedule: as predicted, or as measured if there is a trace.
+
+    Args:
+        schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble".
+        stages: How many ranks.
+        micro_batches: How many parts of a batch.
+        chunks: Parts of the model on each rank; two if interleaved, otherwise one.
+        costs: What the passes take; by default backward twice as long as forward.
+        trace: What ``model.gather_trace()`` returned.
+        path: Where to save it as well, as .svg, .png or .txt.
+
+    Returns:
+        A drawing that prints as text; ``svg()`` and ``save(path)`` make pictures.
+    """
+    if chunks is None:
+        chunks = 2 if schedule == "interleaved" else 1
+    title = f"{schedule}, {stages} stages, {micro_batches} micro-batches"
+    plan = make_schedule(schedule, stages, micro_batches, chunks)
+    spans = simulate(plan, costs) if trace is None else trace
+    drawing = Drawing(title + (", measured" if trace is not None else ""), spans)
+    if path is not None:
+        drawing.save(path)
+    return drawing

@@ -1,0 +1,1 @@
+"""How a model is cut into stages, and what a rank holds of it."""

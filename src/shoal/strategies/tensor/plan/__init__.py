@@ -1,0 +1,1 @@
+"""What of a model can be split, and how."""

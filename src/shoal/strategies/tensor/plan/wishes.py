@@ -1,0 +1,240 @@
+"""A plan that a user describes: names of layers, with stars, and how to split them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from shoal.strategies.tensor.hooks import have_hooks, inner_modules, reason_to_stay_whole
+from shoal.strategies.tensor.layers.embedding import may_split_rows
+from shoal.strategies.tensor.layers.linear import is_linear, sizes_of
+from shoal.strategies.tensor.plan.candidates import Candidate
+from shoal.strategies.tensor.plan.cut import Cut
+from shoal.strategies.tensor.plan.drafting import (
+    Verdict,
+    between,
+    draft,
+    make_block,
+    try_proposal,
+)
+from shoal.strategies.tensor.plan.plan import Block, Layer, Plan, Style, parse_style
+from shoal.strategies.tensor.plan.proposals import Proposal
+from shoal.strategies.tensor.plan.reading import reads_weights
+from shoal.strategies.tensor.plan.splits import describe_rest, find_contradiction, join_names
+
+Wishes = Mapping[str, str]
+
+
+def choose(module: nn.Module, num_ranks: int, wanted: Wishes | Plan | None) -> Plan:
+    """The plan that a user has, describes, or leaves to be found."""
+    if wanted is None:
+        return draft(module, num_ranks)
+    if not isinstance(wanted, Plan):
+        return fulfil(module, num_ranks, wanted)
+    if wanted.num_ranks != num_ranks:
+        raise ValueError(f"the plan is for {wanted.num_ranks} ranks; got {num_ranks}")
+    return wanted
+
+
+def fulfil(module: nn.Module, num_ranks: int, wishes: Wishes) -> Plan:
+    """Exactly the layers that are wished for.
+
+    A block that would be found by itself is split as that would be. Other columns and rows of one
+    module belong together if their sizes fit; what is between them is tried, if it can be called
+    with one tensor, and trusted to work on parts if it cannot.
+
+    Raises:
+        ValueError: If a pattern fits nothing, a style is unknown or does not go with a layer, or
+            what is between a column and its row does not work on parts.
+
+    Example:
+        >>> plan = fulfil(model, 2, {"layers.*.fc1": "column", "layers.*.fc2": "row"})
+    """
+    styles = _styles(module, wishes)
+    plan = Plan(num_ranks)
+    if num_ranks == 1:
+        return plan
+    found = draft(module, num_ranks)
+    for block in found.blocks:
+        if all(
+            styles.get(layer.name) is layer.style or _is_table(module, layer)
+            for layer in block.layers
+        ):
+            plan.blocks.append(block)
+            for layer in block.layers:
+                styles.pop(layer.name, None)
+    for candidate in _pairs(module, styles):
+        plan.blocks.append(_checked(module, candidate, num_ranks))
+        for path in (*candidate.columns, candidate.row):
+            styles.pop(join_names(candidate.block, path))
+    plan.blocks += [_alone(module, name, style, num_ranks) for name, style in styles.items()]
+    _check_ties(module, plan)
+    _check_nesting(module, plan)
+    plan.whole = describe_rest(module, plan)
+    return plan
+
+
+def _is_table(module: nn.Module, layer: Layer) -> bool:
+    return layer.style is Style.HEADS and isinstance(module.get_submodule(layer.name), nn.Embedding)
+
+
+def _styles(module: nn.Module, wishes: Wishes) -> dict[str, Style]:
+    styles: dict[str, Style] = {}
+    for pattern, text in wishes.items():
+        if text == "replicated":
+            continue
+        style = parse_style(text)
+        if style is None:
+            known = ", ".join([*(style.value for style in Style), "replicated"])
+            raise ValueError(f"a layer is split by {known}; got {text!r} for {pattern!r}")
+        names = [name for name, _ in module.named_modules() if name and fnmatchcase(name, pattern)]
+        if not names:
+            raise ValueError(
+                f"the plan's pattern {pattern!r} fits no module; there are, for example, "
+                + ", ".join(_examples(module))
+            )
+        for name in names:
+            _check_kind(name, module.get_submodule(name), style)
+            if styles.get(name, style) is not style:
+                raise ValueError(f"the plan splits {name} by {styles[name].value} and by {text}")
+            styles[name] = style
+    return styles
+
+
+def _examples(module: nn.Module) -> list[str]:
+    names = [name for name, part in module.named_modules() if is_linear(part)]
+    return names[:4] or ["no linear layers"]
+
+
+def _check_kind(name: str, module: nn.Module, style: Style) -> None:
+    fits = {
+        Style.COLUMN: is_linear(module),
+        Style.ROW: is_linear(module),
+        Style.VOCABULARY: may_split_rows(module),
+        Style.HEADS: type(module) is nn.MultiheadAttention,
+    }
+    if not fits[style]:
+        wanted = {
+            Style.VOCABULARY: "a plain nn.Embedding without max_norm and scale_grad_by_freq",
+            Style.HEADS: "a plain nn.MultiheadAttention",
+        }.get(style, "a linear layer without a forward of its own")
+        raise ValueError(
+            f"{style.value} is for {wanted}; {name} is a {type(module).__name__}. Leave it out of "
+            "the plan, or give the pattern of a layer inside it."
+        )
+
+
+def _pairs(module: nn.Module, styles: Mapping[str, Style]) -> list[Candidate]:
+    """Columns and the one row of the same module, if the row takes what each column gives."""
+    by_parent: dict[str, dict[str, Style]] = {}
+    for name, style in styles.items():
+        parent, _, key = name.rpartition(".")
+        if style in (Style.COLUMN, Style.ROW):
+            by_parent.setdefault(parent, {})[key] = style
+    pairs = []
+    for parent, own in by_parent.items():
+        columns = tuple(key for key, style in own.items() if style is Style.COLUMN)
+        rows = [key for key, style in own.items() if style is Style.ROW]
+        if len(rows) == 1 and columns:
+            part = module.get_submodule(parent)
+            width = sizes_of(part.get_submodule(rows[0]))[0]
+            if all(sizes_of(part.get_submodule(key))[1] % width == 0 for key in columns):
+                pairs.append(Candidate(parent, columns, rows[0]))
+    return pairs
+
+
+def _checked(module: nn.Module, candidate: Candidate, num_ranks: int) -> Block:
+    block = module.get_submodule(candidate.block)
+    sizes = [sizes_of(block.get_submodule(path))[1] for path in candidate.columns]
+    width = sizes_of(block.get_submodule(candidate.row))[0]
+    proposal = Proposal(
+        tuple(Cut.of(size, num_sections=size // width) for size in sizes), Cut.of(width)
+    )
+    names = ", ".join(join_names(candidate.block, path) for path in candidate.columns)
+    if width % num_ranks:
+        raise ValueError(
+            f"the {width} features between {names} and {candidate.row} do not divide by the "
+            f"{num_ranks} ranks"
+        )
+    for path in (*candidate.columns, candidate.row):
+        _check_may_split(join_names(candidate.block, path), block.get_submodule(path))
+        _check_hooks(candidate, [block.get_submodule(path)], names)
+    try:
+        verdict = try_proposal(candidate, block, proposal, num_ranks)
+    except TypeError as error:  # it wants more than one tensor: whoever made the plan knows
+        if not proposal.is_plain:
+            raise ValueError(
+                f"{names} gives several things at once, and where they are cut apart cannot be "
+                f"found out, because {candidate.block or 'the model'} cannot be called with one "
+                "tensor: leave the row out of the plan, and the column's outputs are joined"
+            ) from error
+        _check_hooks(candidate, inner_modules(block), names)
+        return make_block(candidate, Verdict(proposal, between(block, candidate), drops=True))
+    if verdict is None:
+        raise ValueError(
+            f"{candidate.block or 'the model'} does not give the same if {names} is split by "
+            f"column and {candidate.row} by row: what is between them needs all features. Leave "
+            "the row out of the plan, and the column's outputs are joined."
+        )
+    _check_hooks(candidate, [block.get_submodule(path) for path in verdict.inside], names)
+    return make_block(candidate, verdict)
+
+
+def _check_hooks(candidate: Candidate, inside: Sequence[nn.Module], names: str) -> None:
+    if have_hooks(inside):
+        raise ValueError(
+            f"{names} and {candidate.row} cannot be split together: hooks on them, or between "
+            "them, would get parts of activations. Leave the row out of the plan, and the column's "
+            "outputs are joined; or remove the hooks."
+        )
+
+
+def _check_may_split(name: str, layer: nn.Module) -> None:
+    reason = reason_to_stay_whole(layer)
+    if reason is not None:
+        raise ValueError(
+            f"{name} cannot be split: {reason}. Leave it out of the plan, or remove the hooks."
+        )
+
+
+def _alone(module: nn.Module, name: str, style: Style, num_ranks: int) -> Block:
+    part = module.get_submodule(name)
+    _check_may_split(name, part)
+    if isinstance(part, nn.MultiheadAttention):
+        raise ValueError(f"{name} has {part.num_heads} heads, too few for {num_ranks} ranks")
+    parent = module.get_submodule(name.rpartition(".")[0])
+    if reads_weights(parent):
+        raise ValueError(
+            f"{name} cannot be split: the code of {type(parent).__name__} reads weights of its "
+            "layers, and would get a part. Call the layers instead."
+        )
+    if isinstance(part, nn.Embedding):
+        size = part.num_embeddings
+    else:
+        size = sizes_of(part)[0 if style is Style.ROW else 1]
+    if size < num_ranks:
+        raise ValueError(f"{name} has {size} features to share out over {num_ranks} ranks")
+    return Block(name, (Layer(name, style, Cut.of(size), is_alone=True, block=name),))
+
+
+def _check_nesting(module: nn.Module, plan: Plan) -> None:
+    inside = {module.get_submodule(name): block for block in plan.blocks for name in block.inside}
+    for layer in plan.layers:
+        outer = inside.get(module.get_submodule(layer.name))
+        if outer is not None:
+            raise ValueError(
+                f"{layer.name} cannot be split: it is called between the column and the row of "
+                f"{outer.name or 'the model'}, where each rank has a part already. Leave one of "
+                "them out of the plan."
+            )
+
+
+def _check_ties(module: nn.Module, plan: Plan) -> None:
+    odd = find_contradiction(module, plan)
+    if odd is not None:
+        raise ValueError(
+            f"{odd[1]} is shared with a layer that the plan splits in another way, or not at all: "
+            "split both by the vocabulary (an embedding by vocabulary, its head by column)"
+        )

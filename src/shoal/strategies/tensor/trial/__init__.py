@@ -1,0 +1,1 @@
+"""Whether a block may be split, found by trying."""

@@ -1,0 +1,59 @@
+"""Where in the user's code a call came from."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+from functools import lru_cache
+from types import FrameType, TracebackType
+
+# Where torch is, without loading it.
+_SPEC = importlib.util.find_spec("torch")
+assert _SPEC is not None
+assert _SPEC.origin is not None
+_TORCH = os.path.dirname(os.path.abspath(_SPEC.origin)) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+def is_ours(filename: str) -> bool:
+    """Whether a file belongs to shoal itself."""
+    return filename.startswith(_PACKAGE)
+
+
+# Every operation asks where it came from, so the answer for a file must be quick.
+@lru_cache(maxsize=4096)
+def _is_in_between(filename: str) -> bool:
+    """Whether a file is shoal's, or of those that call shoal for the user: hooks, backward."""
+    return is_ours(filename) or filename.startswith(_TORCH) or filename == contextlib.__file__
+
+
+def call_frame() -> FrameType | None:
+    """The innermost frame that is the user's own."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_in_between(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def call_site() -> str:
+    """File and line of the innermost frame that is the user's own."""
+    frame = call_frame()
+    return "<shoal>" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def error_site(traceback: TracebackType | None) -> str:
+    """File and line of the innermost frame of a traceback that is the user's own.
+
+    Where torch calls shoal, and no frame is the user's, the innermost of torch has to do.
+    """
+    site = theirs = "<unknown>"
+    while traceback is not None:
+        filename = traceback.tb_frame.f_code.co_filename
+        if filename.startswith(_TORCH):
+            theirs = f"{filename}:{traceback.tb_lineno}"
+        elif not is_ours(filename):
+            site = f"{filename}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return theirs if site == "<unknown>" else site

@@ -1,0 +1,1 @@
+"""What everybody needs to know of tensors: dtypes, bytes, random state, fingerprints."""

@@ -1,0 +1,1 @@
+"""What is trained and compared: one process, and the ranks."""
