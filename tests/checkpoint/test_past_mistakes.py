@@ -42,7 +42,7 @@ def move(path: Path, strategy: str) -> Any:
     shoal.load(path, model, optimizer)
     world = shoal.world()
     shoal.save(path, model, optimizer)
-    return world.size, model.options["replica"], model.engine.shards.size
+    return world.size, model.options["replica"], model.engine.shard_group.size
 
 
 def test_the_saved_world_size_is_forgotten_after_a_restore(tmp_path: Path) -> None:

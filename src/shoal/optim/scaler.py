@@ -38,7 +38,7 @@ class GradScaler(torch.amp.GradScaler):
         found = torch.stack(
             [found_inf, *(each.to(found_inf) for each in everywhere.values())]
         ).amax(0)
-        for group in (engine.backend, *engine.holders.axes):
+        for group in (engine.backend, *engine.ownership.axes):
             found = self._agreed(found, group)
         return {found.device: found}
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from shoal.comm import Backend, Mesh, World
 from shoal.comm.world import current
 from shoal.sharding.split import Split
-from shoal.strategies.consistency.holders import Holders
 from shoal.strategies.model import ShardedModel
 from shoal.strategies.pipeline.model import PipelineParallelModel
+from shoal.strategies.ranks import Ownership
 from shoal.strategies.tensor.model import share_values
 from shoal.strategies.tensor.parallelize import parallelize
 from shoal.strategies.tensor.parts import TensorParts
@@ -75,7 +75,7 @@ class HybridShardedModel(PipelineParallelModel):
         own = [name for name in parts.splits if self.pipeline.stage.holdings.is_own(name)]
         vars(self).update(parts=parts.among(own), mesh=mesh)
         stages, tensor_group = mesh.group("pipeline"), mesh.group("tensor")
-        self.engine.holders = Holders((stages, tensor_group), parts.holders.copies, stages)
+        self.engine.ownership = Ownership((stages, tensor_group), parts.ownership.copies, stages)
         self.options |= {"data": data, "tensor": tensor, "pipeline": pipeline, "plan": plan}
 
     mesh: Mesh

@@ -159,7 +159,7 @@ class ShardedModel(nn.Module):
         old.dissolve()
         self.engine = Engine(self.module, old.ranks, self.sharding, old.settings, undivided)
         self.engine.auto_sync = old.auto_sync
-        self.engine.holders = old.holders
+        self.engine.ownership = old.ownership
 
     @property
     def data_group(self) -> Backend:
@@ -276,7 +276,7 @@ class ShardedModel(nn.Module):
             if shard is None:
                 yield name, None
             else:
-                whole = self.engine.shards.all_gather(shard)
+                whole = self.engine.shard_group.all_gather(shard)
                 yield name, whole[: parameter.numel()].view(parameter.shape)
 
     def synchronize_buffers(self) -> None:

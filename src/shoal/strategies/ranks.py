@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from shoal.comm import Backend
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who trains together.
+    """The ranks that train a model together.
 
     Attributes:
-        all: Everybody.
-        shards: Those among whom memory is divided.
-        replicas: Those that hold the same shard, if not everybody shares one division.
+        all: All of them.
+        shard_group: The ranks that the memory is divided among.
+        replica_group: The ranks that hold the same shard, if the shards exist several times.
     """
 
     all: Backend
-    shards: Backend
-    replicas: Backend | None = None
+    shard_group: Backend
+    replica_group: Backend | None = None
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Who else holds parameters of the same model, beyond the ranks that see other data.
+
+    Attributes:
+        axes: Groups of ranks that hold other layers, or other parts of the same layers.
+        copies: How many ranks over these axes hold the same elements of a parameter, by its name;
+            one where it is not named.
+        other_layers: The axis whose ranks hold other layers, if there is one.
+    """
+
+    axes: tuple[Backend, ...] = ()
+    copies: Mapping[str, int] = field(default_factory=dict)
+    other_layers: Backend | None = None
 
 
 def divide(backend: Backend, num_replicas: int, *, is_sharded: bool) -> Ranks:
-    """Everybody, or blocks of neighbours that each hold all shards between them."""
+    """One division over all ranks, or blocks of neighbours that each hold all shards."""
     if num_replicas == 1:
         return Ranks(backend, backend)
     if not is_sharded:

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ShoalError
 from shoal.strategies.consistency import drift
-from shoal.strategies.consistency.holders import Holders
 from shoal.strategies.consistency.input_watch import InputWatch
 from shoal.strategies.consistency.progress import Progress
 from shoal.strategies.consistency.voting import Vote
@@ -43,7 +42,7 @@ from shoal.strategies.guards.pins import pin_compiled, pin_parents
 from shoal.strategies.guards.roster import Roster
 from shoal.strategies.layers.buffers import share_buffers
 from shoal.strategies.layers.precision import Precision
-from shoal.strategies.ranks import Ranks
+from shoal.strategies.ranks import Ownership, Ranks
 from shoal.strategies.settings import Settings, Sharding
 
 
@@ -68,15 +67,18 @@ class Engine:
             undivided: Parameters that must not be cut: their optimizer looks at all of one.
         """
         self.module, self.sharding, self.settings = module, sharding, settings
-        self.ranks, self.backend, self.shards = ranks, ranks.all, ranks.shards
+        self.ranks, self.backend, self.shard_group = ranks, ranks.all, ranks.shard_group
         self.auto_sync = True
-        self.holders = Holders()
+        self.ownership = Ownership()
         """Who holds the rest of the model, where these ranks have a part of it only."""
         check_models(module, self.backend)
         check_trains_alike(module, self.backend)
         if any(parameter.is_cpu for parameter in module.parameters()):
             keep_freed_memory()
-        self._gather_group, self._reduce_group = self.shards.lane(self), self.shards.lane(self)
+        self._gather_group, self._reduce_group = (
+            self.shard_group.lane(self),
+            self.shard_group.lane(self),
+        )
         self._buffer_group = self.backend.lane(self)
         self.progress = Progress()
         self.backend.on_leaving(self.progress)
@@ -96,11 +98,13 @@ class Engine:
         self.gathering = Gathering(self.groups, self._gather_group, self.progress)
         self._forward_plan = Plan([group.index for group in self.groups])
         self._backward_plan = Plan([group.index for group in reversed(self.groups)])
-        pool = BufferPool(self.shards, self.account)
-        is_sharded = sharding.gradients and self.shards.size > 1
+        pool = BufferPool(self.shard_group, self.account)
+        is_sharded = sharding.gradients and self.shard_group.size > 1
         # Where a rank does something else instead, that is what it does next.
         meeting = self._gather_group if self.gathering.is_needed else self._reduce_group
-        self._owners = GradientOwners(module, meeting if is_sharded else None, lambda: self.holders)
+        self._owners = GradientOwners(
+            module, meeting if is_sharded else None, lambda: self.ownership
+        )
         self.gradients = [
             GroupGradients(
                 group, pool, self._reduce_group, self._owners, is_sharded, settings.hides_gradients
@@ -108,8 +112,8 @@ class Engine:
             for group in self.groups
         ]
         # Ranks that hold other layers, or parts of them, do other things to what they hold.
-        self.progress.follow_edits(lambda: 0 if self.holders.axes else self._owners.edits)
-        self.hand_made = HandMade(self.gradients, meeting, ranks.replicas)
+        self.progress.follow_edits(lambda: 0 if self.ownership.axes else self._owners.edits)
+        self.hand_made = HandMade(self.gradients, meeting, ranks.replica_group)
         may_wait = not self.gathering.is_needed and not settings.has_meetings
         self._reductions = Reductions(
             self.gradients, self._reduce_group, self.progress, may_wait=may_wait
@@ -301,8 +305,8 @@ class Engine:
 
     def _finish_reductions(self) -> None:
         self._reductions.finish()
-        if self.ranks.replicas is not None:
-            self._reductions.average_over(self.ranks.replicas)
+        if self.ranks.replica_group is not None:
+            self._reductions.average_over(self.ranks.replica_group)
         if self.settings.averages_buffers:
             self.share_buffers()
         self.input_watch.compare()
@@ -396,7 +400,7 @@ class Engine:
             return None
         layout = self.groups[group].layout
         first_name = layout.slots[place].name
-        for piece in layout.pieces(self.shards.rank):
+        for piece in layout.pieces(self.shard_group.rank):
             if piece.name == first_name:
                 return own[piece.offset : piece.offset + piece.stop - piece.start]
         return own[:0]
@@ -406,9 +410,9 @@ class Engine:
     ) -> Tensor:
         """Scales the gradients so that their norm over all elements is at most ``max_norm``."""
         self.adopt_gradients()
-        held = held_gradients(self.groups, self.gradients, self.holders)
-        groups = [self.shards] if self.sharding.gradients else []
-        groups += self.holders.axes
+        held = held_gradients(self.groups, self.gradients, self.ownership)
+        groups = [self.shard_group] if self.sharding.gradients else []
+        groups += self.ownership.axes
         like = norm_like(self.groups, self.backend.device)
         norm = clip_norm(
             held, max_norm, norm_type, groups, like, error_if_nonfinite=error_if_nonfinite
@@ -559,7 +563,7 @@ class Engine:
         Raises:
             MismatchError: Otherwise; see [Note: ranks that train alike].
         """
-        for axis in self.holders.axes:
+        for axis in self.ownership.axes:
             Vote.cast(axis, self.progress, "the beginning of optimizer.step()")
         if drift.is_due(number, self.settings.check_every):
             self._compare_replicas(self.gradients, "optimizer.step()")
@@ -570,13 +574,13 @@ class Engine:
             self._compare_replicas([], doing)
 
     def _compare_replicas(self, gradients: Sequence[GroupGradients], doing: str) -> None:
-        group, copies = self._reduce_group, self.holders.copies
+        group, copies = self._reduce_group, self.ownership.copies
         if drift.differing(group, drift.replicated_buffers(self.groups, gradients), doing):
             drift.check(group, drift.replicated_tensors(self.groups, gradients), doing)
         if copies:  # the last axis is that of layers which are split
             held = drift.replicated_tensors(self.groups, gradients)
             copied = [n for n in held if copies.get(n.removeprefix(drift.GRADIENT_OF), 1) > 1]
-            drift.check(self.holders.axes[-1], {name: held[name] for name in copied}, doing)
+            drift.check(self.ownership.axes[-1], {name: held[name] for name in copied}, doing)
 
     def _tell_autograd(self, changed: Sequence[nn.Parameter]) -> None:
         """A backward that still needs the old values must fail, as it does in plain PyTorch."""

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from shoal.comm import Backend
-from shoal.strategies.consistency.holders import Holders
 from shoal.strategies.engine.flat_group import FlatGroup
 from shoal.strategies.gradients.group_gradients import GroupGradients
+from shoal.strategies.ranks import Ownership
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class HeldGradient:
 
 
 def held_gradients(
-    groups: Sequence[FlatGroup], gradients: Sequence[GroupGradients], holders: Holders
+    groups: Sequence[FlatGroup], gradients: Sequence[GroupGradients], ownership: Ownership
 ) -> list[HeldGradient]:
     """What this rank holds, in as few tensors as there are numbers of copies."""
     held = []
@@ -33,7 +33,7 @@ def held_gradients(
         buffer = own.held()
         if buffer is None or not buffer.numel():
             continue
-        if not holders.copies:
+        if not ownership.copies:
             held.append(HeldGradient(buffer))
             continue
         is_whole = buffer.numel() == group.layout.num_elements
@@ -41,7 +41,7 @@ def held_gradients(
         for slot in group.layout.slots:
             start, stop = max(slot.start - low, 0), min(slot.stop - low, buffer.numel())
             if start < stop:
-                held.append(HeldGradient(buffer[start:stop], holders.copies.get(slot.name, 1)))
+                held.append(HeldGradient(buffer[start:stop], ownership.copies.get(slot.name, 1)))
     return held
 
 

@@ -14,7 +14,6 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from shoal.comm import Backend, Mesh, World
 from shoal.comm.world import current
-from shoal.strategies.consistency.holders import Holders
 from shoal.strategies.guards.admission import check_models
 from shoal.strategies.layers.materialization import materialize
 from shoal.strategies.model import ShardedModel
@@ -27,6 +26,7 @@ from shoal.strategies.pipeline.stages.holdings import Holdings
 from shoal.strategies.pipeline.stages.listing import list_all_in_users_code
 from shoal.strategies.pipeline.stages.stage import Stage
 from shoal.strategies.pipeline.stages.units import cut_chain, find_units
+from shoal.strategies.ranks import Ownership
 from shoal.strategies.settings import LEVELS
 from shoal.strategies.training import LossFunction, count_items
 
@@ -109,7 +109,7 @@ class PipelineParallelModel(ShardedModel):
         object.__setattr__(self, "_keys", list(module.state_dict()))
         stage.holdings.release()
         super().__init__(module, mesh.group("data"), seed=seed, **options)
-        self.engine.holders = Holders((group,), other_layers=group)
+        self.engine.ownership = Ownership((group,), other_layers=group)
         self._outputs_everywhere = outputs == "everywhere"
         chosen: dict[str, Any] = {
             "pipeline": pipeline, "data": data, "zero": zero, "micro_batches": micro_batches,

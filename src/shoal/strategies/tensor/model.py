@@ -84,7 +84,7 @@ class TensorParallelModel(ShardedModel):
             sharding=LEVELS[zero], parts=parts, is_part=parts.group.size > 1, _everybody=backend
         )
         super().__init__(module, mesh.group("data"), **options)
-        self.engine.holders = parts.holders
+        self.engine.ownership = parts.ownership
         chosen: dict[str, Any] = {
             "tensor": tensor,
             "data": data,

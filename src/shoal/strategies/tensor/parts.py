@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shoal.comm import Backend
 from shoal.sharding.split import Split
-from shoal.strategies.consistency.holders import Holders
+from shoal.strategies.ranks import Ownership
 from shoal.strategies.tensor.group import TensorGroup
 from shoal.strategies.tensor.plan.plan import Plan
 
@@ -55,9 +55,9 @@ class TensorParts:
         return {name: splits[self.group.rank] for name, splits in self._all_splits.items()}
 
     @property
-    def holders(self) -> Holders:
+    def ownership(self) -> Ownership:
         """For norms: what is split counts everywhere, what everybody has counts once."""
-        return Holders((self.group,), dict.fromkeys(self._whole_names, self.group.size))
+        return Ownership((self.group,), dict.fromkeys(self._whole_names, self.group.size))
 
     def name_of(self, parameter: Tensor) -> str | None:
         """The name of a parameter that is split; None for one that is not."""

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from shoal.comm import Backend
 from shoal.comm.operation import AllGather
 from shoal.errors import ShoalError
-from shoal.strategies.consistency.holders import Holders
+from shoal.strategies.ranks import Ownership
 
 if TYPE_CHECKING:
     from shoal.strategies.gradients.sharded.part import GradientPart
@@ -60,10 +60,10 @@ class GradientOwners:
         self,
         module: nn.Module,
         shards: Backend | None,
-        holders: Callable[[], Holders],
+        ownership: Callable[[], Ownership],
     ) -> None:
         """``shards``: the ranks that gradients are divided among; None where all are whole."""
-        self._module, self._shards, self._holders = module, shards, holders
+        self._module, self._shards, self._ownership = module, shards, ownership
         self.kept: list[GradientPart] = []
         """Parts whose whole somebody may still write to; see [Note: gathered gradients]."""
         self.edits = 0
@@ -87,8 +87,8 @@ class GradientOwners:
 
         All ranks call it; see [Note: numbers of gradients].
         """
-        holders = self._holders()
-        if holders.other_layers is not None and holders.other_layers.size > 1:
+        ownership = self._ownership()
+        if ownership.other_layers is not None and ownership.other_layers.size > 1:
             raise ShoalError(
                 f"{what}: each rank of a pipeline has the gradients of its own layers only, so the "
                 "number would not be the whole model's. Use model.clip_grad_norm_ or "
@@ -96,7 +96,7 @@ class GradientOwners:
             )
         if self._shards is not None:
             numbers = how.of_rows(_gathered(self._shards, numbers[None], what))
-        for axis in holders.axes:
+        for axis in ownership.axes:
             if axis.size > 1:
                 numbers = self._over_axis(axis, numbers, names, how, what)
         return numbers
@@ -105,7 +105,7 @@ class GradientOwners:
         self, axis: Backend, numbers: Tensor, names: Sequence[str], how: Combination, what: str
     ) -> Tensor:
         """Parameters that every rank of the axis has alike count once."""
-        copies = self._holders().copies
+        copies = self._ownership().copies
         if axis.rank > 0:
             is_copy = torch.tensor([copies.get(name, 1) > 1 for name in names])
             numbers = numbers.masked_fill(is_copy.to(numbers.device), how.nothing)
@@ -114,7 +114,7 @@ class GradientOwners:
     def largest_anywhere(self, numbers: Tensor, what: str) -> Tensor:
         """The largest that any rank has which holds something of the model."""
         axes = [] if self._shards is None else [self._shards]
-        for axis in (*axes, *self._holders().axes):
+        for axis in (*axes, *self._ownership().axes):
             if axis.size > 1:
                 numbers = _gathered(axis, numbers[None], what).amax(0)
         return numbers
