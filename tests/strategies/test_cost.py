@@ -111,7 +111,7 @@ def state_bytes(optimizer: Any) -> int:
 
 def spare_bytes(engine: Any) -> int:
     """Buffers that wait in pools to be used again."""
-    pools = {id(gradients._pool): gradients._pool for gradients in engine.gradients}
+    pools = {id(gradients.memory.pool): gradients.memory.pool for gradients in engine.gradients}
     free = [buffers for pool in pools.values() for buffers in pool._free.values()]
     return sum(buffer.nbytes for buffers in free for buffer in buffers)
 

@@ -113,7 +113,7 @@ def read_late(strategy: str) -> bool:
         memory[0].sum()
     memory.clear()
     one_step(model, optimizer, local(3, items=12))
-    return not any(group.lent for group in model.engine.groups)
+    return not any(group.changes.referenced for group in model.engine.groups)
 
 
 @transports

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.strategies.engine.rounds import Round
+from shoal.strategies.consistency.rounds import Round
 
 orders = st.integers(1, 8).flatmap(lambda count: st.permutations(range(count)))
 

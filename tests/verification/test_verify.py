@@ -300,7 +300,7 @@ def forget_a_gradient(model, optimizers):
 
     def train_step(*args):
         loss = inner(*args)
-        model.engine.gradient_buffers()[0][:2] = 0
+        model.engine.gradients.buffers()[0][:2] = 0
         return loss
 
     model.train_step = train_step
@@ -314,7 +314,7 @@ def step_twice(model, optimizers):
 
 def keep_to_oneself(model, optimizers):
     """Each rank goes its own way: gradients that look synchronized and are not."""
-    model.engine.auto_sync = False
+    model.engine.passes.auto_sync = False
     for gradients in model.engine.gradients:
         gradients.check_averaged = lambda places: None
 

@@ -151,7 +151,7 @@ class ShardedOptimizer(Optimizer):
             judgement,
             parameters=self._originals,
             seed=seed,
-            on_violation=lambda: self._engine.tear(),
+            on_violation=lambda: self._engine.steps.tear(),
         )
 
     def _check_kind(self) -> None:
@@ -398,7 +398,7 @@ class ShardedOptimizer(Optimizer):
                 else self._step_own_part(closure)
             )
         self._options.ignore_changes()
-        self._engine.note_step()
+        self._engine.progress.note_step()
         self.num_steps += 1
         return loss
 
@@ -435,25 +435,25 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = self._mean(closure())
-        self._engine.check_averaged(self.parameters)
-        self._engine.adopt_gradients(self._num_averaged)
+        self._engine.gradients.check_averaged(self.parameters)
+        self._engine.gradients.adopt(self._num_averaged)
         self._check_ranks()
         for which, segment in self._segments.by_group():
             self._hand_out(which, segment)
         try:
-            with self._engine.stepping(self.parameters), self._stepping():
+            with self._engine.parameters.stepping(self.parameters), self._stepping():
                 self._inner_step()
         finally:
             for segment in self._segments:
                 segment.parameter.grad = None
-        self._num_averaged = self._engine.num_averaged
+        self._num_averaged = self._engine.gradients.num_averaged
         self._account()
         return loss
 
     def _check_ranks(self) -> None:
         """Now and then, when all gradients are there and nothing has been stepped yet."""
         if self is self.model.optimizers[0]:
-            self._engine.check_step(self.num_steps + 1)
+            self._engine.replicas.check_step(self.num_steps + 1)
 
     @contextlib.contextmanager
     def _stepping(self) -> Iterator[None]:
@@ -512,17 +512,18 @@ class ShardedOptimizer(Optimizer):
         def evaluate() -> Any:
             with self.supervision.outside_of_step():
                 loss = self._mean(closure()) if closure is not None else None
-                self._engine.gather_gradients(self._num_averaged)
+                self._engine.gradients.gather(self._num_averaged)
             return loss
 
         if closure is None:
             evaluate()
             self._check_ranks()
-        with self._engine.full_parameters(), self._stepping(), self.supervision.step():
+        with self._engine.parameters.full(), self._stepping(), self.supervision.step():
             loss = self.optimizer.step(evaluate if closure is not None else None)
-        with self._engine.hand_made.final():  # the step may have changed them, the same everywhere
-            self._engine.hand_made.adopt()
-        self._num_averaged = self._engine.num_averaged
+        hand_made = self._engine.gradients.hand_made
+        with hand_made.final():  # the step may have changed them, the same everywhere
+            hand_made.adopt()
+        self._num_averaged = self._engine.gradients.num_averaged
         self._account()
         return loss
 
@@ -534,7 +535,7 @@ class ShardedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of its parameters, or makes them zero."""
-        self._engine.zero_gradients(self.parameters, set_to_none=set_to_none)
+        self._engine.gradients.zero(self.parameters, set_to_none=set_to_none)
 
     def _hand_out(self, which: int, segment: Segment) -> None:
         """Gives a segment its gradient, if its parameters have one."""

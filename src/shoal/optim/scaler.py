@@ -33,7 +33,7 @@ class GradScaler(torch.amp.GradScaler):
         if not isinstance(optimizer, ShardedOptimizer):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         engine = optimizer.model.engine
-        engine.adopt_gradients()  # what was put in by hand is averaged first
+        engine.gradients.adopt()  # what was put in by hand is averaged first
         everywhere = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         found = torch.stack(
             [found_inf, *(each.to(found_inf) for each in everywhere.values())]

@@ -110,7 +110,7 @@ class ShardedModel(nn.Module):
         )
         ranks = divide(backend, replica, is_sharded=self.sharding.parameters)
         self.engine = Engine(module, ranks, self.sharding, settings)
-        self.engine.auto_sync = auto_sync
+        self.engine.passes.auto_sync = auto_sync
         if sync_batchnorm:
             synchronize(module, backend)
         self.options: dict[str, Any] = {
@@ -158,7 +158,7 @@ class ShardedModel(nn.Module):
         old = self.engine
         old.dissolve()
         self.engine = Engine(self.module, old.ranks, self.sharding, old.settings, undivided)
-        self.engine.auto_sync = old.auto_sync
+        self.engine.passes.auto_sync = old.passes.auto_sync
         self.engine.ownership = old.ownership
 
     @property
@@ -195,15 +195,15 @@ class ShardedModel(nn.Module):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, gradients add up locally; the next backward outside averages them all."""
-        before, self.engine.auto_sync = self.engine.auto_sync, False
+        before, self.engine.passes.auto_sync = self.engine.passes.auto_sync, False
         try:
             yield
         finally:
-            self.engine.auto_sync = before
+            self.engine.passes.auto_sync = before
 
     def synchronize_gradients(self) -> None:
         """Averages the gradients over the ranks now; for ``auto_sync=False``."""
-        self.engine.synchronize()
+        self.engine.passes.synchronize()
 
     @contextlib.contextmanager
     def gradients_are_final(self) -> Iterator[None]:
@@ -211,15 +211,15 @@ class ShardedModel(nn.Module):
 
         Elsewhere gradients that are put in by hand are averaged over the ranks at the step.
         """
-        with self.engine.hand_made.final():
+        with self.engine.gradients.hand_made.final():
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients, or makes them zero."""
         if set_to_none:
-            self.engine.clear_gradients()
+            self.engine.gradients.clear()
         else:
-            self.engine.zero_gradients(list(self.module.parameters()), set_to_none=False)
+            self.engine.gradients.zero(list(self.module.parameters()), set_to_none=False)
 
     def clip_grad_norm_(
         self,
@@ -232,11 +232,12 @@ class ShardedModel(nn.Module):
 
         As `torch.nn.utils.clip_grad_norm_`; ``foreach`` makes no difference.
         """
-        return self.engine.clip_norm(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        gradients = self.engine.gradients
+        return gradients.clip_norm(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def clip_grad_value_(self, clip_value: float, foreach: bool | None = None) -> None:
         """Clamps every element of the gradients; ``foreach`` makes no difference."""
-        self.engine.clip_value(clip_value)
+        self.engine.gradients.clip_value(clip_value)
 
     # Parameters -------------------------------------------------------------------------
 
@@ -249,7 +250,7 @@ class ShardedModel(nn.Module):
     @contextlib.contextmanager
     def whole_parameters(self, *, keep_changes: bool) -> Iterator[None]:
         """All parameters whole on every rank, whoever holds which part of them."""
-        with self.engine.full_parameters(keep_changes=keep_changes):
+        with self.engine.parameters.full(keep_changes=keep_changes):
             yield
 
     @contextlib.contextmanager
@@ -266,13 +267,13 @@ class ShardedModel(nn.Module):
 
     def gradient_shard(self, name: str) -> Tensor | None:
         """This rank's part of a parameter's averaged gradient, flat; None if it has none."""
-        return self.engine.gradient_shard(name)
+        return self.engine.gradients.shard(name)
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         """Every parameter's averaged gradient, whole; all ranks walk through them together."""
-        self.engine.adopt_gradients()
+        self.engine.gradients.adopt()
         for name, parameter in self.module.named_parameters():
-            shard = self.engine.gradient_shard(name)
+            shard = self.engine.gradients.shard(name)
             if shard is None:
                 yield name, None
             else:
@@ -285,7 +286,7 @@ class ShardedModel(nn.Module):
         A forward in training begins with it. Call it where ranks look at buffers that the last
         forward has changed, as before each rank evaluates its part of the data.
         """
-        self.engine.share_buffers()
+        self.engine.passes.share_buffers()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's full state under its own names; every rank calls it.
@@ -293,7 +294,7 @@ class ShardedModel(nn.Module):
         Where everything is replicated (``ddp``) nothing is exchanged, so that a rank may call it
         alone; buffers are this rank's then, and rank 0's are the ones that count.
         """
-        self.engine.check_steps()
+        self.engine.steps.check()
         if self.is_part or self.sharding.optimizer:
             self.synchronize_buffers()
         with self.whole_parameters(keep_changes=False):
@@ -315,7 +316,7 @@ class ShardedModel(nn.Module):
         with self.full_parameters():
             outcome = self.module.load_state_dict(state_dict, strict=strict)
         if not outcome.missing_keys:
-            self.engine.mend()
+            self.engine.steps.mend()
         return outcome
 
     # What this rank holds ---------------------------------------------------------------
@@ -336,7 +337,7 @@ class ShardedModel(nn.Module):
             MismatchError: If the ranks do not train alike, or have drifted apart.
         """
         self.engine.progress.compare(self.all_ranks)
-        self.engine.check_replicas(doing)
+        self.engine.replicas.check(doing)
 
     def split_of(self, name: str) -> Split | None:
         """Which part of a full parameter the module has; None for all of it."""
@@ -347,9 +348,8 @@ class ShardedModel(nn.Module):
 
         Between them the ranks hold every element, some perhaps several times.
         """
-        if any(group.exposed is not None for group in self.engine.groups):
-            raise ShoalError("parameters may change inside of full_parameters(): leave it first")
-        self.engine.adopt_changes("looking at what each rank holds")
+        self.engine.parameters.check_concealed("parameters may change")
+        self.engine.parameters.adopt_changes("looking at what each rank holds")
         for group in self.engine.groups:
             low, high = group.master_bounds
             for slot in group.layout.slots:
@@ -363,7 +363,7 @@ class ShardedModel(nn.Module):
     @contextlib.contextmanager
     def receiving(self) -> Iterator[None]:
         """Inside, what `held` gives may be written to; afterwards every rank has the new values."""
-        with torch.no_grad(), self.engine.stepping(list(self.module.parameters())):
+        with torch.no_grad(), self.engine.parameters.stepping(list(self.module.parameters())):
             yield
 
     def describe(self) -> str:

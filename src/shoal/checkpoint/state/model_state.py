@@ -52,7 +52,7 @@ def held_parameters(model: nn.Module) -> Iterator[Held]:
 def check_steps(model: nn.Module) -> None:
     """Raises for a model whose last step has stopped half-way."""
     if isinstance(model, ShardedModel):
-        model.engine.check_steps()
+        model.engine.steps.check()
 
 
 def check_has_memory(model: nn.Module) -> None:

@@ -1,13 +1,13 @@
 """Finds replicas that have drifted apart, whatever the reason, and names the first parameter.
 
 Parameters that every rank holds, and gradients that were averaged, are the same on every rank to
-the bit, unless somebody edits them on one rank, or steps them there. Now and then the ranks compare
+the bit, unless a user edits or steps them on one rank only. Now and then the ranks compare
 a fingerprint of each: one pass over the memory, and one small collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,8 +16,11 @@ from shoal.comm import Backend
 from shoal.comm.agreement import by_rank
 from shoal.comm.operation import AllGather
 from shoal.errors import MismatchError
+from shoal.strategies.consistency.progress import Progress
+from shoal.strategies.consistency.rounds import Vote
 from shoal.strategies.engine.flat_group import FlatGroup, Residence
 from shoal.strategies.gradients.group_gradients import GroupGradients
+from shoal.strategies.ranks import Ownership
 from shoal.torch_support.checksum import checksum
 
 CHECK_EVERY = 100
@@ -70,8 +73,8 @@ def replicated_tensors(
     for own in gradients:
         whole = None if own.is_sharded else own.held()
         if whole is not None:
-            for place, slot in enumerate(own.group.layout.slots):
-                part = whole[slot.start : slot.stop] if place in own.used else None
+            for index, slot in enumerate(own.group.layout.slots):
+                part = whole[slot.start : slot.stop] if index in own.used else None
                 averaged[GRADIENT_OF + slot.name] = part
     # Ranks that hold parts of other sizes may have them in another order.
     return dict(sorted(parameters.items())) | dict(sorted(averaged.items()))
@@ -102,3 +105,45 @@ def check(group: Backend, held: Held, doing: str) -> None:
             "depends on the rank or on its own batch, or a step made by something else than "
             "the wrapped optimizer. Do the same on every rank, or load a checkpoint."
         )
+
+
+class ReplicaCheck:
+    """The comparisons of one model's replicas; see [Note: ranks that train alike]."""
+
+    def __init__(
+        self,
+        groups: Sequence[FlatGroup],
+        gradients: Sequence[GroupGradients],
+        backend: Backend,
+        progress: Progress,
+        ownership: Callable[[], Ownership],
+        every: int,
+    ) -> None:
+        """Compares over ``backend`` before every so many-th step; 0 for never."""
+        self._groups, self._gradients, self._backend = groups, gradients, backend
+        self._progress, self._ownership, self._every = progress, ownership, every
+
+    def check_step(self, number: int) -> None:
+        """Before an optimizer's step ``number``: the ranks must have done the same so far.
+
+        Raises:
+            MismatchError: Otherwise.
+        """
+        for axis in self._ownership().axes:
+            Vote.cast(axis, self._progress, "the beginning of optimizer.step()")
+        if is_due(number, self._every):
+            self._compare(self._gradients, "optimizer.step()")
+
+    def check(self, doing: str) -> None:
+        """Compares the parameters that every rank holds; ``doing`` is said in the error."""
+        if self._every:
+            self._compare([], doing)
+
+    def _compare(self, gradients: Sequence[GroupGradients], doing: str) -> None:
+        if differing(self._backend, replicated_buffers(self._groups, gradients), doing):
+            check(self._backend, replicated_tensors(self._groups, gradients), doing)
+        copies = self._ownership().copies
+        if copies:  # the last axis is that of layers which are split
+            held = replicated_tensors(self._groups, gradients)
+            copied = [n for n in held if copies.get(n.removeprefix(GRADIENT_OF), 1) > 1]
+            check(self._ownership().axes[-1], {name: held[name] for name in copied}, doing)

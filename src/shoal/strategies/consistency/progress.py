@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from shoal.comm import Backend
@@ -22,6 +23,7 @@ Facts = Mapping[str, str]
 """What must be the same on every rank, by what it is called in an error message."""
 
 NUM_WORDS = 3
+_MOST_EDITS = 1 << 62  # as many bits as a header has room for
 _STEPS = "the number of steps of "
 _EDITS = "what was done to averaged gradients"
 
@@ -53,15 +55,20 @@ class Progress:
         self._known: tuple[Facts, ...] = ()
         self._fingerprint = 0
         self._is_told = False
-        self._edits: Callable[[], int] = lambda: 0
+        self._edits = self._num_edited_steps = 0
 
     def follow(self, stepper: Stepper) -> None:
         """One more optimizer steps this model."""
         self._steppers.append(stepper)
 
-    def follow_edits(self, edits: Callable[[], int]) -> None:
-        """``edits`` sums up what users did to gradients; see [Note: edits of gradients]."""
-        self._edits = edits
+    def note_edit(self, edit: str) -> None:
+        """A user has changed a gradient; see [Note: edits of gradients]."""
+        number = zlib.crc32(f"{self._num_edited_steps} {edit}".encode())
+        self._edits = (self._edits + number) % _MOST_EDITS
+
+    def note_step(self) -> None:
+        """A step is over: an edit before it is another than the same edit after it."""
+        self._num_edited_steps += 1
 
     def words(self) -> tuple[int, int, int]:
         """The number of all steps, a fingerprint of all options, and edits, for a header."""
@@ -69,7 +76,7 @@ class Progress:
         if facts != self._known:
             self._known, self._fingerprint = facts, _fingerprint(facts)
         num_steps = sum(stepper.num_steps for stepper in self._steppers)
-        return num_steps, self._fingerprint, self._edits()
+        return num_steps, self._fingerprint, self._edits
 
     def _all_facts(self) -> dict[str, str]:
         """Steps first: a rank that left one out may have other options for that reason."""
@@ -79,7 +86,7 @@ class Progress:
             name = f"optimizer {number}" if len(self._steppers) > 1 else "the optimizer"
             counts[_STEPS + name] = str(stepper.num_steps)
             options |= {f"{fact} of {name}": value for fact, value in stepper.facts().items()}
-        return counts | options | {_EDITS: f"#{self._edits():08x}"}
+        return counts | options | {_EDITS: f"#{self._edits:08x}"}
 
     def compare(self, group: Backend) -> None:
         """Compares everything; all ranks of the group call it.

@@ -3,7 +3,7 @@
 [Note: torn parameters]
 Where ranks write into memory that others read, they meet before anybody writes and again when
 everybody has written. A rank that fails in between leaves parameters of which some are old and
-some new. Whoever survives it must not go on with them: forward refuses.
+some new. The surviving ranks must not go on with them: forward refuses.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from shoal.comm.operation import AllGather
 from shoal.comm.shm.copying import copy
 from shoal.errors import ShoalError
 from shoal.strategies.consistency.progress import Progress
-from shoal.strategies.consistency.voting import Vote
-from shoal.strategies.engine.common_changes import CommonChanges
+from shoal.strategies.consistency.rounds import Vote
+from shoal.strategies.engine.common_memory import CommonChanges
 from shoal.strategies.engine.flat_group import FlatGroup, Residence
 
 
@@ -30,45 +30,43 @@ class Steps:
     def __init__(self, groups: Sequence[FlatGroup], backend: Backend, progress: Progress) -> None:
         """``backend`` are the ranks that the memory is divided among.
 
-        It carries the reductions of gradients too, so that a rank that leaves out a step meets the
-        others there at the latest, and both are named.
+        It carries the reductions of gradients too, so that a rank that leaves out a step is found
+        at the next reduction, and the error names both.
         """
         self._groups, self._backend, self._progress = groups, backend, progress
         self.is_torn = False
-        self._common = CommonChanges(groups)
-        is_replicated = [group.residence is Residence.REPLICATED for group in groups]
+        common = [group for group in groups if group.is_common]
+        self._common = CommonChanges(common) if common else None
         self._divided = [
             group
-            for group, is_whole in zip(groups, is_replicated, strict=True)
-            if is_whole and group.owns_part and backend.size > 1
+            for group in groups
+            if group.residence is Residence.REPLICATED and group.owns_part and backend.size > 1
         ]
         self._others = [self._reach(group) for group in self._divided]
+        self.is_direct = self._common is not None or any(self._others)
+        """Whether ranks read or write memory of others."""
 
     def _reach(self, group: FlatGroup) -> list[Tensor]:
-        """Everybody's whole, where ranks can read each other's; or nothing."""
+        """The wholes of all ranks, where ranks can read each other's; or nothing."""
         if not self._backend.shares_memory or not group.whole.is_cpu or not group.whole.numel():
             return []
         return self._backend.reach(group.whole) or []
 
-    @property
-    def _is_direct(self) -> bool:
-        """Whether ranks read or write memory of others."""
-        return bool(self._common) or any(self._others)
-
     def meet(self, doing: str) -> None:
-        """Nobody goes on while another still reads or writes what is shared.
+        """No rank goes on while another still reads or writes what is shared.
 
-        ``doing`` is what the ranks are at, in words.
+        ``doing`` is what the ranks are doing, in words.
         """
-        if self._is_direct:
+        if self.is_direct:
             Vote.cast(self._backend, self._progress, doing)
 
     def begin_forward(self, *, is_training: bool) -> None:
-        """Ranks that share parameters call the model equally often, as all that shard them.
+        """Ranks that share parameters must call the model equally often, as where they gather.
 
         A forward with gradients is counted, and compared at the step.
         """
-        if not self._common:
+        self.check()
+        if self._common is None:
             return
         if is_training:
             self._common.num_calls += 1
@@ -80,15 +78,15 @@ class Steps:
 
         See [Note: changes of common memory].
         """
-        if self._common and self._common.compare(self._backend, what):
+        if self._common is not None and self._common.compare(self._backend, what):
             if keep_changes:
                 self._common.keep()
             self.meet(f"{what}, changes kept")
             self._common.drop()
 
     def begin_writing(self, what: str, *, keep_changes: bool = True) -> None:
-        """Everybody is here and nobody computes: what is shared may be written to."""
-        if self._common:
+        """All ranks are here and none computes: what is shared may be written to."""
+        if self._common is not None:
             self.adopt_common(what, keep_changes=keep_changes)
         else:
             self.meet(what)
@@ -114,13 +112,13 @@ class Steps:
     def taking(self) -> Iterator[None]:
         """Around the optimizer's own step."""
         self.begin_writing("optimizer.step()")
-        self.is_torn = self._is_direct
+        self.is_torn = self.is_direct
         yield
         for group in self._groups:
             group.refresh()
         self.meet("the end of optimizer.step()")
         self._spread()
-        if any(self._others):  # nobody changes what another still reads
+        if any(self._others):  # no rank changes what another still reads
             self.meet("the end of optimizer.step(), everything read")
         self.is_torn = False
 

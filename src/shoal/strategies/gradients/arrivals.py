@@ -18,8 +18,8 @@ class Arrivals:
     """The hooks of one engine."""
 
     def __init__(self, tell: Callable[[int, int], None]) -> None:
-        """``tell``: a method that is given the group and the place in it."""
-        # Python's collector cannot see the way from a parameter to its hooks.
+        """``tell``: a method that is given a parameter's group and its index there."""
+        # Python's collector does not follow references from a parameter to its hooks.
         self._tell = weakref.WeakMethod(tell)
         self._hooks: list[tuple[dict[int, Any], int, dict[str, Any]]] = []
         self.are_stepped = False
@@ -28,20 +28,20 @@ class Arrivals:
     def watch(self, gradients: GroupGradients) -> list[Any]:
         """Hangs a hook on each parameter of a group that may ever have a gradient."""
         return [
-            self._hang_on(parameter, gradients.group.index, place)
-            for place, parameter in enumerate(gradients.group.parameters)
+            self._hang_on(parameter, gradients.group.index, index)
+            for index, parameter in enumerate(gradients.group.parameters)
             if parameter.is_floating_point() or parameter.is_complex()
         ]
 
-    def _hang_on(self, parameter: nn.Parameter, index: int, place: int) -> Any:
+    def _hang_on(self, parameter: nn.Parameter, group: int, index: int) -> Any:
         was_trainable = parameter.requires_grad
-        # The hook can only be hung on what wants gradients, and it may want some later.
+        # A hook can only be hung on a parameter that is trainable, and it may become so later.
         parameter.requires_grad_(True)
         owner = self._tell
 
         def arrived(_: Tensor) -> None:
             if (tell := owner()) is not None:
-                tell(index, place)
+                tell(group, index)
 
         arrived.owner = owner  # type: ignore[attr-defined]
         handle = parameter.register_post_accumulate_grad_hook(arrived)
@@ -50,8 +50,8 @@ class Arrivals:
         parameter.requires_grad_(was_trainable)
         return handle
 
-    def let_others_go_first(self) -> None:
-        """Hooks that users hung on parameters see gradients before they are taken away."""
+    def run_last(self) -> None:
+        """Puts our hooks behind those of users, which see gradients before they are collected."""
         self.are_stepped = False
         for hooks, own, attributes in self._hooks:
             if _OPTIMIZERS in attributes:
@@ -61,7 +61,7 @@ class Arrivals:
 
 
 def is_watched(parameter: nn.Parameter) -> bool:
-    """Whether some engine that is still there has a hook on it."""
+    """Whether the hook of an engine that still exists is on it."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     owners = [getattr(hook, "owner", None) for hook in hooks.values()]
     return any(owner is not None and owner() is not None for owner in owners)

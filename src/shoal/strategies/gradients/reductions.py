@@ -1,20 +1,145 @@
-"""When the gradients of which group are averaged: in the agreed order, a few at a time."""
+"""Reductions of gradients: what one is, and in which order those of a model run.
+
+[Note: who used what]
+In plain PyTorch a parameter that took no part in the loss has no gradient and is not stepped.
+With ranks it counts if any rank used it. Which ones a rank used rides in the header of the
+reduction, as bits, so that knowing it costs nothing.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from shoal.comm import Backend
+from torch import Tensor
+
+from shoal.comm import Backend, ReduceOp, Work
+from shoal.comm.operation import AllReduce, Operation, Payload, ReduceScatter
+from shoal.comm.operation.header import Header
 from shoal.strategies.consistency.progress import Progress
-from shoal.strategies.consistency.voting import Vote
-from shoal.strategies.engine.rounds import Round
-from shoal.strategies.gradients.group_gradients import GroupGradients
+from shoal.strategies.consistency.rounds import Round, Vote
+
+if TYPE_CHECKING:
+    from shoal.strategies.gradients.group_gradients import GroupGradients
 
 # Gradients whose reduction is under way take memory: one on the wire, one about to follow. Where
 # ranks do the work themselves instead of a thread, more of them even out who is ahead of whom.
 _MOST_IN_FLIGHT = 2
 _MOST_IN_FLIGHT_DIRECTLY = 5
+
+_BITS = 62
+
+
+class Flags:
+    """Numbers that this rank names, and once the headers are known those that any rank names."""
+
+    def __init__(self, named: set[int], count: int) -> None:
+        """``named``: numbers below ``count``."""
+        words = [0] * (-(-count // _BITS))
+        for number in named:
+            words[number // _BITS] |= 1 << (number % _BITS)
+        self.words = tuple(words)
+        self.union: set[int] = set()
+        self._all = set(range(count)) if len(named) == count else None
+
+    def unite(self, headers: Sequence[Header]) -> None:
+        """Learns from all headers what any rank names."""
+        if self._all is not None:
+            self.union = self._all
+            return
+        for word in range(len(self.words)):
+            union = 0
+            for header in headers:
+                union |= header.meta[word]
+            self.union |= {word * _BITS + bit for bit in range(_BITS) if union >> bit & 1}
+
+
+class Flagged(Operation):
+    """An operation in whose headers flags are united."""
+
+    flags: Flags
+
+    def carry(self, flags: Flags) -> None:
+        """The operation's headers are flags."""
+        self.meta, self.flags = flags.words, flags
+
+    def prepare(self, headers: Sequence[Header], rank: int) -> Payload:
+        """Reads the flags."""
+        self.flags.unite(headers)
+        return super().prepare(headers, rank)  # type: ignore[safe-super]
+
+
+class _FlaggedAllReduce(Flagged, AllReduce):
+    """An average that every rank has whole."""
+
+
+class _FlaggedReduceScatter(Flagged, ReduceScatter):
+    """An average of which every rank has its part."""
+
+
+class Reduction:
+    """One average of a group's gradients over some ranks; see [Note: who used what].
+
+    Example:
+        >>> reduction = Reduction(AllReduce(...), used, len(parameters))
+        >>> reduction.start(backend)
+        >>> average = reduction.finish()
+        >>> used = reduction.used
+    """
+
+    def __init__(self, operation: Flagged, used: set[int], count: int) -> None:
+        """``used``: the indices, below ``count``, of parameters that this rank used."""
+        operation.carry(Flags(used, count))
+        self._operation = operation
+        self._work: Work[Tensor] | None = None
+
+    @classmethod
+    def to_all(cls, whole: Tensor, used: set[int], count: int) -> Reduction:
+        """Replaces ``whole`` by the average, on every rank."""
+        return cls(_FlaggedAllReduce(whole, ReduceOp.AVERAGE), used, count)
+
+    @classmethod
+    def to_parts(
+        cls,
+        whole: Tensor,
+        out: Tensor | None,
+        sizes: Sequence[int],
+        position: tuple[int, int],
+        used: set[int],
+        count: int,
+    ) -> Reduction:
+        """Gives every rank its part of the average, in ``out`` if there is one.
+
+        ``position`` is the rank among how many; ``sizes`` are the lengths of all parts.
+        """
+        operation = _FlaggedReduceScatter(whole, ReduceOp.AVERAGE, out, sizes, position)
+        return cls(operation, used, count)
+
+    def start(self, backend: Backend, what: str) -> None:
+        """Averages in the background; ``what`` is said in errors."""
+        self._operation.signature += what
+        self._work = backend.post(self._operation)
+
+    def is_done(self) -> bool:
+        """Whether `finish` would not wait."""
+        assert self._work is not None
+        return self._work.is_done()
+
+    def finish(self) -> Tensor:
+        """Waits for the average."""
+        assert self._work is not None
+        return self._work.wait()
+
+    def run(self, backend: Backend, what: str) -> None:
+        """Averages now."""
+        self._operation.signature += what
+        backend.run(self._operation)
+
+    @property
+    def used(self) -> set[int]:
+        """Indices of parameters that any rank used, once it is finished."""
+        return self._operation.flags.union
 
 
 class Reductions:
@@ -48,7 +173,7 @@ class Reductions:
         self._complete.clear()
 
     def completed(self, index: int) -> None:
-        """A group's gradients are all there: sends off what is complete and has its turn."""
+        """A group's gradients are all there: starts what is complete and has its turn."""
         self._complete.add(index)
         while (following := self._round.following()) in self._complete:
             assert following is not None

@@ -8,9 +8,9 @@ keep it even then: autograd must not save the memory of a parameter that will so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -32,12 +32,21 @@ _HARMLESS = frozenset(
 )  # fmt: skip
 
 
+class Gatherer(Protocol):
+    """What brings the values of absent parameters."""
+
+    def need(self, group: FlatGroup) -> None:
+        """Has the group's parameters here when it returns."""
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """Around one use of a parameter whose memory autograd must not save."""
+
+
 class AbsentParameter(nn.Parameter):
     """A parameter whose values are on other ranks right now; see [Note: absent parameters]."""
 
     _group: FlatGroup
-    _appear: Callable[[], None]
-    _using: Callable[[], AbstractContextManager[Any]]
+    _gatherer: Gatherer
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saved as what it is for users: a parameter with values."""
@@ -61,20 +70,35 @@ class AbsentParameter(nn.Parameter):
                 return func(*args, **keywords)  # type: ignore[operator]
         absent = list(_absent_among((args, keywords)))
         groups = [parameter._group for parameter in absent]
-        for group in groups:  # one that comes must not send another away
+        for group in groups:  # gathering one must not free another
             group.pins += 1
         try:
             for parameter in absent:
-                if isinstance(parameter, AbsentParameter):  # still: it may have come with another
-                    parameter._appear()
+                if isinstance(parameter, AbsentParameter):  # not if it was gathered with another
+                    parameter._gatherer.need(parameter._group)
             watched = [parameter for parameter in absent if type(parameter) is AbsentParameter]
             if not watched:
                 return func(*args, **keywords)  # type: ignore[operator]
-            with watched[0]._using(), torch._C.DisableTorchFunctionSubclass():
+            with watched[0]._gatherer.watching(), torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **keywords)  # type: ignore[operator]
         finally:
             for group in groups:
                 group.pins -= 1
+
+
+def make_absent(group: FlatGroup, gatherer: Gatherer) -> None:
+    """Gives the parameters of a group the class that knows when they are used."""
+    for parameter in group.parameters:
+        parameter.__class__ = AbsentParameter
+        parameter._group, parameter._gatherer = group, gatherer  # type: ignore[attr-defined]
+
+
+def make_plain(parameters: Sequence[nn.Parameter], classes: Sequence[type[nn.Parameter]]) -> None:
+    """Gives parameters their own classes back."""
+    for parameter, kind in zip(parameters, classes, strict=True):
+        if isinstance(parameter, AbsentParameter):
+            parameter.__class__ = kind  # type: ignore[assignment]
+            del parameter._group, parameter._gatherer
 
 
 def _asked(func: object) -> str:

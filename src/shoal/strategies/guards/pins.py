@@ -1,4 +1,4 @@
-"""Groups that stay while a module runs that may hold on to a view of them."""
+"""Groups that are not freed while a module runs that may reference a view of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.strategies.engine.flat_group import FlatGroup
 
 
 def pin_parents(root: nn.Module, group_of: Callable[[nn.Parameter], FlatGroup]) -> list[Any]:
-    """A module with parameters and children may hold on to a view of one across a child."""
+    """A module with parameters and children may keep a view of a parameter across a child."""
     handles = []
     for module in root.modules():
         own = {group.index: group for group in map(group_of, module.parameters(recurse=False))}
@@ -28,7 +28,7 @@ def pin_compiled(
     group_of: Callable[[nn.Parameter], FlatGroup],
     need: Callable[[FlatGroup], None],
 ) -> list[Any]:
-    """What `torch.compile` traces must not come and go: it is there before and stays meanwhile."""
+    """What `torch.compile` traces is gathered before and not freed meanwhile."""
     handles = []
     for module in root.modules():
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:

@@ -2,8 +2,8 @@
 
 [Note: late parameters]
 Memory and communication are laid out when a model is wrapped. A parameter that comes later, by
-itself or in a new layer, would be trained by each rank alone, and nobody would notice. So every
-forward with gradients looks for such: not at all names, but whether each module still has the very
+itself or in a new layer, would be trained by each rank alone, without a word. So every forward with
+gradients looks for late parameters: not at all names, but whether each module still has the very
 parameters and children it had, which takes a tenth of a microsecond each.
 """
 
@@ -29,18 +29,18 @@ class Roster:
 
     def _note(self) -> None:
         parts = list(self._module.modules())
-        self._places = [
-            place.values() for part in parts for place in (part._parameters, part._modules)
+        self._members = [
+            members.values() for part in parts for members in (part._parameters, part._modules)
         ]
-        self._members = self._present()
+        self._known = self._present()
 
     def _present(self) -> list[Any]:
-        return list(chain.from_iterable(self._places))
+        return list(chain.from_iterable(self._members))
 
     def check(self) -> None:
         """Raises if there is a parameter that was not there; see [Note: late parameters]."""
         present = self._present()
-        if len(present) == len(self._members) and all(map(is_, present, self._members)):
+        if len(present) == len(self._known) and all(map(is_, present, self._known)):
             return
         found = list(self._module.named_parameters())
         if not all(isinstance(parameter, nn.Parameter) for _, parameter in found):

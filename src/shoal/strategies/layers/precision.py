@@ -40,6 +40,7 @@ class Precision:
     def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None) -> None:
         """``compute_dtype``: None for the parameters' own."""
         self._dtype = compute_dtype
+        self.is_mixed = compute_dtype is not None
         layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
         self._exempt = {id(p) for layer in layers for p in layer.parameters()}
 

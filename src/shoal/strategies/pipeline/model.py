@@ -213,7 +213,7 @@ class PipelineParallelModel(ShardedModel):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The whole model's state under its own names, on every rank; all of them call it."""
-        self.engine.check_steps()
+        self.engine.steps.check()
         prefix = kwargs.pop("prefix", "")
         self.synchronize_buffers()
         with self.own_parameters(keep_changes=False):
@@ -251,7 +251,7 @@ class PipelineParallelModel(ShardedModel):
                 {key: value for key, value in state_dict.items() if key in own}, strict=False
             )
         if not missing:
-            self.engine.mend()
+            self.engine.steps.mend()
         return _IncompatibleKeys(missing, unexpected)
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor | None]]:

@@ -82,23 +82,23 @@ class Pipeline:
         own = ticks[self.stage.rank]
         is_split = any(tick.work is Pass.WEIGHTS for tick in own)
         waits = is_split or self.loans.lends_trainable(itinerary)
-        num_rounds = engine.num_rounds
-        with engine.batch_in_parts():
-            runner.run(own, averages=engine.auto_sync and not waits)
+        num_rounds = engine.passes.num_rounds
+        with engine.passes.batch_in_parts():
+            runner.run(own, averages=engine.passes.auto_sync and not waits)
         returned = self.loans.hand_back(itinerary)
         if returned:
             parameters, gradients = zip(*returned, strict=True)
             with self._model.no_sync():
                 torch.autograd.backward(parameters, gradients)
         # The last backward may also end in front of a frozen chunk, or have nothing to begin with.
-        if engine.auto_sync and engine.num_rounds == num_rounds:
-            engine.average_late()
+        if engine.passes.auto_sync and engine.passes.num_rounds == num_rounds:
+            engine.passes.average_late()
 
     def _call(self, batches: Sequence[MicroBatch], number: int) -> Any:
         return call_module(self.stage.module, self.stage.module, batches[number].inputs)
 
     def _watch(self, tensors: Sequence[Tensor]) -> None:
-        self._model.engine.expect_backward(tensors)
+        self._model.engine.passes.expect_backward(tensors)
 
     # Ways ---------------------------------------------------------------------------------------
 

@@ -102,14 +102,14 @@ def _foreach_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     dtype = given.get("dtype")
     _check_averaged(tensors)
     norms: list[Any] = [None] * len(tensors)
-    for places in _by_owners(tensors):
-        chosen = [tensors[place] for place in places]
+    for indices in _by_owners(tensors):
+        chosen = [tensors[index] for index in indices]
         if isinstance(chosen[0], PartTensor):
             found = _norms(chosen, order, "norm")
         else:
             found = list(torch._foreach_norm(chosen, order))
-        for place, norm in zip(places, found, strict=True):
-            norms[place] = norm.to(dtype or tensors[place].dtype.to_real())
+        for index, norm in zip(indices, found, strict=True):
+            norms[index] = norm.to(dtype or tensors[index].dtype.to_real())
     return norms
 
 
@@ -122,11 +122,11 @@ def _check_averaged(tensors: Sequence[Tensor]) -> None:
 
 
 def _by_owners(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Places of tensors whose parts the same ranks hold; of plain ones, too."""
+    """Indices of tensors whose parts the same ranks hold; of plain ones, too."""
     groups: dict[int, list[int]] = {}
-    for place, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors):
         owners = tensor.part.layout.owners() if isinstance(tensor, PartTensor) else None
-        groups.setdefault(id(owners), []).append(place)
+        groups.setdefault(id(owners), []).append(index)
     return list(groups.values())
 
 
@@ -185,19 +185,19 @@ def _are_alike(left: Tensor, right: Tensor) -> bool:
 
 
 def _unscale(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """What torch's ``GradScaler`` asks for: ranks agree whether any gradient is not finite."""
+    """What torch's ``GradScaler`` asks for: all ranks learn whether any gradient is not finite."""
     gradients, found, inverse = args
     values = [each.part.values() if isinstance(each, PartTensor) else each for each in gradients]
     present = [each for each in values if each.numel()]
     if present:
         func(present, found, inverse)
-    for places in _by_owners(gradients):
-        first = gradients[places[0]]
+    for indices in _by_owners(gradients):
+        first = gradients[indices[0]]
         if isinstance(first, PartTensor):
-            _agree(first, found, inverse)
+            _check_scales(first, found, inverse)
 
 
-def _agree(gradient: PartTensor, found: Tensor, inverse: Tensor) -> None:
+def _check_scales(gradient: PartTensor, found: Tensor, inverse: Tensor) -> None:
     what = "unscale_ of gradients, by a GradScaler"
     numbers = torch.stack([found.double(), inverse.double(), -inverse.double()]).flatten()
     owners = gradient.part.layout.everybody()

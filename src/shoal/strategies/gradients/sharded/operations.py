@@ -2,7 +2,7 @@
 
 [Note: element by element]
 An operation that torch tags as pointwise, or that only fills and copies, needs no more than this
-rank's elements, if its other operands are gradients that are cut in the same places, numbers, or
+rank's elements, if its other operands are gradients that are cut alike, numbers, or
 whole tensors of which the same elements can be taken. So do the foreach forms of these, index by
 index.
 """
@@ -84,9 +84,9 @@ def _can_be_local(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
 def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """What the operation writes to."""
     names = [arg for arg in func._schema.arguments if arg.alias_info and arg.alias_info.is_write]
-    places = {arg.name: place for place, arg in enumerate(func._schema.arguments)}
+    indices = {arg.name: index for index, arg in enumerate(func._schema.arguments)}
     found = [
-        args[places[arg.name]] if places[arg.name] < len(args) else kwargs[arg.name]
+        args[indices[arg.name]] if indices[arg.name] < len(args) else kwargs[arg.name]
         for arg in names
     ]
     return [each for each in tree_leaves(found) if isinstance(each, Tensor)]
@@ -215,7 +215,7 @@ def _on_wholes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     def whole(leaf: Any) -> Any:
         if not isinstance(leaf, PartTensor):
             return leaf
-        # What is only written to, and held already, need not be gathered for it.
+        # What is only written to, and was gathered already, need not be gathered again.
         is_here = id(leaf) in changed and leaf.part.is_kept
         found = leaf.part.here() if is_here else leaf.part.whole(func.__name__)
         given[id(found)] = leaf

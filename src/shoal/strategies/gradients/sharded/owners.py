@@ -3,19 +3,18 @@
 [Note: numbers of gradients]
 A number that is computed from a gradient (a norm, a sum) is put together from what each rank
 computes of its part. All ranks exchange these in one message, whether they hold anything or not,
-and combine them in the order of the ranks, so that everybody has the same bits.
+and combine them in the order of the ranks, so that all have the same bits.
 
 [Note: edits of gradients]
 A rank changes its own elements of an averaged gradient, so every rank must do the same to it, with
 the same numbers. Nothing is communicated for that. So what was done is summed up as it happens: the
 operation, numbers, a checksum of plain tensors (on a CPU), and gradients that were dropped. The sum
 rides with the votes and is compared there. Inside of a step the order does not count: ranks may go
-different ways about the same edit, if one of them holds on to what was gathered for it.
+different ways about the same edit, if a user of one of them references what was gathered for it.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,13 +25,11 @@ from torch import Tensor, nn
 from shoal.comm import Backend
 from shoal.comm.operation import AllGather
 from shoal.errors import ShoalError
+from shoal.strategies.consistency.progress import Progress
 from shoal.strategies.ranks import Ownership
 
 if TYPE_CHECKING:
     from shoal.strategies.gradients.sharded.part import GradientPart
-
-
-_MOST_EDITS = 1 << 62  # as many bits as a header has room for
 
 
 @dataclass(frozen=True)
@@ -59,28 +56,25 @@ class GradientOwners:
     def __init__(
         self,
         module: nn.Module,
-        shards: Backend | None,
+        shard_group: Backend | None,
         ownership: Callable[[], Ownership],
+        progress: Progress,
     ) -> None:
-        """``shards``: the ranks that gradients are divided among; None where all are whole."""
-        self._module, self._shards, self._ownership = module, shards, ownership
+        """``shard_group``: ranks that gradients are divided among; None where all are whole."""
+        self._module, self._shard_group = module, shard_group
+        self._ownership, self._progress = ownership, progress
         self.kept: list[GradientPart] = []
-        """Parts whose whole somebody may still write to; see [Note: gathered gradients]."""
-        self.edits = 0
-        """What users did to gradients, as a number; see [Note: edits of gradients]."""
-        self._num_steps = 0
+        """Parts whose whole users may still write to; see [Note: gathered gradients]."""
 
     def note(self, edit: str) -> None:
-        """A user has changed a gradient."""
-        self.edits = (self.edits + zlib.crc32(f"{self._num_steps} {edit}".encode())) % _MOST_EDITS
-
-    def note_step(self) -> None:
-        """What is done to gradients before a step is not what is done after it."""
-        self._num_steps += 1
+        """A user has changed a gradient; see [Note: edits of gradients]."""
+        # Ranks that hold other layers, or parts of them, do other things to what they hold.
+        if not self._ownership().axes:
+            self._progress.note_edit(edit)
 
     def gather(self, values: Tensor, what: str) -> Tensor:
         """The parts of all ranks in a row; all of them call it."""
-        return values if self._shards is None else _gathered(self._shards, values, what)
+        return values if self._shard_group is None else _gathered(self._shard_group, values, what)
 
     def combine(self, numbers: Tensor, names: Sequence[str], how: Combination, what: str) -> Tensor:
         """Numbers of parts, one for each named parameter, become those of whole gradients.
@@ -94,8 +88,8 @@ class GradientOwners:
                 "number would not be the whole model's. Use model.clip_grad_norm_ or "
                 "clip_grad_value_ to clip, and model.full_gradients() on every rank to look at all"
             )
-        if self._shards is not None:
-            numbers = how.of_rows(_gathered(self._shards, numbers[None], what))
+        if self._shard_group is not None:
+            numbers = how.of_rows(_gathered(self._shard_group, numbers[None], what))
         for axis in ownership.axes:
             if axis.size > 1:
                 numbers = self._over_axis(axis, numbers, names, how, what)
@@ -113,7 +107,7 @@ class GradientOwners:
 
     def largest_anywhere(self, numbers: Tensor, what: str) -> Tensor:
         """The largest that any rank has which holds something of the model."""
-        axes = [] if self._shards is None else [self._shards]
+        axes = [] if self._shard_group is None else [self._shard_group]
         for axis in (*axes, *self._ownership().axes):
             if axis.size > 1:
                 numbers = _gathered(axis, numbers[None], what).amax(0)

@@ -2,8 +2,8 @@
 
 [Note: gathered gradients]
 What cannot be computed from parts is computed on the whole gradient, which is gathered for it.
-Views of that whole may be written to (``p.grad[0] = 0``). So the part keeps it while anybody else
-does, and takes its own elements over before they are used again.
+Views of that whole may be written to (``p.grad[0] = 0``). So the part keeps the whole while users
+reference it, and takes its own elements over before they are used again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.strategies.engine.lent import num_holders
+from shoal.strategies.engine.freed_memory import num_references
 from shoal.strategies.gradients.sharded.owners import GradientOwners
 
 
@@ -30,7 +30,7 @@ class PartLayout:
         name: The parameter's.
         shape: The parameter's.
         cuts: Where each rank's elements begin in the flattened gradient, and its length.
-        rank: This rank's place among them.
+        rank: This rank's index among them.
         owners: The ranks. They belong to the model, which must not live as long as a gradient.
     """
 
@@ -71,19 +71,19 @@ class PartLayout:
 class Source(Protocol):
     """Where gradients of several parameters are."""
 
-    def part(self, place: int) -> Tensor:
+    def part(self, index: int) -> Tensor:
         """This rank's elements of one of them."""
 
-    def check_averaged(self, places: Collection[int]) -> None:
+    def check_averaged(self, indices: Collection[int]) -> None:
         """Raises if some are not averaged over the ranks yet."""
 
 
 class GradientPart:
     """This rank's elements of one gradient, flat, and what was gathered of the others'."""
 
-    def __init__(self, layout: PartLayout, source: Source, place: int) -> None:
-        """The elements are those of a parameter by its place, wherever they are now."""
-        self.layout, self._place = layout, place
+    def __init__(self, layout: PartLayout, source: Source, index: int) -> None:
+        """The elements are those of the parameter of that index, wherever they are now."""
+        self.layout, self._index = layout, index
         # It belongs to the model, which must not live as long as a gradient.
         self._source: weakref.ref[Source] | None = weakref.ref(source)
         self._own: Tensor | None = None
@@ -113,7 +113,7 @@ class GradientPart:
     def _find(self) -> Tensor:
         if self._own is not None:
             return self._own
-        return self._averaged_by().part(self._place)
+        return self._averaged_by().part(self._index)
 
     def _averaged_by(self) -> Source:
         source = None if self._source is None else self._source()
@@ -123,8 +123,8 @@ class GradientPart:
 
     @property
     def is_kept(self) -> bool:
-        """Whether somebody holds what was gathered, so that it must change with the part."""
-        return self._whole is not None and num_holders(self._whole) > 1
+        """Whether users reference what was gathered, so that it must change with the part."""
+        return self._whole is not None and num_references(self._whole) > 1
 
     @property
     def is_gathered(self) -> bool:
@@ -134,7 +134,7 @@ class GradientPart:
     def values(self) -> Tensor:
         """This rank's elements."""
         if self._own is None:
-            self._averaged_by().check_averaged((self._place,))
+            self._averaged_by().check_averaged((self._index,))
         self.settle()
         return self._find()
 
@@ -157,7 +157,7 @@ class GradientPart:
         if self._whole is None:
             self._whole = gathered
             owners.kept.append(self)
-        else:  # whoever holds it sees the new values
+        else:  # users who reference it see the new values
             self._whole.copy_(gathered)
 
     def here(self) -> Tensor:
@@ -166,11 +166,11 @@ class GradientPart:
         return whole.view(self.layout.shape)
 
     def settle(self) -> bool:
-        """Takes over what was written to the whole; returns whether it is still held."""
+        """Takes over what was written to the whole; returns whether users still reference it."""
         if self._whole is None:
             return False
         self._find().copy_(self._whole[self.layout.bounds])
-        if num_holders(self._whole) == 1:
+        if num_references(self._whole) == 1:
             self._whole = None
         return self._whole is not None
 
@@ -190,7 +190,7 @@ class GradientPart:
             self._whole.zero_()
 
     def forget(self) -> None:
-        """Lets go of what was gathered: the gradient is gone."""
+        """Drops what was gathered: the gradient is gone."""
         self._whole = None
 
 

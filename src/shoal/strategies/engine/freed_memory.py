@@ -1,13 +1,13 @@
-"""Memory of parameters that somebody still holds on to after it was let go of.
+"""Memory that parameters had, and that users still reference.
 
-[Note: lent memory]
-``q.data.copy_(p.data)`` asks for q's memory first and then for p's, and if that is in another
-group, q's has been let go of when it is written to. So a whole that was there outside of forward
-and backward, and is in somebody's hands when it is freed, is *lent*: what is written to it until
-the next step of an optimizer counts. After that it is old, and writing to it is an error: the
-values that it had are not the parameters' any more. Where ranks share memory it would still show
-the parameters. That code must also run where they do not, so the parameters get another view at
-the step, and writing to the old one is the same error.
+[Note: freed memory that users reference]
+``q.data.copy_(p.data)`` asks for q's memory first and then for p's, and if p is in another group,
+gathering it has freed q's whole by the time it is written to. So if users reference a whole when
+it is freed, and took it outside of forward and backward, what is written to it until the next step
+of an optimizer counts. After that step it is old, and writing to it is an error: its values are not
+the parameters' any more. Where ranks share memory, the old memory would still show the parameters.
+Code must behave alike with and without shared memory, so at a step the parameters get another view
+there, and writing to the old one is the same error.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from shoal.strategies.engine.flat_group import FlatGroup
 
 
-class Lent:
+class FreedWhole:
     """One whole of a group, and what was in it when it was freed."""
 
     def __init__(self, group: FlatGroup) -> None:
-        """The group has it still, and its parameters do not."""
+        """The group still has it, and its parameters do not."""
         self._group, self._whole = group, group.whole
         self._before = group.whole.clone()
         self.is_old = False
 
     @property
-    def is_held(self) -> bool:
-        """Whether somebody can still write to it."""
-        return num_holders(self._whole) > 1
+    def is_referenced(self) -> bool:
+        """Whether users can still write to it."""
+        return num_references(self._whole) > 1
 
     def adopt(self) -> bool:
         """Makes what was written to it count, and returns whether anything was."""
@@ -48,14 +48,14 @@ class Lent:
         self._before = now.clone()  # one error is enough
         if self.is_old:
             raise _written_late(self._group.names)
-        self._group.overwrite(is_new, now)
+        self._group.changes.overwrite(is_new, now)
         return True
 
 
-class OldView:
-    """A private view of common parameters that was in use up to a step, and is still held.
+class ReplacedView:
+    """A private view of common parameters that was in use up to a step, and is still referenced.
 
-    It shows what all ranks write as long as nobody writes to it; see [Note: private views].
+    It shows what all ranks write until it is written to itself; see [Note: private views].
     """
 
     def __init__(self, names: Sequence[str], view: PrivateView) -> None:
@@ -64,9 +64,9 @@ class OldView:
         self.is_old = True
 
     @property
-    def is_held(self) -> bool:
-        """Whether somebody can still write to it."""
-        return num_holders(self._view.memory) > 1
+    def is_referenced(self) -> bool:
+        """Whether users can still write to it."""
+        return num_references(self._view.memory) > 1
 
     def adopt(self) -> bool:
         """Raises if it was written to."""
@@ -76,7 +76,7 @@ class OldView:
         return False
 
 
-def num_holders(memory: Tensor) -> int:
+def num_references(memory: Tensor) -> int:
     """How many tensors there are in the same memory."""
     # One more counts for the object that stands for the memory in Python.
     count: int = torch._C._storage_Use_Count(memory.untyped_storage()._cdata)

@@ -1,4 +1,4 @@
-"""Forward-mode differentiation, where parameters are gathered in the middle of it."""
+"""Transforms of `torch.func` and forward-mode differentiation, around a call of the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal.errors import ShoalError
 
 
 def check_forward_mode(backend: Backend) -> None:
-    """Refuses what would fail in the middle, with words that name neither model nor strategy.
+    """Refuses forward mode where parameters are gathered: it would fail in torch, without advice.
 
     Inside of `torch.func.jvp` nothing can be copied into parameters. The level of
     `torch.autograd.forward_ad` is one for all threads of a process, and so for all ranks of it.
@@ -25,3 +25,9 @@ def check_forward_mode(backend: Backend) -> None:
             "while they are used: choose strategy 'ddp', 'zero1' or 'zero2', or 'zero3' over "
             "shared memory, where nothing is gathered"
         )
+
+
+def is_transforming() -> bool:
+    """Whether forward is inside of `torch.func.grad` or the like, which leaves no gradients."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(each.key() is not torch._C._functorch.TransformType.Vmap for each in stack)

@@ -1,4 +1,4 @@
-"""The C library's heap: what one step frees is kept for the next.
+"""The C library's allocator: what one training step frees is kept for the next.
 
 A training step takes and frees the same memory again and again. glibc gives free memory at the
 end of its heap back to the system, which must then clear every page anew. That took two

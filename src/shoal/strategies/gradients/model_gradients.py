@@ -1,0 +1,182 @@
+"""All gradients of a model, as users and optimizers ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from shoal.comm import Backend
+from shoal.errors import ShoalError
+from shoal.strategies.gradients.clipping import clip_norm, held_gradients, norm_like
+from shoal.strategies.gradients.group_gradients import GroupGradients
+from shoal.strategies.gradients.hand_made import HandMade
+from shoal.strategies.gradients.memory import BufferPool
+from shoal.strategies.gradients.sharded.owners import GradientOwners
+
+if TYPE_CHECKING:
+    from shoal.strategies.engine.engine import Engine
+
+
+class ModelGradients:
+    """The gradients of one model on one rank: a `GroupGradients` for each group."""
+
+    def __init__(self, engine: Engine, reduce_group: Backend, meeting: Backend) -> None:
+        """Nothing has arrived yet.
+
+        Args:
+            engine: Whose groups of parameters.
+            reduce_group: The ranks to average over.
+            meeting: The same ranks, where they meet for gradients outside of backward.
+        """
+        self._engine, self._meeting = engine, meeting
+        settings, shard_group = engine.settings, engine.shard_group
+        is_sharded = engine.sharding.gradients and shard_group.size > 1
+        pool = BufferPool(shard_group, engine.account)
+        self.owners = GradientOwners(
+            engine.module,
+            meeting if is_sharded else None,
+            lambda: engine.ownership,
+            engine.progress,
+        )
+        self.groups = [
+            GroupGradients(
+                group, pool, reduce_group, self.owners, is_sharded, settings.hides_gradients
+            )
+            for group in engine.groups
+        ]
+        self.hand_made = HandMade(self.groups, meeting, engine.ranks.replica_group)
+        self.num_averaged = 0
+        """How often there were averaged gradients after a reduction, on any rank and so on all."""
+        self._num_averaged_stepped = 0
+
+    def __iter__(self) -> Iterator[GroupGradients]:
+        """Group by group."""
+        return iter(self.groups)
+
+    def __getitem__(self, group: int) -> GroupGradients:
+        """Those of one group."""
+        return self.groups[group]
+
+    # Around reductions --------------------------------------------------------------------
+
+    def add_to(self) -> None:
+        """Before more is added: what users did so far counts."""
+        self.owners.settle()
+        self.hand_made.add_to()
+
+    def note_averaged(self) -> None:
+        """Gradients were averaged, if there were any."""
+        self.num_averaged += any(gradients.used for gradients in self.groups)
+
+    def note_stepped(self) -> None:
+        """An optimizer has used what there is."""
+        self._num_averaged_stepped = self.num_averaged
+
+    def show(self) -> None:
+        """Lets the parameters show what they have."""
+        for gradients in self.groups:
+            gradients.shown.show()
+        self.owners.refresh()
+
+    def adopt(self, num_averaged: int | None = None) -> None:
+        """What users did to gradients counts, and what they put in by hand is averaged.
+
+        Args:
+            num_averaged: What `num_averaged` was when this was last asked for; by default at the
+                last step. Where nothing was averaged since, all ranks meet; see [Note: by hand].
+        """
+        self.owners.settle()
+        seen = self._num_averaged_stepped if num_averaged is None else num_averaged
+        self.hand_made.average(is_due=self.num_averaged == seen)
+
+    def gather(self, num_averaged: int) -> None:
+        """Every rank gets the whole averaged gradient, for optimizers that need all of it.
+
+        ``num_averaged``: see `adopt`.
+        """
+        self.adopt(num_averaged)
+        for gradients in self.groups:
+            gradients.gather(self._engine.gather_group)
+
+    def check_averaged(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Raises if this rank's gradients of some parameters are still only its own."""
+        if any(gradients.local for gradients in self.groups):
+            for parameter in parameters:
+                group, index = self._engine.index_of[id(parameter)]
+                self.groups[group].check_averaged((index,))
+
+    # What users ask for -------------------------------------------------------------------
+
+    def buffers(self) -> list[Tensor]:
+        """All averaged gradients that this rank holds."""
+        self.adopt()
+        held = [gradients.held() for gradients in self.groups]
+        return [buffer for buffer in held if buffer is not None and buffer.numel()]
+
+    def shard(self, name: str) -> Tensor | None:
+        """This rank's part of a parameter's averaged gradient."""
+        parameter = dict(self._engine.module.named_parameters()).get(name)
+        found = None if parameter is None else self._engine.locate(parameter)
+        if found is None:
+            raise KeyError(f"the model has no parameter named {name!r}")
+        group, index = found
+        gradients, layout = self.groups[group], self._engine.groups[group].layout
+        self.owners.settle()
+        self.hand_made.adopt()
+        if index in gradients.shown.by_hand:
+            raise ShoalError(
+                f"the gradient of {name} was put in by hand and is this rank's own: call "
+                "model.synchronize_gradients() first, which averages it over the ranks"
+            )
+        own = gradients.own()
+        if own is None or index not in gradients.used:
+            return None
+        for piece in layout.pieces(self._engine.shard_group.rank):
+            if piece.name == layout.slots[index].name:
+                return own[piece.offset : piece.offset + piece.stop - piece.start]
+        return own[:0]
+
+    def clip_norm(
+        self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scales the gradients so that their norm over all elements is at most ``max_norm``."""
+        self.adopt()
+        engine = self._engine
+        held = held_gradients(engine.groups, self.groups, engine.ownership)
+        axes = [engine.shard_group] if engine.sharding.gradients else []
+        axes += engine.ownership.axes
+        like = norm_like(engine.groups, engine.backend.device)
+        norm = clip_norm(
+            held, max_norm, norm_type, axes, like, error_if_nonfinite=error_if_nonfinite
+        )
+        self.owners.refresh()
+        return norm
+
+    def clip_value(self, limit: float) -> None:
+        """Clamps every element of the gradients."""
+        for buffer in self.buffers():
+            buffer.clamp_(-limit, limit)
+        self.owners.refresh()
+
+    def clear(self) -> None:
+        """Forgets all gradients."""
+        for gradients in self.groups:
+            gradients.clear()
+
+    def zero(self, parameters: Collection[nn.Parameter], *, set_to_none: bool) -> None:
+        """Forgets the gradients of some parameters, or makes them zero."""
+        chosen: dict[int, set[int]] = {}
+        for parameter in parameters:
+            group, index = self._engine.index_of[id(parameter)]
+            chosen.setdefault(group, set()).add(index)
+        for group, indices in chosen.items():
+            gradients = self.groups[group]
+            if not set_to_none:
+                gradients.shown.adopt()
+                gradients.shown.make_zero(indices)
+            elif len(indices) == len(gradients.group.parameters):
+                gradients.clear()
+            else:
+                gradients.shown.forget(indices)
