@@ -1,4 +1,4 @@
-"""Turns within a round: each group once, in the agreed order, whoever asks for what."""
+"""Turns within a round: each group once, in one order, whatever a rank asks for."""
 
 from __future__ import annotations
 
@@ -36,8 +36,20 @@ def test_the_rest_completes_the_round() -> None:
     assert turns.following() is None
 
 
+def test_what_is_ahead_is_bounded_by_a_distance() -> None:
+    turns = Round([2, 0, 1, 3])
+    turns.until(2)
+    assert turns.ahead(2, 1) == [0]
+    assert turns.ahead(2, 2) == [0, 1]
+    turns.until(1)
+    assert turns.ahead(2, 1) == []
+    assert turns.ahead(1, 5) == [3]
+    assert turns.following() == 3
+
+
 def test_a_round_of_no_groups() -> None:
     turns = Round([])
+    assert turns.ahead(0, 1) == []
     assert turns.following() is None
     assert turns.rest() == []
 

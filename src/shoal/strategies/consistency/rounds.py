@@ -47,8 +47,12 @@ class Round:
         return self._advance(self._turn[group] + 1)
 
     def ahead(self, group: int, distance: int) -> list[int]:
-        """Groups that are yet to have their turn, at most so far behind ``group``'s."""
-        return self._order[self._num_taken : self._turn[group] + 1 + distance]
+        """Groups that are yet to have their turn, at most so far behind ``group``'s.
+
+        A group that was gathered in an earlier round may have no turn in this one.
+        """
+        turn = self._turn.get(group)
+        return [] if turn is None else self._order[self._num_taken : turn + 1 + distance]
 
     def following(self) -> int | None:
         """The group whose turn is next, if there is one."""
