@@ -249,7 +249,7 @@ class ShardedModel(nn.Module):
 
     @contextlib.contextmanager
     def whole_parameters(self, *, keep_changes: bool) -> Iterator[None]:
-        """All parameters whole on every rank, whoever holds which part of them."""
+        """All parameters whole on every rank, whichever ranks hold parts of them."""
         with self.engine.parameters.full(keep_changes=keep_changes):
             yield
 
@@ -323,7 +323,7 @@ class ShardedModel(nn.Module):
 
     @property
     def all_ranks(self) -> Backend:
-        """Everybody who holds something of this model."""
+        """All ranks that hold something of this model."""
         return self.engine.ranks.all
 
     def holds_buffer(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Options that a strategy does not have: what to do instead, whoever they belong to."""
+"""Options that a strategy does not have: what to do instead, also if another library has them."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ class Changes:
     # Common memory; see [Note: changes of common memory] ----------------------------------
 
     def find_written(self) -> list[int]:
-        """Indices of common parameters that were written to, or share a page with such a one."""
+        """Indices of common parameters that were written to, or share a page with one."""
         group = self._group
         assert group.common is not None
         self.take_back()

@@ -102,7 +102,7 @@ class Parameters:
     def stepping(self, changing: Sequence[nn.Parameter]) -> Iterator[None]:
         """Around new values for the masters of some parameters; then all ranks have them all.
 
-        An optimizer's step is such a change, and so is loading a checkpoint.
+        For an optimizer's step, and for loading a checkpoint.
         """
         self.check_concealed("an optimizer cannot step")
         if self._engine.passes.is_recomputing() and self._engine.backend.size > 1:

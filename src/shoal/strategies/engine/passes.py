@@ -247,7 +247,7 @@ class Passes:
     def average_late(self) -> None:
         """Does what a backward does at its end, for one that reached nothing on this rank.
 
-        Other ranks may be in such an end: unlike `synchronize`, this meets them there.
+        Other ranks may be at the end of a backward: unlike `synchronize`, this meets them there.
         """
         self._reductions.begin()
         self._complete_round()

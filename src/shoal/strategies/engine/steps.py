@@ -1,8 +1,8 @@
 """From stepped masters to parameters that are the same on every rank.
 
 [Note: torn parameters]
-Where ranks write into memory that others read, they meet before anybody writes and again when
-everybody has written. A rank that fails in between leaves parameters of which some are old and
+Where ranks write into memory that others read, they meet before any of them writes and again when
+all have written. A rank that fails in between leaves parameters of which some are old and
 some new. The surviving ranks must not go on with them: forward refuses.
 """
 

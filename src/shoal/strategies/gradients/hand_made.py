@@ -29,8 +29,8 @@ class HandMade:
     ) -> None:
         """``group``: the ranks that share the gradients; ``replicas``: those with the same part."""
         self._gradients, self._replicas = gradients, replicas
-        everybody = [group] if replicas is None else [group, replicas]
-        self._groups = [each for each in everybody if each.size > 1]
+        groups = [group] if replicas is None else [group, replicas]
+        self._groups = [each for each in groups if each.size > 1]
         self._are_final = False
 
     @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """BatchNorm over the batches of all ranks, so that many ranks train as one process would.
 
 Layers stay the objects they are, with their parameters, buffers and names; only their class
-becomes one whose training takes the statistics of everybody's rows. Ranks may have different
+becomes one whose training takes the statistics of all ranks' rows. Ranks may have different
 numbers of rows, or of places in an image.
 """
 
@@ -28,7 +28,7 @@ class Assembly:
 
 
 def check_layers(module: nn.Module) -> None:
-    """Refuses layers of which nobody knows how they compute."""
+    """Refuses layers whose computation is unknown."""
     for name, layer in module.named_modules():
         if isinstance(layer, _BatchNorm) and type(layer).forward not in _KNOWN:
             raise TypeError(

@@ -4,7 +4,7 @@
 A buffer that forward changes by what it sees (BatchNorm's statistics, a codebook that follows the
 data) is another one on every rank after every pass. Before the next pass of training all ranks
 take rank 0's. Where the average is asked for they also take it when gradients have been averaged,
-so that a rank that looks at its own buffers after a step sees those of everybody.
+so that a rank that looks at its own buffers after a step sees the average of all.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class _Materialization:
             tensor.copy_(value)
 
     def _unset(self, module: nn.Module) -> list[str]:
-        """The module's own tensors that nobody has given values."""
+        """The module's own tensors that have no values yet."""
         unset = [name for name, tensor in _named(module) if self._is_unset(tensor)]
         attributes = [name for name, value in vars(module).items() if isinstance(value, Tensor)]
         return unset + [name for name in attributes if vars(module)[name].is_meta]

@@ -30,7 +30,7 @@ def _combined(
     more = f" and {len(layouts) - 1} more" if len(layouts) > 1 else ""
     what = f"{what} of the gradient of {layouts[0].name}{more}"
     row = torch.stack([number.double() for number in numbers])
-    return layouts[0].everybody().combine(row, [layout.name for layout in layouts], how, what)
+    return layouts[0].all_owners().combine(row, [layout.name for layout in layouts], how, what)
 
 
 def _one(gradient: PartTensor, number: Tensor, how: Combination, what: str) -> Tensor:
@@ -118,7 +118,7 @@ def _check_averaged(tensors: Sequence[Tensor]) -> None:
     parts = [tensor for tensor in tensors if isinstance(tensor, PartTensor)]
     plain = {id(tensor) for tensor in tensors if not isinstance(tensor, PartTensor)}
     if plain:
-        parts[0].part.layout.everybody().check_none_of(plain)
+        parts[0].part.layout.all_owners().check_none_of(plain)
 
 
 def _by_owners(tensors: Sequence[Tensor]) -> list[list[int]]:
@@ -200,7 +200,7 @@ def _unscale(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
 def _check_scales(gradient: PartTensor, found: Tensor, inverse: Tensor) -> None:
     what = "unscale_ of gradients, by a GradScaler"
     numbers = torch.stack([found.double(), inverse.double(), -inverse.double()]).flatten()
-    owners = gradient.part.layout.everybody()
+    owners = gradient.part.layout.all_owners()
     is_found, highest, lowest = owners.largest_anywhere(numbers.to(gradient.device), what)
     if highest != -lowest:
         raise MismatchError(

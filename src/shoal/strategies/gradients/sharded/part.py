@@ -60,7 +60,7 @@ class PartLayout:
         """This rank's elements of a tensor that can be expanded to the whole shape."""
         return whole.expand(self.shape).reshape(-1)[self.bounds]
 
-    def everybody(self) -> GradientOwners:
+    def all_owners(self) -> GradientOwners:
         """The ranks, as long as their model is there."""
         owners = self.owners()
         if owners is None:
@@ -146,7 +146,7 @@ class GradientPart:
         values, layout = self.values(), self.layout
         if not layout.is_divided:
             return values.view(layout.shape)
-        owners = layout.everybody()
+        owners = layout.all_owners()
         owners.settle()
         gathered = owners.gather(values, f"{what} of the gradient of {layout.name}")
         # A copy, because a transport may hold on to what it has gathered.
