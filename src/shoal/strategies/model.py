@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from shoal.sharding.holding import Held
 from shoal.sharding.split import Split
 from shoal.strategies.consistency.drift import CHECK_EVERY
 from shoal.strategies.engine.engine import Engine
-from shoal.strategies.guards.admission import refuse_copy
 from shoal.strategies.layers.batch_norm import check_layers, check_plain_layers, synchronize
 from shoal.strategies.layers.materialization import materialize
 from shoal.strategies.layers.precision import parse_precision
@@ -29,29 +28,22 @@ from shoal.strategies.training import (
     count_items,
     weighted_backward,
 )
-
-# What a module offers about its parts, answered by the wrapped module under its own names.
-_DELEGATED = (
-    "parameters", "named_parameters", "buffers", "named_buffers", "children", "named_children",
-    "modules", "named_modules", "get_parameter", "get_buffer", "get_submodule", "requires_grad_",
-    "extra_repr", "__getitem__", "__len__", "__iter__", "register_buffer", "register_parameter",
-    "register_module", "add_module", "set_submodule",
-)  # fmt: skip
+from shoal.strategies.wrapper import ModuleWrapper
 
 # What travels at once where every rank has all gradients anyway; and where it keeps its part only.
 _BUCKET_BYTES = 25 << 20
 _SHARDED_BUCKET_BYTES = 4 << 20
-_OWN = ("engine", "options", "optimizers", "training")
 # What is reduced at once where ranks share memory, and parameters need not travel.
 _IN_PLACE_BYTES = 8 << 20
 
 
-class ShardedModel(nn.Module):
+class ShardedModel(ModuleWrapper):
     """A module wrapped for data-parallel training; names and attributes stay the module's own.
 
     Use one of its kinds (`DDPModel`, `ZeRO3Model`, ...), which differ in what they shard.
     """
 
+    own_attributes = ("engine", "options", "optimizers", "training")
     strategy: ClassVar[str]
     sharding: Sharding
     is_part: bool = False
@@ -382,17 +374,7 @@ class ShardedModel(nn.Module):
         head = f"{self.strategy} over {ranks}: {count:,} parameters in {groups} of memory"
         return "\n".join([head, *(optimizer.describe() for optimizer in self.optimizers)])
 
-    # The module's own -------------------------------------------------------------------
-
-    def __reduce__(self) -> NoReturn:
-        """Refused."""
-        refuse_copy()
-
-    def train(self, mode: bool = True) -> ShardedModel:
-        """Sets the mode of the module."""
-        self.module.train(mode)
-        self.training = mode
-        return self
+    # Of `torch.nn.Module` -----------------------------------------------------------------
 
     def apply(self, fn: Callable[[nn.Module], None]) -> ShardedModel:
         """Applies a function to every part of the module, with all parameters whole."""
@@ -410,36 +392,3 @@ class ShardedModel(nn.Module):
             "the parameters' memory is shared out over the ranks and cannot be moved or converted: "
             "call .to(), .cuda(), .half() and the like on the module before it is wrapped"
         )
-
-    def __getattr__(self, name: str) -> Any:
-        """The module's attributes."""
-        return getattr(self.__dict__["module"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Sets the module's attributes, except for the few of the wrapper."""
-        module = self.__dict__.get("module")
-        if module is None or name in _OWN or name in self.__dict__ or hasattr(type(self), name):
-            super().__setattr__(name, value)
-        else:
-            setattr(module, name, value)
-
-    def __bool__(self) -> bool:
-        """A model is something, however many parts it has."""
-        return True
-
-    def __repr__(self) -> str:
-        """The strategy around the module."""
-        return f"{type(self).__name__}({self.module!r})"
-
-
-def _delegate(name: str) -> Any:
-    def method(self: ShardedModel, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.module, name)(*args, **kwargs)
-
-    method.__name__ = name
-    method.__doc__ = f"See `torch.nn.Module.{name}`."
-    return method
-
-
-for _name in _DELEGATED:
-    setattr(ShardedModel, _name, _delegate(_name))
