@@ -217,7 +217,7 @@ class ShardedOptimizer(Optimizer):
             | {"params": [numbers[id(parameter)] for parameter in originals]}
             for group, originals in zip(self.param_groups, self._originals, strict=True)
         ]
-        whole = assemble(self._engine.shards, own, self.parameters)
+        whole = assemble(self._engine.shard_group, own, self.parameters)
         return self.supervision.with_streams({"state": whole, "param_groups": groups})
 
     @torch.inference_mode(mode=False)
