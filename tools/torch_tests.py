@@ -21,7 +21,13 @@ NAMES = (
     *("test_pairs", "test_layers", "test_hooks", "test_unusual_modules", "test_split_backward"),
     *("test_hybrid", "test_past_mistakes"),
     # communication and checkpoints
-    *("test_differentiable", "test_private_view", "test_matrix", "test_plain_files"),
+    *(
+        "test_collectives",
+        "test_differentiable",
+        "test_private_view",
+        "test_matrix",
+        "test_plain_files",
+    ),
 )
 CHOICE = "not full and not mpi and not slow and not root"
 
