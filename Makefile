@@ -73,7 +73,7 @@ $(SWEEP)/.installed: $(STAMP)
 	$(PIP) --target $(SWEEP) --no-deps timm pytorch_optimizer
 	touch $@
 
-docs: setup  ## links resolve, examples compile
+docs: setup  ## links resolve, examples compile, names exist
 	$(BIN)/python tools/check_docs.py
 
 survey: setup  ## sizes, repeated names, how far one has to walk; ARGS='OTHER/CHECKOUT .' compares
