@@ -6,12 +6,15 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 MPICH  := $(VENV)/mpich
 SWEEP  := $(VENV)/sweep
+# Another version of torch for `make test-torch`, in an environment of its own.
+TORCH      ?= 2.11
+TORCH_VENV := .venv-torch-$(TORCH)
 # The build environment pip makes for shoal itself follows the constraints as well.
 PIP    := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
           PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full lint format type bench sweep docs clean
+.PHONY: help setup demo test test-full test-torch lint format type bench sweep docs survey clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -35,6 +38,16 @@ test: setup  ## the tests, with pairs of the large matrices
 
 test-full: setup  ## the tests, with all of the large matrices
 	$(BIN)/python tools/run_tests.py --hypothesis-profile=full $(ARGS)
+
+test-torch: $(TORCH_VENV)/.installed  ## what depends on torch, with another one: TORCH=2.11
+	$(TORCH_VENV)/bin/python tools/torch_tests.py $(ARGS)
+
+$(TORCH_VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(TORCH_VENV)
+	grep -v '^torch==' constraints.txt > $(TORCH_VENV)/constraints.txt
+	PIP_CONSTRAINT=$(TORCH_VENV)/constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
+		$(TORCH_VENV)/bin/python -m pip install --quiet 'torch==$(TORCH).*' --editable '.[dev]'
+	touch $@
 
 lint: setup  ## style, formatting, layers
 	$(BIN)/ruff check .
@@ -60,8 +73,11 @@ $(SWEEP)/.installed: $(STAMP)
 	$(PIP) --target $(SWEEP) --no-deps timm pytorch_optimizer
 	touch $@
 
-docs: setup  ## links resolve, examples compile
+docs: setup  ## links resolve, examples compile, names exist
 	$(BIN)/python tools/check_docs.py
 
+survey: setup  ## sizes, repeated names, how far one has to walk; ARGS='OTHER/CHECKOUT .' compares
+	$(BIN)/python tools/survey $(ARGS)
+
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-torch-* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -38,3 +38,60 @@ def test_what_is_right_passes(tmp_path):
         "- item\n\n  ```python\n  print(1)\n  ```\n"
     )
     assert list(check_docs.problems(page)) == []
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A checkout with one class, one function, one test and one note."""
+    package = tmp_path / "src" / "shoal" / "comm" / "shm"
+    package.mkdir(parents=True)
+    (package / "backend.py").write_text(
+        '"""Shared memory.\n\n[Note: two halves]\nThey alternate.\n"""\n'
+        "from torch import Tensor\n\n"
+        "class Backend:\n    def reduce(self): self.size = 1\n\n"
+        "def connect(): ...\n"
+    )
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "leaks.py").write_text("def baseline(): ...")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        *("src/shoal/comm/shm/backend.py", "comm/shm/backend.py", "backend.py", "comm/shm/"),
+        *("tests/leaks.py", "leaks.baseline()", "connect()", "connect(world, 3)"),
+        *("Backend", "Backend.reduce", "Backend.reduce()", "Backend.size", "Tensor", "ValueError"),
+        *("shm", "num_x", "MISSING", "make test", "-k shm -x", "[Note: two halves]"),
+    ],
+)
+def test_names_that_exist_pass(source, span):
+    page = source / "architecture.md"
+    assert list(check_docs.unknown_names(page, f"A `{span}`.", source)) == []
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        *("src/shoal/comm/gone.py", "comm/gone/backend.py", "gone.py", "comm/gone/", "tests/gone"),
+        *("gone()", "Backend.gone()", "Gone", "Gone.reduce", "Backend.gone", "[Note: gone]"),
+    ],
+)
+def test_names_that_do_not_exist_are_found(source, span):
+    page = source / "architecture.md"
+    (problem,) = check_docs.unknown_names(page, f"A `{span}`.", source)
+    assert span in problem
+
+
+def test_a_note_that_is_only_referred_to_is_none(source):
+    path = source / "src" / "shoal" / "other.py"
+    path.write_text("# See [Note: two\n# halves] and [Note: a third].\n")
+    (problem,) = check_docs.unknown_notes(path, path.read_text(), source)
+    assert "[Note: a third]" in problem
+
+
+def test_only_descriptions_of_the_source_are_held_against_it(tmp_path):
+    for name, num_problems in (("CONTRIBUTING.md", 1), ("README.md", 0)):
+        page = tmp_path / name
+        page.write_text("See `NoSuchClass`.")
+        assert len(list(check_docs.problems(page))) == num_problems

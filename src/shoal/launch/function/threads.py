@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import os
 import threading
 import time
 import traceback
@@ -90,6 +91,21 @@ def _join(threads: list[threading.Thread], simulator: Simulator) -> None:
             thread.join(1.0)
             if simulator.is_abandoned(thread.is_alive() for thread in threads):
                 raise DeadlineError(simulator.abandonment())
+    _wait_for_exit(threads)
+
+
+def _wait_for_exit(threads: list[threading.Thread]) -> None:
+    """Waits until the system has ended the threads too; before Python 3.13 `join` returns earlier.
+
+    torch 2.12 leaves a Python object in each thread that ran a backward, and takes the GIL to drop
+    it when the thread exits. If the interpreter is shutting down by then, the process aborts.
+    """
+    deadline = time.monotonic() + _GRACE_S
+    for thread in threads:
+        while os.path.exists(f"/proc/self/task/{thread.native_id}"):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_POLL_S / 20)  # a matter of microseconds
 
 
 def _join_for(threads: list[threading.Thread], seconds: float) -> None:
