@@ -1,18 +1,18 @@
 """Optimizers that step only what their rank owns, around any torch optimizer."""
 
-from shoal.optim.data_parallel import (
+from shoal.optim.data_parallel_optimizers import (
     DDPOptimizer,
     FSDPOptimizer,
     ZeRO1Optimizer,
     ZeRO2Optimizer,
     ZeRO3Optimizer,
 )
-from shoal.optim.hybrid import HybridShardedOptimizer
+from shoal.optim.hybrid_optimizer import HybridShardedOptimizer
 from shoal.optim.kinds import Kind, find_kind
 from shoal.optim.optimizer import ShardedOptimizer
-from shoal.optim.pipeline import PipelineParallelOptimizer
+from shoal.optim.pipeline_optimizer import PipelineParallelOptimizer
 from shoal.optim.scaler import GradScaler
-from shoal.optim.tensor import TensorParallelOptimizer
+from shoal.optim.tensor_optimizer import TensorParallelOptimizer
 from shoal.strategies import (
     DDPModel,
     FSDPModel,

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from shoal.optim.proof.identity import telling_apart
 from shoal.optim.proof.judgement import Judgement, Kind
-from shoal.optim.proof.probe import similar
 from shoal.optim.proof.proving import prove
+from shoal.optim.proof.small_copy import similar
 from shoal.optim.proof.table import look_up
 
 __all__ = ["Judgement", "Kind", "find_kind", "judge", "similar"]

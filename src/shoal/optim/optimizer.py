@@ -27,9 +27,9 @@ from shoal.optim.state.reception import (
 )
 from shoal.optim.state.tensor_state import State, comparable
 from shoal.optim.stepping import kernels
-from shoal.optim.stepping.options import Options
+from shoal.optim.stepping.hyperparameters import Hyperparameters
+from shoal.optim.stepping.segment import ParameterSegment
 from shoal.optim.stepping.segmentation import Segmentation
-from shoal.optim.stepping.segments import Segment
 from shoal.optim.stepping.supervision import Supervision, declared
 from shoal.sharding.extent import Extent
 from shoal.sharding.holding import FullState, Held, HeldState
@@ -66,7 +66,7 @@ class ShardedOptimizer(Optimizer):
         """
         self._check_pair(optimizer, model)
         self.optimizer, self.model = optimizer, model
-        self._options = Options(optimizer)
+        self._options = Hyperparameters(optimizer)
         compare(model.all_ranks, self.facts())
         judgement = self._judge(optimizer, kind)
         self.kind = judgement.kind
@@ -284,11 +284,11 @@ class ShardedOptimizer(Optimizer):
                 part = tensors if len(pieces) == 1 else {k: v[own] for k, v in tensors.items()}
                 yield HeldState(name, extent, part, shared)
 
-    def _state_like(self, segment: Segment) -> Tensor:
+    def _state_like(self, segment: ParameterSegment) -> Tensor:
         """What per-element state of a segment has the shape of."""
         return segment.parameter
 
-    def _pieces(self, segment: Segment) -> Iterator[tuple[str, Extent, slice]]:
+    def _pieces(self, segment: ParameterSegment) -> Iterator[tuple[str, Extent, slice]]:
         """A segment's parameters by full name: which elements, and where in the segment."""
         for place, start, stop, offset in segment.pieces():
             slot = segment.group.layout.slots[place]
@@ -314,7 +314,7 @@ class ShardedOptimizer(Optimizer):
         known = {**saved, **full_states(old)}
         segments = self._segments_for(known)
         wanted: list[tuple[str, Held]] = []
-        rooms: dict[tuple[int, int], tuple[Segment, State]] = {}
+        rooms: dict[tuple[int, int], tuple[ParameterSegment, State]] = {}
         for settings, own in zip(options, self._segments_for(known, is_short=False), strict=True):
             for run in own:
                 pieces = list(self._pieces(run))
@@ -344,7 +344,7 @@ class ShardedOptimizer(Optimizer):
 
     def _segments_for(
         self, known: Mapping[str, FullState], *, is_short: bool = True
-    ) -> list[list[Segment]]:
+    ) -> list[list[ParameterSegment]]:
         def kind_of(which: int, group: FlatGroup, place: int) -> object:
             full = known.get(group.names[place], FullState())
             shared = [(key, comparable(value)) for key, value in sorted(full.shared.items())]
@@ -355,7 +355,7 @@ class ShardedOptimizer(Optimizer):
 
     def _accept(
         self,
-        segments: list[list[Segment]],
+        segments: list[list[ParameterSegment]],
         states: Mapping[Tensor, State],
         options: Sequence[Mapping[str, Any]],
     ) -> None:
@@ -536,7 +536,7 @@ class ShardedOptimizer(Optimizer):
         """Forgets the gradients of its parameters, or makes them zero."""
         self._engine.zero_gradients(self.parameters, set_to_none=set_to_none)
 
-    def _hand_out(self, which: int, segment: Segment) -> None:
+    def _hand_out(self, which: int, segment: ParameterSegment) -> None:
         """Gives a segment its gradient, if its parameters have one."""
         gradients = self._engine.gradients[segment.group.index]
         used = [place in gradients.used for place in segment.places]

@@ -23,10 +23,10 @@ from shoal.optim.proof.following import Following
 from shoal.optim.proof.judgement import Finding, Judgement, Kind
 from shoal.optim.proof.marks import Level
 from shoal.optim.proof.modes import passing_by
-from shoal.optim.proof.probe import (
-    Course,
+from shoal.optim.proof.small_copy import (
     Make,
-    Outcome,
+    SampleData,
+    Trained,
     maker,
     numbers_of,
     shapes_for,
@@ -76,8 +76,8 @@ class _Proof(Following):
         self._make = make
         shapes = shapes_for(parameters)
         dtype = parameters[0].dtype if parameters else torch.get_default_dtype()
-        self._course = Course.drawn(shapes, dtype, 0, _SCALES)
-        self._other_course = Course.drawn(shapes, dtype, 1, _OTHER_SCALES)
+        self._course = SampleData.drawn(shapes, dtype, 0, _SCALES)
+        self._other_course = SampleData.drawn(shapes, dtype, 1, _OTHER_SCALES)
         self._findings: dict[Kind, Finding] = {}
         self._tape = Tape(Streams(_SEED))
         self._draws = self._has_changed_generators = False
@@ -92,7 +92,7 @@ class _Proof(Following):
         """All of it."""
         parameters = self._course.start()
         optimizer, written = self._record(parameters)
-        outcome = Outcome.of(optimizer, parameters)
+        outcome = Trained.of(optimizer, parameters)
         self._replay(outcome, optimizer)
         kind, reason = self._tried(outcome, *self._followed())
         return Judgement(
@@ -166,7 +166,7 @@ class _Proof(Following):
 
     # Replaying ----------------------------------------------------------------------------
 
-    def _replay(self, recorded: Outcome, optimizer: Optimizer) -> None:
+    def _replay(self, recorded: Trained, optimizer: Optimizer) -> None:
         course = self._other_course
         tensors = [*course.values, *(each for step in course.gradients for each in step)]
         inputs = {n: t.clone() for n, t in zip(self._inputs, tensors, strict=True)}
@@ -182,7 +182,7 @@ class _Proof(Following):
                 Kind.GLOBAL, "its step does something that torch's operations do not show"
             )
 
-    def _train(self, course: Course, numbers: Sequence[int] | None = None) -> Outcome:
+    def _train(self, course: SampleData, numbers: Sequence[int] | None = None) -> Trained:
         """Steps for real; only draws are seen to, where there are any."""
         streams = Streams(_SEED)
         if not self._draws:
@@ -196,11 +196,11 @@ class _Proof(Following):
             following.begin(parameters, [[parameter.grad] for parameter in parameters])  # type: ignore[list-item]
             with streams.step(), passing_by(following, Drawing(streams, numbers)):
                 optimizer.step()
-        return Outcome.of(optimizer, parameters)
+        return Trained.of(optimizer, parameters)
 
     # Trying -------------------------------------------------------------------------------
 
-    def _tried(self, together: Outcome, kind: Kind, reason: str) -> tuple[Kind, str]:
+    def _tried(self, together: Trained, kind: Kind, reason: str) -> tuple[Kind, str]:
         """Is there anything left that a division changes?"""
         if kind is Kind.GLOBAL:
             return kind, reason
@@ -214,7 +214,7 @@ class _Proof(Following):
             return Kind.PER_PARAMETER, "stepping parameters cut into pieces gives another result"
         return kind, reason
 
-    def _may_be_cut(self, together: Outcome) -> bool:
+    def _may_be_cut(self, together: Trained) -> bool:
         try:
             cut = self._train(self._course.cut()).parameters
         except Exception:  # some refuse tensors that are not matrices

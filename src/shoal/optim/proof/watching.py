@@ -74,7 +74,7 @@ class Watch(Following):
         )
 
 
-class WatchedOptions:
+class WatchedHyperparameters:
     """Hyperparameters that a proof holds for.
 
     A learning rate is not among them: proofs choose their own. Of other fractions the sign counts:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from shoal.comm import Backend
 from shoal.optim.state.tensor_state import State, counts_on_device, is_per_element
-from shoal.optim.stepping.segments import Segment
+from shoal.optim.stepping.segment import ParameterSegment
 
 
 class Fragment(NamedTuple):
@@ -29,7 +29,7 @@ class Fragment(NamedTuple):
 
 
 def fragments(
-    optimizer: Optimizer, segments: Sequence[Segment], numbers: dict[int, int]
+    optimizer: Optimizer, segments: Sequence[ParameterSegment], numbers: dict[int, int]
 ) -> Iterator[Fragment]:
     """What the segments of this rank have, parameter by parameter.
 

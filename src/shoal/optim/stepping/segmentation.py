@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from shoal.optim.kinds import Kind
 from shoal.optim.state.tensor_state import State, cut_state, join_states, shared_state, split_state
 from shoal.optim.stepping import kernels
-from shoal.optim.stepping.segments import Segment, longest_segment, make_segments
+from shoal.optim.stepping.segment import ParameterSegment, longest_segment, make_segments
 from shoal.strategies.engine.engine import Engine
 from shoal.strategies.engine.flat_group import FlatGroup
 
@@ -46,14 +46,14 @@ class Segmentation:
         """
         self._optimizer, self._engine = optimizer, engine
         self._kind, self._may_fuse, self._is_watched = kind, may_fuse, is_watched
-        self._by_group: list[list[Segment]] = []
+        self._by_group: list[list[ParameterSegment]] = []
 
-    def __iter__(self) -> Iterator[Segment]:
+    def __iter__(self) -> Iterator[ParameterSegment]:
         """All of them."""
         for own in self._by_group:
             yield from own
 
-    def by_group(self) -> list[tuple[int, Segment]]:
+    def by_group(self) -> list[tuple[int, ParameterSegment]]:
         """All of them as they are now, with the number of the parameter group."""
         return [(which, segment) for which, own in enumerate(self._by_group) for segment in own]
 
@@ -68,7 +68,7 @@ class Segmentation:
         self._optimizer.state.update(moved)
         self.adopt(segments)
 
-    def adopt(self, segments: list[list[Segment]]) -> None:
+    def adopt(self, segments: list[list[ParameterSegment]]) -> None:
         """Has the optimizer step these from now on."""
         self._by_group = segments
 
@@ -93,14 +93,14 @@ class Segmentation:
         kind_of: KindOf,
         *,
         is_short: bool = True,
-    ) -> list[list[Segment]]:
+    ) -> list[list[ParameterSegment]]:
         """Segments for each parameter group; inside of one, ``kind_of`` is the same everywhere.
 
         They are short enough to be stepped fast, or as long as can be.
         """
         is_one_pass = self._may_fuse and kernels.is_one_pass(self._optimizer)
         membership = {id(p): which for which, own in enumerate(parameters) for p in own}
-        segments: list[list[Segment]] = [[] for _ in parameters]
+        segments: list[list[ParameterSegment]] = [[] for _ in parameters]
         for group in self._engine.groups:
             belongs = [membership.get(id(parameter)) for parameter in group.parameters]
             kinds = [
@@ -129,7 +129,9 @@ class Segmentation:
         parameter = group.parameters[place]
         return which, shared_state(self._optimizer.state.get(parameter, {}), parameter)
 
-    def divide(self, which: int, segment: Segment, used: Sequence[bool]) -> list[Segment]:
+    def divide(
+        self, which: int, segment: ParameterSegment, used: Sequence[bool]
+    ) -> list[ParameterSegment]:
         """Cuts a segment where parameters with a gradient meet parameters without."""
         kinds: list[object] = [None] * len(segment.group.parameters)
         for place, is_used in zip(segment.places, used, strict=True):
@@ -152,7 +154,7 @@ class Segmentation:
 
     # State from before the wrapping -------------------------------------------------------
 
-    def _moved_state(self, segments: Sequence[Sequence[Segment]]) -> dict[Tensor, State]:
+    def _moved_state(self, segments: Sequence[Sequence[ParameterSegment]]) -> dict[Tensor, State]:
         """For what takes the parameters' place."""
         moved: dict[Tensor, State] = {}
         for segment in (segment for own in segments for segment in own):
@@ -161,7 +163,7 @@ class Segmentation:
                 moved[segment.parameter] = state
         return moved
 
-    def _state_of(self, segment: Segment) -> State:
+    def _state_of(self, segment: ParameterSegment) -> State:
         states = self._optimizer.state
         if self._kind is Kind.PER_PARAMETER:  # it is that parameter, in other memory
             (place,) = segment.places

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from shoal.errors import ShoalError
 from shoal.optim.kinds import judge
 from shoal.optim.proof.judgement import Judgement, Kind
-from shoal.optim.proof.watching import Watch, WatchedOptions
+from shoal.optim.proof.watching import Watch, WatchedHyperparameters
 from shoal.optim.stepping.streams import Streams
 
 STREAMS = "streams"
@@ -53,7 +53,7 @@ class Supervision:
         if judgement.is_watched or draws_for_parameters:
             self._watch = Watch(optimizer, judgement, on_violation)
         if judgement.is_watched:
-            self._options = WatchedOptions(optimizer, judgement)
+            self._options = WatchedHyperparameters(optimizer, judgement)
 
     def check_options(self) -> None:
         """Raises, before anything is stepped, if changed options make the kind wrong."""

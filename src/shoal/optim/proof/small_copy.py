@@ -63,7 +63,7 @@ def _rate(given: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Course:
+class SampleData:
     """Values to train with.
 
     Attributes:
@@ -77,7 +77,7 @@ class Course:
     @classmethod
     def drawn(
         cls, shapes: Sequence[Sequence[int]], dtype: torch.dtype, seed: int, scales: Sequence[float]
-    ) -> Course:
+    ) -> SampleData:
         """Random ones; gradients have one scale for each step."""
         generator = torch.Generator().manual_seed(seed)
 
@@ -87,13 +87,13 @@ class Course:
 
         return cls(draw(1.0), [draw(scale) for scale in scales])
 
-    def only(self, which: int) -> Course:
+    def only(self, which: int) -> SampleData:
         """Of one parameter."""
-        return Course([self.values[which]], [[step[which]] for step in self.gradients])
+        return SampleData([self.values[which]], [[step[which]] for step in self.gradients])
 
-    def cut(self) -> Course:
+    def cut(self) -> SampleData:
         """All of them in one row, cut in places that are no borders between parameters."""
-        return Course(_cut(self.values), [_cut(step) for step in self.gradients])
+        return SampleData(_cut(self.values), [_cut(step) for step in self.gradients])
 
     def start(self) -> list[nn.Parameter]:
         """Parameters with these values."""
@@ -115,7 +115,7 @@ def shapes_for(parameters: Sequence[nn.Parameter]) -> list[tuple[int, ...]]:
 
 
 @dataclass
-class Outcome:
+class Trained:
     """What a course has led to.
 
     Attributes:
@@ -129,7 +129,7 @@ class Outcome:
     numbers: dict[str, Any]
 
     @classmethod
-    def of(cls, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Outcome:
+    def of(cls, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Trained:
         """As it is now."""
         state = [leaf for each in parameters for leaf in tree_leaves(optimizer.state.get(each, {}))]
         return cls([each.detach() for each in parameters], state, dict(numbers_of(optimizer)))
@@ -145,7 +145,7 @@ def numbers_of(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
             yield name, plain
 
 
-def train(make: Make, course: Course, streams: Streams) -> Outcome:
+def train(make: Make, course: SampleData, streams: Streams) -> Trained:
     """Takes the course with an optimizer of its own, and nobody looking."""
     parameters = course.start()
     optimizer = make(parameters)
@@ -153,7 +153,7 @@ def train(make: Make, course: Course, streams: Streams) -> Outcome:
         show(parameters, gradients)
         with streams.step():
             optimizer.step()
-    return Outcome.of(optimizer, parameters)
+    return Trained.of(optimizer, parameters)
 
 
 def show(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:

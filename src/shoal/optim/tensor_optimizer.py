@@ -16,7 +16,7 @@ from shoal.optim.kinds import Judgement, Kind
 from shoal.optim.optimizer import ShardedOptimizer
 from shoal.optim.state.tensor_state import State, is_per_element
 from shoal.optim.stepping.kernels import unfused_on_cpu
-from shoal.optim.stepping.segments import Segment
+from shoal.optim.stepping.segment import ParameterSegment
 from shoal.sharding.extent import Extent
 from shoal.strategies.tensor import TensorParallelModel, TensorParts
 
@@ -130,18 +130,18 @@ class TensorParallelOptimizer(ShardedOptimizer):
 
     # State --------------------------------------------------------------------------------
 
-    def _whole_name(self, segment: Segment) -> str | None:
+    def _whole_name(self, segment: ParameterSegment) -> str | None:
         """The name of a split parameter whose state is that of the whole."""
         if self.kind is not Kind.PER_PARAMETER:
             return None
         (place,) = segment.places
         return self._split_name(segment.group.parameters[place])
 
-    def _state_like(self, segment: Segment) -> Tensor:
+    def _state_like(self, segment: ParameterSegment) -> Tensor:
         name, own = self._whole_name(segment), super()._state_like(segment)
         return own if name is None else own.new_empty(()).expand(self._parts.shape_of(name))
 
-    def _pieces(self, segment: Segment) -> Iterator[tuple[str, Extent, slice]]:
+    def _pieces(self, segment: ParameterSegment) -> Iterator[tuple[str, Extent, slice]]:
         name = self._whole_name(segment)
         if name is None:
             yield from super()._pieces(segment)

@@ -23,7 +23,7 @@ _CACHED_BYTES = 256 << 10
 
 
 @dataclass
-class Segment:
+class ParameterSegment:
     """A run of one group's memory that the optimizer steps as one tensor.
 
     Attributes:
@@ -56,7 +56,7 @@ class Segment:
             start, stop = max(slot.start, low), min(slot.stop, high)
             yield place, start - slot.start, stop - slot.start, start - low
 
-    def state_of_part(self, state: State, part: Segment) -> State:
+    def state_of_part(self, state: State, part: ParameterSegment) -> State:
         """Of a segment that lies in this one: in the same memory, as far as it is per element."""
         if part.parameter.numel() == self.parameter.numel():
             return state
@@ -77,7 +77,7 @@ def make_segments(
     bounds: tuple[int, int],
     kinds: Sequence[object],
     longest: int | None = None,
-) -> Iterator[tuple[object, Segment]]:
+) -> Iterator[tuple[object, ParameterSegment]]:
     """Cuts ``memory``, which holds ``bounds`` of the group, where neighbours' kinds differ.
 
     Args:
@@ -115,8 +115,11 @@ def _segment(
     base: int,
     run: Sequence[tuple[int, int, int]],
     kinds: Sequence[object],
-) -> Iterator[tuple[object, Segment]]:
+) -> Iterator[tuple[object, ParameterSegment]]:
     if run and kinds[run[0][0]] is not None:
         start, stop = run[0][1] - base, run[-1][2] - base
         parameter = nn.Parameter(memory[start:stop].detach())
-        yield kinds[run[0][0]], Segment(group, [place for place, _, _ in run], start, parameter)
+        yield (
+            kinds[run[0][0]],
+            ParameterSegment(group, [place for place, _, _ in run], start, parameter),
+        )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shoal.optim.pipeline import PipelineParallelOptimizer
-from shoal.optim.tensor import TensorParallelOptimizer
+from shoal.optim.pipeline_optimizer import PipelineParallelOptimizer
+from shoal.optim.tensor_optimizer import TensorParallelOptimizer
 from shoal.strategies.hybrid import HybridShardedModel
 
 
