@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
-from shoal.optim.kinds import Kind
+from shoal.optim.kinds import Judgement, Kind
 from shoal.optim.optimizer import ShardedOptimizer
 from shoal.strategies.data_parallel import (
     DDPModel,
@@ -14,6 +14,8 @@ from shoal.strategies.data_parallel import (
     ZeRO3Model,
 )
 from shoal.strategies.model import ShardedModel
+
+__all__ = ["DDPOptimizer", "FSDPOptimizer", "ZeRO1Optimizer", "ZeRO2Optimizer", "ZeRO3Optimizer"]
 
 
 class DDPOptimizer(ShardedOptimizer):
@@ -39,7 +41,11 @@ class ZeRO1Optimizer(ShardedOptimizer):
     model_class = ZeRO1Model
 
     def __init__(
-        self, optimizer: Optimizer, model: ShardedModel, *, kind: Kind | str | None = None
+        self,
+        optimizer: Optimizer,
+        model: ShardedModel,
+        *,
+        kind: Kind | str | Judgement | None = None,
     ) -> None:
         """See `ShardedOptimizer`."""
         self._check_pair(optimizer, model)
@@ -67,6 +73,6 @@ class ZeRO3Optimizer(ShardedOptimizer):
 
 
 class FSDPOptimizer(ZeRO3Optimizer):
-    """The partner of `FSDPModel`."""
+    """`ZeRO3Optimizer` by the name that PyTorch has for it."""
 
     model_class = FSDPModel

@@ -15,10 +15,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal.comm import Backend, Mesh, World
-from shoal.comm.world import current
 from shoal.sharding.split import Split
 from shoal.strategies.consistency.holders import Holders
-from shoal.strategies.model import ShardedModel
+from shoal.strategies.model import ranks_for
 from shoal.strategies.pipeline.model import PipelineParallelModel
 from shoal.strategies.tensor.model import share_values
 from shoal.strategies.tensor.parallelize import parallelize
@@ -65,9 +64,7 @@ class HybridShardedModel(PipelineParallelModel):
             seed: For the values of what is on the meta device.
             options: As for `PipelineParallelModel`: ``zero``, ``micro_batches``, ``schedule``, ...
         """
-        if isinstance(module, ShardedModel):
-            raise TypeError("the model is wrapped already; wrap the plain module once")
-        backend = world if isinstance(world, Backend) else (world or current()).backend
+        backend = ranks_for(module, world)
         mesh = Mesh(data=data, tensor=tensor, pipeline=pipeline, world=backend)
         share_values(module, backend, seed)
         parts = parallelize(module, mesh.group("tensor"), plan)

@@ -91,9 +91,7 @@ class ShardedModel(nn.Module):
                 of them hold, and more often in the beginning; 0 for never.
         """
         super().__init__()
-        if isinstance(module, ShardedModel):
-            raise TypeError("the model is wrapped already; wrap the plain module once")
-        backend = world if isinstance(world, Backend) else (world or current()).backend
+        backend = ranks_for(module, world)
         # Not registered as a child, so that names get no prefix.
         object.__setattr__(self, "module", module)
         materialize(module, backend.device, seed)
@@ -430,6 +428,17 @@ class ShardedModel(nn.Module):
     def __repr__(self) -> str:
         """The strategy around the module."""
         return f"{type(self).__name__}({self.module!r})"
+
+
+def ranks_for(module: nn.Module, world: World | Backend | None) -> Backend:
+    """The ranks that a module is wrapped for, by default those of the current world.
+
+    Raises:
+        TypeError: The module is wrapped already.
+    """
+    if isinstance(module, ShardedModel):
+        raise TypeError("the model is wrapped already; wrap the plain module once")
+    return world if isinstance(world, Backend) else (world or current()).backend
 
 
 def _delegate(name: str) -> Any:
