@@ -23,7 +23,7 @@ from checkpoint.training import (
     wrap,
 )
 from shoal.errors import CheckpointMismatchError
-from shoal.optim.stepping import segment
+from shoal.optim.division import segment
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

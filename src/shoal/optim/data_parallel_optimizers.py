@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
-from shoal.optim.kinds import Judgement, Kind
-from shoal.optim.optimizer import ShardedOptimizer
+from shoal.optim.kinds import Kind
+from shoal.optim.optimizer import ShardedOptimizer, check_optimizer
+from shoal.optim.proof.judgement import Judgement
 from shoal.strategies.data_parallel import (
     DDPModel,
     FSDPModel,
@@ -55,7 +56,7 @@ class ZeRO1Optimizer(ShardedOptimizer):
 
     def _check_pair(self, optimizer: Optimizer, model: ShardedModel) -> None:
         if type(model) is DDPModel:
-            self._check_optimizer(optimizer)
+            check_optimizer(optimizer)
         else:
             super()._check_pair(optimizer, model)
 

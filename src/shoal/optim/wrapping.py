@@ -9,8 +9,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.comm import World
-from shoal.optim.kinds import Judgement, Kind, judge
 from shoal.optim.optimizer import ShardedOptimizer
+from shoal.optim.proof.judge import judge
+from shoal.optim.proof.judgement import Judgement
 from shoal.optim.registry import PAIRS, choose_strategy
 from shoal.strategies import ShardedModel
 from shoal.strategies.options import check_options
@@ -44,10 +45,13 @@ def wrap_optimizers(optimizers: Sequence[Optimizer], model: ShardedModel) -> lis
     The memory is laid out for optimizers that need whole parameters, so they are wrapped first.
     """
     judged = [None if isinstance(each, ShardedOptimizer) else judge(each) for each in optimizers]
-    order = sorted(
-        range(len(optimizers)),
-        key=lambda index: getattr(judged[index], "kind", None) is not Kind.PER_PARAMETER,
-    )
+    divisions = PAIRS[model.strategy].optimizer.divisions
+
+    def comes_later(index: int) -> bool:
+        judgement = judged[index]
+        return judgement is None or not divisions[judgement.kind].lays_out_memory
+
+    order = sorted(range(len(optimizers)), key=comes_later)
     wrapped = {index: wrap_optimizer(optimizers[index], model, judged[index]) for index in order}
     return [wrapped[index] for index in range(len(optimizers))]
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.optim.proof.judgement import Finding, Kind
+from shoal.optim.kinds import Kind
+from shoal.optim.proof.judgement import Finding, current_line
 from shoal.optim.proof.marks import MIXED, Level, Mark, Marks
 from shoal.optim.proof.rules import Effect, Rule
-from shoal.optim.proof.source import current_line
 
 Operands = list[tuple[Tensor, Mark | None]]
 Results = list[Mark | None]

@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ShoalError
+from shoal.optim.kinds import Kind
 from shoal.optim.proof.following import Following
-from shoal.optim.proof.judgement import Finding, Judgement, Kind
+from shoal.optim.proof.judgement import Finding, Judgement
 from shoal.optim.proof.modes import passing_by
 from shoal.optim.stepping.streams import Drawing, Streams
 

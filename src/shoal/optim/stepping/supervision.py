@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.errors import ShoalError
-from shoal.optim.kinds import judge
-from shoal.optim.proof.judgement import Judgement, Kind
+from shoal.optim.proof.judge import judge
+from shoal.optim.proof.judgement import Judgement
 from shoal.optim.proof.watching import Watch, WatchedHyperparameters
 from shoal.optim.stepping.streams import Streams
 
@@ -23,6 +23,8 @@ class Supervision:
     """What the kind of an optimizer was decided by, and what follows from it in each step.
 
     Attributes:
+        optimizer: The user's.
+        parameters: Those of each group as the user has them.
         judgement: The decision.
         streams: Where its draws come from; None if it draws none.
     """
@@ -46,10 +48,10 @@ class Supervision:
             on_violation: Called in the middle of a step that must not go on.
         """
         self.judgement = judgement
-        self._optimizer, self._parameters = optimizer, parameters
+        self.optimizer, self.parameters = optimizer, parameters
         self.streams = None if seed is None else Streams(seed)
         self._watch = self._options = None
-        draws_for_parameters = judgement.draws and judgement.kind is not Kind.GLOBAL
+        draws_for_parameters = judgement.draws and judgement.kind.is_divisible
         if judgement.is_watched or draws_for_parameters:
             self._watch = Watch(optimizer, judgement, on_violation)
         if judgement.is_watched:
@@ -59,11 +61,11 @@ class Supervision:
         """Raises, before anything is stepped, if changed options make the kind wrong."""
         if self._options is None or not self._options.have_changed():
             return
-        now, then = judge(self._optimizer, self._parameters), self.judgement
+        now, then = judge(self.optimizer, self.parameters), self.judgement
         if then.kind.is_finer_than(now.kind):
             self._options.keep_asking()
             raise ShoalError(
-                f"{type(self._optimizer).__name__} was {then.kind} when it was wrapped and is "
+                f"{type(self.optimizer).__name__} was {then.kind} when it was wrapped and is "
                 f"{now.kind} with the options it has now: {now.reason}. Nothing has been stepped. "
                 f"Give it these options before it is wrapped, or wrap it with "
                 f'kind="{now.kind}"'
@@ -103,11 +105,3 @@ class Supervision:
         """Goes on drawing where a state says, if it does."""
         if self.streams is not None and STREAMS in state_dict:
             self.streams.load_state_dict(state_dict[STREAMS])
-
-
-def declared(kind: Kind, optimizer: Optimizer) -> Judgement:
-    """What a user says is believed; that it draws random numbers is found out all the same."""
-    found = judge(optimizer)
-    # One that no probe can step may draw, too.
-    may_draw = found.draws or (found.may_draw and found.kind is Kind.GLOBAL)
-    return Judgement(kind, "declared by you", draws=found.draws, may_draw=may_draw)

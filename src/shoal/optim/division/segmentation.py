@@ -8,44 +8,40 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.optim.kinds import Kind
+from shoal.optim.division.segment import ParameterSegment, longest_segment, make_segments
 from shoal.optim.state.tensor_state import State, cut_state, join_states, shared_state, split_state
 from shoal.optim.stepping import kernels
-from shoal.optim.stepping.segment import ParameterSegment, longest_segment, make_segments
-from shoal.strategies.engine.engine import Engine
+from shoal.sharding.extent import Extent
 from shoal.strategies.engine.flat_group import FlatGroup
+from shoal.strategies.model import ShardedModel
 
-KindOf = Callable[[int, FlatGroup, int], object]
-"""What must be equal inside a segment, by parameter group, group in memory and place in that."""
+KeyOf = Callable[[int, FlatGroup, int], object]
+"""What must be equal inside a segment, by parameter group, group of memory and index in that."""
+NamedPiece = tuple[str, Extent, slice]
+"""A parameter's full name, which of its elements a segment has, and where in the segment."""
 
 
 class Segmentation:
     """For each parameter group of an optimizer its segments; see [Note: segments].
 
     The optimizer's state belongs to them. Its ``param_groups`` have the user's parameters, and the
-    segments only while it steps.
+    segments only while it steps. Segments are cut anywhere, for optimizers that work element by
+    element.
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        engine: Engine,
-        kind: Kind,
-        *,
-        may_fuse: bool,
-        is_watched: bool = False,
+        self, optimizer: Optimizer, model: ShardedModel, *, may_fuse: bool, is_watched: bool
     ) -> None:
         """Of none yet.
 
         Args:
             optimizer: The user's.
-            engine: Of the model.
-            kind: What the optimizer may be divided into.
+            model: The wrapped model.
             may_fuse: Whether fused kernels may make the steps.
             is_watched: Whether each operation costs more than the cache saves.
         """
-        self._optimizer, self._engine = optimizer, engine
-        self._kind, self._may_fuse, self._is_watched = kind, may_fuse, is_watched
+        self._optimizer, self._model = optimizer, model
+        self._may_fuse, self._is_watched = may_fuse, is_watched
         self._by_group: list[list[ParameterSegment]] = []
 
     def __iter__(self) -> Iterator[ParameterSegment]:
@@ -60,7 +56,7 @@ class Segmentation:
     def take_over(self) -> None:
         """Makes segments for the parameters that the optimizer has, and moves their state."""
         param_groups = self._optimizer.param_groups
-        segments = self.cut([group["params"] for group in param_groups], self._kind_at)
+        segments = self.cut([group["params"] for group in param_groups], self._key_at)
         moved = self._moved_state(segments)
         for group in param_groups:
             for parameter in group["params"]:
@@ -74,7 +70,7 @@ class Segmentation:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Around a step: the optimizer has the segments in place of the parameters."""
+        """Inside, the optimizer has the segments in place of the parameters."""
         param_groups = self._optimizer.param_groups
         parameters = [group["params"] for group in param_groups]
         for group, own in zip(param_groups, self._by_group, strict=True):
@@ -85,61 +81,55 @@ class Segmentation:
             for group, own_parameters in zip(param_groups, parameters, strict=True):
                 group["params"] = own_parameters
 
+    def stepping(self) -> contextlib.AbstractContextManager[None]:
+        """Around a step of the optimizer, which has the segments and their gradients."""
+        return self.in_place()
+
     # Cutting ------------------------------------------------------------------------------
 
     def cut(
-        self,
-        parameters: Sequence[Sequence[nn.Parameter]],
-        kind_of: KindOf,
-        *,
-        is_short: bool = True,
+        self, parameters: Sequence[Sequence[nn.Parameter]], key_of: KeyOf, *, is_short: bool = True
     ) -> list[list[ParameterSegment]]:
-        """Segments for each parameter group; inside of one, ``kind_of`` is the same everywhere.
+        """Segments for each parameter group; inside of one, ``key_of`` is the same everywhere.
 
         They are short enough to be stepped fast, or as long as can be.
         """
         is_one_pass = self._may_fuse and kernels.is_one_pass(self._optimizer)
+        is_short = is_short and not is_one_pass and not self._is_watched
         membership = {id(p): which for which, own in enumerate(parameters) for p in own}
         segments: list[list[ParameterSegment]] = [[] for _ in parameters]
-        for group in self._engine.groups:
+        for group in self._model.engine.groups:
             belongs = [membership.get(id(parameter)) for parameter in group.parameters]
-            kinds = [
-                None if which is None else self._kind_in(which, group, place, kind_of)
-                for place, which in enumerate(belongs)
+            keys = [
+                None if which is None else key_of(which, group, index)
+                for index, which in enumerate(belongs)
             ]
-            is_best_long = is_one_pass or self._is_watched
-            may_be_cut = is_short and self._kind is Kind.ELEMENT_WISE and not is_best_long
-            longest = longest_segment(group.master, may_be_cut=may_be_cut)
-            found = make_segments(group, group.master, group.master_bounds, kinds, longest)
-            for _, segment in found:
-                if self._kind is Kind.PER_PARAMETER:
-                    segment.restore_shape()
-                which = belongs[segment.places[0]]
+            for segment in self._cut_group(group, keys, is_short=is_short):
+                which = belongs[segment.indices[0]]
                 assert which is not None
                 segments[which].append(segment)
         return segments
 
-    def _kind_in(self, which: int, group: FlatGroup, place: int, kind_of: KindOf) -> object:
-        if self._kind is Kind.PER_PARAMETER:
-            return which, place
-        return kind_of(which, group, place)
+    def _cut_group(
+        self, group: FlatGroup, keys: Sequence[object], *, is_short: bool
+    ) -> Iterator[ParameterSegment]:
+        longest = longest_segment(group.master) if is_short else None
+        return make_segments(group, group.master, group.master_bounds, keys, longest)
 
-    def _kind_at(self, which: int, group: FlatGroup, place: int) -> object:
+    def _key_at(self, which: int, group: FlatGroup, index: int) -> object:
         """What must be equal inside a segment: settings, and state that is not per element."""
-        parameter = group.parameters[place]
+        parameter = group.parameters[index]
         return which, shared_state(self._optimizer.state.get(parameter, {}), parameter)
 
     def divide(
         self, which: int, segment: ParameterSegment, used: Sequence[bool]
     ) -> list[ParameterSegment]:
         """Cuts a segment where parameters with a gradient meet parameters without."""
-        kinds: list[object] = [None] * len(segment.group.parameters)
-        for place, is_used in zip(segment.places, used, strict=True):
-            kinds[place] = ("used" if is_used else "unused",)
-        base = segment.group.master_bounds[0] + segment.start
-        bounds = (base, base + segment.parameter.numel())
+        keys: list[object] = [None] * len(segment.group.parameters)
+        for index, is_used in zip(segment.indices, used, strict=True):
+            keys[index] = ("used" if is_used else "unused",)
         memory = segment.group.master[segment.start :]
-        parts = [part for _, part in make_segments(segment.group, memory, bounds, kinds)]
+        parts = list(make_segments(segment.group, memory, segment.bounds, keys))
         for part in parts:
             part.start += segment.start
         state = self._optimizer.state.pop(segment.parameter, {})
@@ -148,31 +138,54 @@ class Segmentation:
             if part_state:
                 self._optimizer.state[part.parameter] = part_state
         own = self._by_group[which]
-        place = own.index(segment)
-        own[place : place + 1] = parts
+        index = own.index(segment)
+        own[index : index + 1] = parts
         return parts
 
-    # State from before the wrapping -------------------------------------------------------
+    # State --------------------------------------------------------------------------------
+
+    def state_like(self, segment: ParameterSegment) -> Tensor:
+        """What per-element state of a segment has the shape of."""
+        return segment.parameter
+
+    def pieces(self, segment: ParameterSegment) -> Iterator[NamedPiece]:
+        """A segment's parameters by full name: which elements, and where in the segment."""
+        for piece in segment.pieces():
+            slot = segment.group.layout.slots[piece.index]
+            split = self._model.split_of(slot.name)
+            shape = slot.shape if split is None else split.shape
+            yield slot.name, Extent(shape, piece.start, piece.stop, split), piece.in_segment
 
     def _moved_state(self, segments: Sequence[Sequence[ParameterSegment]]) -> dict[Tensor, State]:
-        """For what takes the parameters' place."""
+        """The state of the parameters, for the segments that take their place."""
         moved: dict[Tensor, State] = {}
         for segment in (segment for own in segments for segment in own):
-            state = self._state_of(segment)
+            state = self._state_for(segment)
             if state:
                 moved[segment.parameter] = state
         return moved
 
-    def _state_of(self, segment: ParameterSegment) -> State:
+    def _state_for(self, segment: ParameterSegment) -> State:
+        """What a segment's parameters have for a state, cut and joined like them."""
         states = self._optimizer.state
-        if self._kind is Kind.PER_PARAMETER:  # it is that parameter, in other memory
-            (place,) = segment.places
-            return dict(states.get(segment.group.parameters[place], {}))
-        low = segment.group.master_bounds[0] + segment.start
-        bounds = (low, low + segment.parameter.numel())
         parts = []
-        for place in segment.places:
-            parameter, slot = segment.group.parameters[place], segment.group.layout.slots[place]
-            start, stop = (min(max(edge - slot.start, 0), parameter.numel()) for edge in bounds)
-            parts.append(cut_state(states.get(parameter, {}), parameter, start, stop))
+        for parameter, piece in zip(segment.parameters, segment.pieces(), strict=True):
+            parts.append(cut_state(states.get(parameter, {}), parameter, piece.start, piece.stop))
         return join_states(parts, segment.parameter)
+
+
+class WholeParameters(Segmentation):
+    """Each segment is one parameter in its own shape, for optimizers that look at all of it."""
+
+    def _cut_group(
+        self, group: FlatGroup, keys: Sequence[object], *, is_short: bool
+    ) -> Iterator[ParameterSegment]:
+        apart = [None if key is None else (index, key) for index, key in enumerate(keys)]
+        for segment in super()._cut_group(group, apart, is_short=False):
+            segment.restore_shape()
+            yield segment
+
+    def _state_for(self, segment: ParameterSegment) -> State:
+        """The parameter's own: a segment is that parameter, in other memory."""
+        (parameter,) = segment.parameters
+        return dict(self._optimizer.state.get(parameter, {}))

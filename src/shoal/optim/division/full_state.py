@@ -6,7 +6,7 @@ the other saved, at any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.comm import Backend
+from shoal.optim.division.segment import ParameterSegment
 from shoal.optim.state.tensor_state import State, counts_on_device, is_per_element
-from shoal.optim.stepping.segment import ParameterSegment
 
 
 class Fragment(NamedTuple):
@@ -29,7 +29,7 @@ class Fragment(NamedTuple):
 
 
 def fragments(
-    optimizer: Optimizer, segments: Sequence[ParameterSegment], numbers: dict[int, int]
+    optimizer: Optimizer, segments: Iterable[ParameterSegment], numbers: dict[int, int]
 ) -> Iterator[Fragment]:
     """What the segments of this rank have, parameter by parameter.
 
@@ -39,16 +39,14 @@ def fragments(
         state = optimizer.state.get(segment.parameter, {})
         if not state:
             continue
-        for place, start, stop, offset in segment.pieces():
-            own = slice(offset, offset + stop - start)
+        for parameter, piece in zip(segment.parameters, segment.pieces(), strict=True):
             cut = {
-                key: value.reshape(-1)[own].clone()
+                key: value.reshape(-1)[piece.in_segment].clone()
                 if is_per_element(key, value, segment.parameter)
                 else value
                 for key, value in state.items()
             }
-            number = numbers[id(segment.group.parameters[place])]
-            yield Fragment(number, start, stop, cut)
+            yield Fragment(numbers[id(parameter)], piece.start, piece.stop, cut)
 
 
 def assemble(

@@ -9,7 +9,8 @@ from __future__ import annotations
 from torch import optim
 from torch.optim import Optimizer
 
-from shoal.optim.proof.judgement import Judgement, Kind
+from shoal.optim.kinds import Kind
+from shoal.optim.proof.judgement import Judgement
 
 _OF_TORCH: dict[type[Optimizer], Kind] = {
     **dict.fromkeys(
