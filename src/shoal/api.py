@@ -19,8 +19,9 @@ from shoal.launch.function.outcome import Outcome
 from shoal.launch.function.run import run_outcomes
 from shoal.launch.joining.exit import watch_exit
 from shoal.launch.joining.join import check_name, choose_for_cpu, join
-from shoal.optim.wrapping import wrap_model, wrap_optimizer, wrap_optimizers
+from shoal.optim.registry import wrap_model, wrap_optimizer, wrap_optimizers
 from shoal.sampling import sampler as sampler
+from shoal.strategies.options import check_type
 from shoal.verification import Report, Trial, hold
 
 Loader = TypeVar("Loader", bound=DataLoader[Any] | Sequence[DataLoader[Any]])
@@ -229,6 +230,7 @@ def as_distributed(
         ...     model, optimizer, loader, strategy="zero3"
         ... )
     """
+    check_type("enabled", enabled, bool)
     if not enabled:
         return _as_given(model, optimizer, loader)
     world = find_current() or _start_for(model, backend)

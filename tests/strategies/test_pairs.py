@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,8 +13,10 @@ import shoal
 from shoal.errors import ShoalError
 from shoal.optim import PAIRS, DDPOptimizer, ZeRO1Optimizer
 from shoal.strategies import DDPModel, ZeRO1Model, ZeRO2Model
-from shoal.strategies.options import options_of
+from shoal.strategies.options import check_options, options_of
 from shoal.verification import Trial, hold
+
+MODELS = {name: pair.model for name, pair in PAIRS.items()}
 
 
 def build() -> nn.Module:
@@ -152,6 +155,45 @@ def test_options_that_there_are() -> None:
     assert "average_buffers" in options_of(PAIRS["ddp"][0])
     assert {"tensor", "zero", "seed", "replica"} <= set(options_of(PAIRS["tensor"][0]))
     assert {"pipeline", "micro_batches", "tensor"} <= set(options_of(PAIRS["hybrid"][0]))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "error", "words"),
+    [
+        ("check_every", "often", TypeError, "'check_every' must be a whole number; got 'often'"),
+        ("check_every", 0.5, TypeError, "'check_every' must be a whole number; got 0.5"),
+        ("check_every", True, TypeError, "'check_every' must be a whole number; got True"),
+        ("check_every", -1, ValueError, "'check_every' must not be negative; got -1"),
+        ("average_buffers", "no", TypeError, "'average_buffers' must be True or False; got 'no'"),
+        ("average_buffers", 1, TypeError, "'average_buffers' must be True or False; got 1"),
+        ("enabled", "false", TypeError, "'enabled' must be True or False; got 'false'"),
+        ("min_group_bytes", "1", TypeError, "'min_group_bytes' must be a whole number or None"),
+        ("resident_below", -3, ValueError, "'resident_below' must not be negative; got -3"),
+    ],
+)  # fmt: skip
+def test_options_of_another_type(option, value, error, words) -> None:
+    with pytest.raises(error, match=words):
+        shoal.run(lambda: shoal.as_distributed(build(), **{option: value}), 1, "memory")
+
+
+def test_types_of_all_options_are_known() -> None:
+    options = {name for pair in PAIRS.values() for name in options_of(pair.model)}
+    check_options({"plan": {"0": "column"}, "tensor": 1, "seed": -1}, "tensor", MODELS)
+    check_options({"cut": ["0"], "balance": {"0": 1.0}, "data": None}, "pipeline", MODELS)
+    check_options({"min_group_bytes": np.int64(3), "check_every": 0}, "ddp", MODELS)
+    assert {"check_every", "plan", "micro_batches"} <= options
+
+
+def test_described_with_an_optimizer_that_shards_more() -> None:
+    def describe() -> str:
+        module = build()
+        model = DDPModel(module, shoal.world())
+        ZeRO1Optimizer(torch.optim.SGD(module.parameters()), model)
+        return model.describe()
+
+    assert (
+        "each rank has its part of the state, as under zero1" in shoal.run(describe, 2, "memory")[0]
+    )
 
 
 # Words ------------------------------------------------------------------------------------

@@ -60,6 +60,13 @@ class ZeRO1Optimizer(ShardedOptimizer):
         else:
             super()._check_pair(optimizer, model)
 
+    def describe(self) -> str:
+        """Its kind, and whether it shards more than the model does by itself."""
+        about = super().describe()
+        if isinstance(self.model, ZeRO1Model):
+            return about
+        return f"{about}; each rank has its part of the state, as under {ZeRO1Model.strategy}"
+
 
 class ZeRO2Optimizer(ShardedOptimizer):
     """As `ZeRO1Optimizer`, on gradients that were only kept for the rank's part."""

@@ -68,8 +68,8 @@ class ShardedOptimizer(Optimizer):
         division_class = self.divisions[self.kind]
         division_class.admit(optimizer, model)
         renew_state(optimizer)
-        self.supervision = _supervise(optimizer, model, judgement)
-        self.division = division_class(model, self.supervision, self._numbers())
+        self.supervision = self._supervise(judgement)
+        self.division = division_class(model, self.supervision)
         optimizer.register_step_pre_hook(self._check_step)
         self.num_steps = 0
         model.optimizers.append(self)
@@ -96,6 +96,19 @@ class ShardedOptimizer(Optimizer):
         """Each parameter's number among all of the user's, by its id."""
         parameters = [each for group in self.param_groups for each in group["params"]]
         return {id(parameter): number for number, parameter in enumerate(parameters)}
+
+    def _supervise(self, judgement: Judgement) -> Supervision:
+        seed = None
+        if judgement.may_draw:
+            seed = self.model.all_ranks.broadcast_object(torch.initial_seed())
+        return Supervision(
+            self.optimizer,
+            judgement,
+            parameters=[list(group["params"]) for group in self.param_groups],
+            numbers=self._numbers(),
+            seed=seed,
+            on_violation=lambda: self.model.engine.tear(),
+        )
 
     def describe(self) -> str:
         """Its kind, and how that is known."""
@@ -246,17 +259,4 @@ def refuse_parameter(parameter: Tensor) -> NoReturn:
     raise ValueError(
         f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not part of the "
         "model: build it from this model's parameters"
-    )
-
-
-def _supervise(optimizer: Optimizer, model: ShardedModel, judgement: Judgement) -> Supervision:
-    seed = None
-    if judgement.may_draw:
-        seed = model.all_ranks.broadcast_object(torch.initial_seed())
-    return Supervision(
-        optimizer,
-        judgement,
-        parameters=[list(group["params"]) for group in optimizer.param_groups],
-        seed=seed,
-        on_violation=lambda: model.engine.tear(),
     )

@@ -59,12 +59,10 @@ class SplitSegments(Segmented):
 class SplitByElement(SplitSegments, ByElement):
     """Each rank steps its parts of split layers, and has their part of the state."""
 
-    def __init__(
-        self, model: ShardedModel, supervision: Supervision, numbers: Mapping[int, int]
-    ) -> None:
+    def __init__(self, model: ShardedModel, supervision: Supervision) -> None:
         """State from before the layers were split is split with them."""
         _split_state(supervision.optimizer, parts_of(model))
-        super().__init__(model, supervision, numbers)
+        super().__init__(model, supervision)
 
     def state_dict(self) -> dict[str, Any]:
         """The parts of all ranks together, over both axes."""

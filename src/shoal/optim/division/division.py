@@ -33,17 +33,9 @@ class Division(ABC):
     lays_out_memory: ClassVar[bool] = False
     """Whether the model's memory is laid out for it, so that it must be made before others."""
 
-    def __init__(
-        self, model: ShardedModel, supervision: Supervision, numbers: Mapping[int, int]
-    ) -> None:
-        """Of an optimizer that `admit` has let pass.
-
-        Args:
-            model: The wrapped model.
-            supervision: How the optimizer's steps are taken.
-            numbers: Each parameter's number among all of the user's, by its id.
-        """
-        self.model, self.supervision, self._numbers = model, supervision, numbers
+    def __init__(self, model: ShardedModel, supervision: Supervision) -> None:
+        """Of an optimizer that `admit` has let pass."""
+        self.model, self.supervision = model, supervision
         self.optimizer, self.parameters = supervision.optimizer, supervision.parameters
         self.is_stepping = False
         self._num_averaged = self._num_states = self._state_bytes = 0

@@ -1,4 +1,4 @@
-"""An optimizer's state in terms of whole parameters, whoever holds which part of it.
+"""An optimizer's state in terms of whole parameters, put together from what the ranks have.
 
 It has the form that the plain torch optimizer would have in one process, so either can load what
 the other saved, at any number of ranks.

@@ -32,11 +32,9 @@ class Segmented(Division):
 
     segmentation: ClassVar[type[Segmentation]]
 
-    def __init__(
-        self, model: ShardedModel, supervision: Supervision, numbers: Mapping[int, int]
-    ) -> None:
+    def __init__(self, model: ShardedModel, supervision: Supervision) -> None:
         """Moves the state that there is to this rank's segments."""
-        super().__init__(model, supervision, numbers)
+        super().__init__(model, supervision)
         self._may_fuse = self.may_fuse()
         self.segments = self.segmentation(
             self.optimizer,
@@ -73,21 +71,22 @@ class Segmented(Division):
         for which, segment in self.segments.by_group():
             self._hand_out(which, segment)
         try:
-            with self.engine.stepping(parameters), self.stepping(), self.segments.stepping():
-                self._step_segments()
+            with (
+                self.engine.stepping(parameters),
+                self.stepping(),
+                self.segments.stepping(),
+                self.kernels(),
+                self.supervision.step(self._first_parameters),
+            ):
+                self.optimizer.step()
         finally:
             for segment in self.segments:
                 segment.parameter.grad = None
         self.note_step()
         return loss
 
-    def _step_segments(self) -> None:
-        with self.kernels(), self.supervision.step(self._stepped_numbers):
-            self.optimizer.step()
-
-    def _stepped_numbers(self) -> list[int]:
-        """For each segment the number of its (first) parameter."""
-        return [self._numbers[id(segment.parameters[0])] for segment in self.segments]
+    def _first_parameters(self) -> list[Tensor]:
+        return [segment.parameters[0] for segment in self.segments]
 
     def _hand_out(self, which: int, segment: ParameterSegment) -> None:
         """Gives a segment its gradient, if its parameters have one."""
@@ -168,12 +167,10 @@ class ByParameter(Segmented):
     lays_out_memory = True
     segmentation = WholeParameters
 
-    def __init__(
-        self, model: ShardedModel, supervision: Supervision, numbers: Mapping[int, int]
-    ) -> None:
+    def __init__(self, model: ShardedModel, supervision: Supervision) -> None:
         """Lays out the model's memory anew."""
         model.keep_whole([parameter for group in supervision.parameters for parameter in group])
-        super().__init__(model, supervision, numbers)
+        super().__init__(model, supervision)
 
 
 def check_sizes(saved: Sequence[Mapping[str, Any]], own: Sequence[Sequence[Any]]) -> None:

@@ -34,11 +34,9 @@ class Undivided(Division):
                 f"any of its parameters. {DECLARE}"
             )
 
-    def __init__(
-        self, model: ShardedModel, supervision: Supervision, numbers: Mapping[int, int]
-    ) -> None:
+    def __init__(self, model: ShardedModel, supervision: Supervision) -> None:
         """Warns where the user wanted the state to be divided."""
-        super().__init__(model, supervision, numbers)
+        super().__init__(model, supervision)
         if model.sharding.optimizer:
             warnings.warn(
                 f"{type(self.optimizer).__name__} may couple any of its parameters, so every rank "

@@ -5,7 +5,7 @@ following the data through its steps. What cannot be proved needs everything, so
 is right by default.
 
 A step that goes by which parameter it has in hand (``p is self.first``, ``self.scales[id(p)]``), or
-by what somebody has written on it (``p.lr_scale``), does something else with any stand-in. No
+by an attribute that was written on it (``p.lr_scale``), does something else with any stand-in. No
 operation shows that, so such an optimizer is given the parameters themselves.
 """
 

@@ -1,4 +1,4 @@
-"""A small copy of an optimizer, on tiny parameters, that a proof can do with as it likes."""
+"""Small copies of an optimizer, on tiny parameters, for a proof to train."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def similar(
         if key not in known and key not in optimizer.defaults and key not in ("params", "step")
     }
     made = type(optimizer)([{**own, "params": list(parameters)}], **{**settings, **changes})
-    # What the constructor takes under another name, or somebody has set since.
+    # What the constructor takes under another name, or was set after it.
     vars(made).update(kept)
     wanted = {key: value for key, value in (group | changes).items() if key != "params"}
     for made_group in made.param_groups:
@@ -116,7 +116,7 @@ def shapes_for(parameters: Sequence[nn.Parameter]) -> list[tuple[int, ...]]:
 
 @dataclass
 class Trained:
-    """What a course has led to.
+    """What training has led to.
 
     Attributes:
         parameters: Their values.
@@ -145,11 +145,11 @@ def numbers_of(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
             yield name, plain
 
 
-def train(make: Make, course: SampleData, streams: Streams) -> Trained:
-    """Takes the course with an optimizer of its own, and nobody looking."""
-    parameters = course.start()
+def train(make: Make, data: SampleData, streams: Streams) -> Trained:
+    """Trains with an optimizer of its own, and follows nothing."""
+    parameters = data.start()
     optimizer = make(parameters)
-    for gradients in course.gradients:
+    for gradients in data.gradients:
         show(parameters, gradients)
         with streams.step():
             optimizer.step()

@@ -19,8 +19,8 @@ from shoal.errors import ShoalError
 from shoal.optim.kinds import Kind
 from shoal.optim.proof.following import Following
 from shoal.optim.proof.judgement import Finding, Judgement
-from shoal.optim.proof.modes import passing_by
-from shoal.optim.stepping.streams import Drawing, Streams
+from shoal.optim.proof.modes import Drawing, intercepting
+from shoal.optim.stepping.streams import Streams
 
 
 class Watch(Following):
@@ -47,7 +47,7 @@ class Watch(Following):
         stepped = [each for group in self._optimizer.param_groups for each in group["params"]]
         self.begin(stepped, [self._data_of(each) for each in stepped])
         memory = [each.data_ptr() for each in stepped]
-        with passing_by(self, Drawing(streams, numbers)):
+        with intercepting(self, Drawing(streams, numbers)):
             yield
         if memory != [each.data_ptr() for each in stepped]:
             self.found(Finding(Kind.GLOBAL, "a step gave parameters other memory", ""))

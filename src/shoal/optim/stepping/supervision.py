@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import ShoalError
@@ -35,6 +35,7 @@ class Supervision:
         judgement: Judgement,
         *,
         parameters: Sequence[Sequence[nn.Parameter]],
+        numbers: Mapping[int, int] | None = None,
         seed: int | None = None,
         on_violation: Callable[[], None] = lambda: None,
     ) -> None:
@@ -44,11 +45,13 @@ class Supervision:
             optimizer: The user's.
             judgement: What was decided about it.
             parameters: Those of each group as the user has them.
+            numbers: Each parameter's number among all of the user's, by its id; by default they are
+                counted through the groups.
             seed: The base seed of what it draws; None if it draws nothing.
             on_violation: Called in the middle of a step that must not go on.
         """
         self.judgement = judgement
-        self.optimizer, self.parameters = optimizer, parameters
+        self.optimizer, self.parameters, self._numbers = optimizer, parameters, numbers
         self.streams = None if seed is None else Streams(seed)
         self._watch = self._options = None
         draws_for_parameters = judgement.draws and judgement.kind.is_divisible
@@ -72,14 +75,20 @@ class Supervision:
             )
 
     @contextlib.contextmanager
-    def step(self, numbers: Callable[[], Sequence[int]] | None = None) -> Iterator[None]:
-        """Around the optimizer's own step; ``numbers`` tells the numbers of its parameters."""
+    def step(self, stepped: Callable[[], Iterable[Tensor]] | None = None) -> Iterator[None]:
+        """Around the optimizer's own step.
+
+        ``stepped`` gives the user's parameter for each tensor that the optimizer has, where these
+        are not the user's parameters themselves.
+        """
         with contextlib.ExitStack() as stack:
             if self.streams is not None:
                 stack.enter_context(self.streams.step())
             if self._watch is not None:
-                own = numbers() if numbers is not None and self.streams is not None else None
-                stack.enter_context(self._watch.step(self.streams, own))
+                numbers = None
+                if stepped is not None and self.streams is not None and self._numbers is not None:
+                    numbers = [self._numbers[id(parameter)] for parameter in stepped()]
+                stack.enter_context(self._watch.step(self.streams, numbers))
             yield
 
     def outside_of_step(self) -> contextlib.AbstractContextManager[None]:
