@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.comm import Backend
 from shoal.optim.division.segment import ParameterSegment
 from shoal.optim.division.segmentation import Segmentation
 from shoal.optim.state.reception import Reception, copy_held, divided, fresh_state, full_states
@@ -27,7 +29,7 @@ class SegmentState:
         optimizer: Optimizer,
         segments: Segmentation,
         parameters: Sequence[Sequence[nn.Parameter]],
-        names: Collection[str],
+        names: set[str],
     ) -> None:
         """``parameters`` are the user's of each parameter group, ``names`` their full names."""
         self._optimizer, self._segments = optimizer, segments
@@ -45,6 +47,26 @@ class SegmentState:
                 part = tensors if len(pieces) == 1 else {k: v[own] for k, v in tensors.items()}
                 yield HeldState(name, extent, part, shared)
 
+    def gather(self, backend: Backend) -> dict[str, State]:
+        """The whole state of each parameter by name, from all ranks, which call it together.
+
+        It has the form that the plain torch optimizer would have in one process, so that either can
+        load what the other saved, at any number of ranks.
+        """
+        own = [
+            [held.name, *_run(held), {k: v.clone() for k, v in held.tensors.items()}, held.shared]
+            for held in self.held()
+        ]
+        whole: dict[str, State] = {}
+        for found in backend.all_gather_object(own):
+            for name, shape, start, stop, tensors, shared in found:
+                state = whole.setdefault(name, dict(shared))
+                for key, flat in tensors.items():
+                    if key not in state:
+                        state[key] = torch.zeros(shape, dtype=flat.dtype, device=flat.device)
+                    state[key].view(-1)[start:stop] = flat
+        return whole
+
     def receive(
         self, saved: Mapping[str, FullState], options: GroupOptions, on_accept: Callable[[], None]
     ) -> Reception:
@@ -52,7 +74,9 @@ class SegmentState:
 
         New state is made in runs as long as can be, and then cut into segments that are stepped.
         """
-        old = [] if saved.keys() >= set(self._names) else self._held_besides(saved)
+        # The state of parameters that nothing was saved for stays.
+        is_complete = saved.keys() >= self._names
+        old = [] if is_complete else [held for held in self.held() if held.name not in saved]
         known = {**saved, **full_states(old)}
         segments = self._cut(known, is_short=True)
         wanted, rooms = self._make_room(known, options)
@@ -66,14 +90,14 @@ class SegmentState:
                 states[segment.parameter] = run.state_of_part(state, segment)
 
         def accept() -> None:
-            self._accept(segments, states, options)
+            self._optimizer.state.clear()
+            self._optimizer.state.update(states)
+            for group, settings in zip(self._optimizer.param_groups, options, strict=True):
+                group.update(settings)
+            self._segments.adopt(segments)
             on_accept()
 
         return Reception(missing, accept)
-
-    def _held_besides(self, saved: Mapping[str, FullState]) -> list[HeldState]:
-        """The state of parameters that nothing was saved for."""
-        return [held for held in self.held() if held.name not in saved]
 
     def _make_room(
         self, known: Mapping[str, FullState], options: GroupOptions
@@ -105,14 +129,9 @@ class SegmentState:
         with self._segments.in_place():  # whose state says how they can be stepped
             return self._segments.cut(self._parameters, key_of, is_short=is_short)
 
-    def _accept(
-        self,
-        segments: list[list[ParameterSegment]],
-        states: Mapping[Tensor, State],
-        options: GroupOptions,
-    ) -> None:
-        self._optimizer.state.clear()
-        self._optimizer.state.update(states)
-        for group, settings in zip(self._optimizer.param_groups, options, strict=True):
-            group.update(settings)
-        self._segments.adopt(segments)
+
+def _run(held: HeldState) -> tuple[list[int], int, int]:
+    """The shape of what the ranks of the data axis have between them, and which run this is."""
+    extent = held.extent
+    shape = extent.shape if extent.split is None else extent.split.local_shape
+    return list(shape), extent.start, extent.stop

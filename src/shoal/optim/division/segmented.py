@@ -11,12 +11,11 @@ from torch import Tensor
 
 from shoal.errors import ShoalError
 from shoal.optim.division.division import Closure, Division
-from shoal.optim.division.full_state import as_loaded, assemble, fragments
 from shoal.optim.division.segment import ParameterSegment
 from shoal.optim.division.segment_state import SegmentState
 from shoal.optim.division.segmentation import Segmentation, WholeParameters
 from shoal.optim.division.state_view import StateView
-from shoal.optim.state.reception import Reception
+from shoal.optim.state.reception import Reception, placed
 from shoal.optim.stepping import kernels
 from shoal.optim.stepping.supervision import Supervision
 from shoal.sharding.holding import FullState, HeldState
@@ -108,20 +107,15 @@ class Segmented(Division):
 
     def state_dict(self) -> dict[str, Any]:
         """The parts of all ranks together."""
-        parameters = self.flat_parameters
-        numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-        own = list(fragments(self.optimizer, self.segments, numbers))
+        numbers = {self.name_of(each): number for number, each in enumerate(self.flat_parameters)}
         groups = [
             {key: value for key, value in group.items() if key != "params"}
-            | {"params": [numbers[id(parameter)] for parameter in own_parameters]}
-            for group, own_parameters in zip(
-                self.optimizer.param_groups, self.parameters, strict=True
-            )
+            | {"params": [numbers[self.name_of(parameter)] for parameter in own]}
+            for group, own in zip(self.optimizer.param_groups, self.parameters, strict=True)
         ]
-        return {
-            "state": assemble(self.engine.shards, own, parameters),
-            "param_groups": groups,
-        }
+        whole = self._segment_state().gather(self.engine.shards)
+        state = {number: whole[name] for name, number in numbers.items() if name in whole}
+        return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keeps this rank's part."""
@@ -132,7 +126,10 @@ class Segmented(Division):
         for (number, options), parameter in zip(order, self.flat_parameters, strict=True):
             master = self.engine.groups[self.locate(parameter)[0]].master
             state = state_dict["state"].get(number, {})
-            loaded = {key: as_loaded(key, value, master, options) for key, value in state.items()}
+            loaded = {
+                key: placed(key, value, master, options, is_cast=True)
+                for key, value in state.items()
+            }
             if loaded:
                 self.optimizer.state[parameter] = loaded
         for group, own in zip(saved, self.optimizer.param_groups, strict=True):

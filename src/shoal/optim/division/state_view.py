@@ -39,8 +39,9 @@ class StateView(Mapping[Tensor, Any]):
         for segment in self._segments:
             for own, piece in zip(segment.parameters, segment.pieces(), strict=True):
                 if own is parameter:
-                    state = self._state.get(segment.parameter, {})
-                    parts.append(_part(state, segment.parameter, piece.in_segment))
+                    stepped, bounds = segment.parameter, piece.in_segment
+                    state = self._state.get(stepped, {})
+                    parts.append(cut_state(state, stepped, bounds.start, bounds.stop))
                     count += piece.stop - piece.start
         if count < parameter.numel() or not parts:
             raise ShoalError(
@@ -69,12 +70,3 @@ class StateView(Mapping[Tensor, Any]):
             "the state of a wrapped optimizer is divided over the ranks and cannot be set here: "
             "change what optimizer.state_dict() returns, and load it with load_state_dict()"
         )
-
-    def __repr__(self) -> str:
-        return repr(dict(self._state))
-
-
-def _part(state: State, segment: Tensor, own: slice) -> State:
-    if own == slice(0, segment.numel()):
-        return {k: v.reshape(-1) if is_per_element(k, v, segment) else v for k, v in state.items()}
-    return cut_state(state, segment, own.start, own.stop)
