@@ -1,4 +1,4 @@
-"""The proof: a probe's steps are followed, replayed on other values, and tried divided.
+"""The proof: a small copy's steps are followed, replayed on other values, and tried divided.
 
 [Note: proof]
 Following shows what a step does to the data of its parameters. Replaying shows that following has
@@ -70,7 +70,7 @@ def prove(
 
 
 class _Proof(Following):
-    """One probe, and what it is found to do."""
+    """One small copy, and what it is found to do."""
 
     def __init__(self, make: Make, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()

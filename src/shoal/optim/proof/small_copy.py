@@ -47,7 +47,7 @@ def similar(
 
 
 def maker(optimizer: Optimizer, group: dict[str, Any]) -> Make:
-    """Makes probes with a parameter group's settings.
+    """Makes small copies with a parameter group's settings.
 
     They are on the CPU, whatever the model is on. With a rate of zero, as warm-up begins with, some
     would do nothing.

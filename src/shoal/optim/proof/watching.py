@@ -1,4 +1,4 @@
-"""Checks every operation of a real step against the kind that was proved for a probe.
+"""Checks every operation of a real step against the kind that was proved for a small copy.
 
 A proof has seen a few steps of tiny parameters. An optimizer may do something else at the fiftieth
 step, from some size on, or when an option has changed. So what is not known by its class steps
