@@ -60,7 +60,7 @@ def _start(backend: Backend) -> World:
 
 
 def _start_for(model: nn.Module, backend: str) -> World:
-    """A GPU that the model is not on has no say in what carries its gradients."""
+    """Chooses by the model's device: a GPU that the model is not on does not count."""
     on_cpu = all(parameter.is_cpu for parameter in model.parameters())
     return _start(join(backend, DEFAULT_TIMEOUT_S, on_cpu=on_cpu))
 
@@ -205,8 +205,8 @@ def as_distributed(
 ) -> Any:
     """Turns a model, the optimizer that was built for it and its data into distributed ones.
 
-    Starts communication where nobody has. Wrapping twice with the same strategy returns what is
-    there.
+    Starts communication where there is none yet. Wrapping twice with the same strategy returns
+    what is there.
 
     Args:
         model: Any module.
