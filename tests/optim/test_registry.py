@@ -1,8 +1,7 @@
-"""Which optimizer goes with which model, and what is said of options that there are not."""
+"""Which optimizer goes with which model."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,12 +10,10 @@ from torch.nn import functional as F
 import pools
 import shoal
 from shoal.errors import ShoalError
-from shoal.optim import PAIRS, DDPOptimizer, ZeRO1Optimizer
+from shoal.optim import DATA_PARALLEL, PAIRS, DDPOptimizer, ZeRO1Optimizer
+from shoal.optim.registry import choose_strategy
 from shoal.strategies import DDPModel, ZeRO1Model, ZeRO2Model
-from shoal.strategies.options import check_options, options_of
 from shoal.verification import Trial, hold
-
-MODELS = {name: pair.model for name, pair in PAIRS.items()}
 
 
 def build() -> nn.Module:
@@ -127,63 +124,6 @@ def test_other_pairs_are_refused() -> None:
         shoal.run(wrap, 2, "memory")
 
 
-# Options ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("strategy", "option", "words"),
-    [
-        ("ddp", "find_unused_parameters", "'ddp' has no option 'find_unused_parameters': param"),
-        ("ddp", "broadcast_buffers", "average_buffers=True"),
-        ("fsdp", "ignored_params", "requires_grad_"),
-        ("fsdp", "ignored_modules", "requires_grad_"),
-        ("zero3", "reshard_after_forward", "'zero2' keeps them"),
-        ("zero2", "mixed_precison", "did you mean 'mixed_precision'"),
-        ("zero2", "sequence_parallel", "it is one of 'tensor'"),
-        ("ddp", "stage", "choose strategy='zero1'"),
-        ("tensor", "colour", "It has tensor, data, zero"),
-    ],
-)  # fmt: skip
-def test_options_that_there_are_not(strategy, option, words) -> None:
-    with pytest.raises(TypeError, match=words):
-        shoal.run(
-            lambda: shoal.as_distributed(build(), strategy=strategy, **{option: 1}), 1, "memory"
-        )
-
-
-def test_options_that_there_are() -> None:
-    assert "average_buffers" in options_of(PAIRS["ddp"][0])
-    assert {"tensor", "zero", "seed", "replica"} <= set(options_of(PAIRS["tensor"][0]))
-    assert {"pipeline", "micro_batches", "tensor"} <= set(options_of(PAIRS["hybrid"][0]))
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "error", "words"),
-    [
-        ("check_every", "often", TypeError, "'check_every' must be a whole number; got 'often'"),
-        ("check_every", 0.5, TypeError, "'check_every' must be a whole number; got 0.5"),
-        ("check_every", True, TypeError, "'check_every' must be a whole number; got True"),
-        ("check_every", -1, ValueError, "'check_every' must not be negative; got -1"),
-        ("average_buffers", "no", TypeError, "'average_buffers' must be True or False; got 'no'"),
-        ("average_buffers", 1, TypeError, "'average_buffers' must be True or False; got 1"),
-        ("enabled", "false", TypeError, "'enabled' must be True or False; got 'false'"),
-        ("min_group_bytes", "1", TypeError, "'min_group_bytes' must be a whole number or None"),
-        ("resident_below", -3, ValueError, "'resident_below' must not be negative; got -3"),
-    ],
-)  # fmt: skip
-def test_options_of_another_type(option, value, error, words) -> None:
-    with pytest.raises(error, match=words):
-        shoal.run(lambda: shoal.as_distributed(build(), **{option: value}), 1, "memory")
-
-
-def test_types_of_all_options_are_known() -> None:
-    options = {name for pair in PAIRS.values() for name in options_of(pair.model)}
-    check_options({"plan": {"0": "column"}, "tensor": 1, "seed": -1}, "tensor", MODELS)
-    check_options({"cut": ["0"], "balance": {"0": 1.0}, "data": None}, "pipeline", MODELS)
-    check_options({"min_group_bytes": np.int64(3), "check_every": 0}, "ddp", MODELS)
-    assert {"check_every", "plan", "micro_batches"} <= options
-
-
 def test_described_with_an_optimizer_that_shards_more() -> None:
     def describe() -> str:
         module = build()
@@ -196,30 +136,19 @@ def test_described_with_an_optimizer_that_shards_more() -> None:
     )
 
 
-# Words ------------------------------------------------------------------------------------
+def test_every_strategy_stands_in_the_table_once() -> None:
+    assert list(PAIRS)[: len(DATA_PARALLEL)] == list(DATA_PARALLEL)
+    for name, (model, optimizer) in PAIRS.items():
+        assert model.strategy == name
+        assert optimizer.model_class is model
+    assert len({pair.optimizer for pair in PAIRS.values()}) == len(PAIRS)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit")
-def test_a_scripted_model() -> None:
-    scripted = torch.jit.script(nn.Linear(2, 2))
-    for module in (scripted, nn.Sequential(scripted)):
-        with pytest.raises(TypeError, match=r"torch\.jit\.script"):
-            shoal.run(lambda module=module: shoal.as_distributed(module), 1, "memory")
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit")
-def test_forward_mode_where_parameters_are_gathered() -> None:
-    def derive(strategy: str) -> torch.Tensor:
-        model = shoal.as_distributed(build(), strategy=strategy)
-        x = torch.ones(2, 5)
-        return torch.func.jvp(model, (x,), (x,))[1].detach()
-
-    def derive_dual(strategy: str) -> None:
-        model = shoal.as_distributed(build(), strategy=strategy)
-        with torch.autograd.forward_ad.dual_level():
-            model(torch.autograd.forward_ad.make_dual(torch.ones(2, 5), torch.ones(2, 5)))
-
-    shoal.run(derive, 2, "memory", args=("zero2",))
-    for each in (derive, derive_dual):
-        with pytest.raises(ShoalError, match="forward-mode differentiation"):
-            shoal.run(each, 2, "memory", args=("zero3",))
+@pytest.mark.parametrize(
+    ("num_parameters", "ranks", "strategy"),
+    [(10**8, 4, "ddp"), (5 * 10**9, 4, "zero2"), (2 * 10**10, 4, "zero3"), (2 * 10**10, 1, "ddp")],
+)
+def test_what_auto_stands_for(num_parameters: int, ranks: int, strategy: str) -> None:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.empty(num_parameters, device="meta"))
+    assert choose_strategy(module, ranks) == strategy

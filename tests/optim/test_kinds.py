@@ -1,0 +1,29 @@
+"""Kinds are ordered from fine to coarse, and every strategy divides each of them somehow."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from shoal.optim import PAIRS, Kind
+from shoal.optim.division import DIVISIONS
+
+
+def test_kinds_are_ordered() -> None:
+    for finer, coarser in itertools.combinations(Kind, 2):
+        assert finer.is_finer_than(coarser)
+        assert not coarser.is_finer_than(finer)
+    assert not any(kind.is_finer_than(kind) for kind in Kind)
+
+
+def test_users_may_name_them() -> None:
+    assert [Kind(name) for name in ("element-wise", "per-parameter", "global")] == list(Kind)
+
+
+@pytest.mark.parametrize("strategy", PAIRS)
+def test_every_kind_is_divided_by_every_strategy(strategy: str) -> None:
+    divisions = PAIRS[strategy].optimizer.divisions
+    assert divisions.keys() == set(Kind)
+    for kind, division in divisions.items():
+        assert issubclass(division, DIVISIONS[kind])
