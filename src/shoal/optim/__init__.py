@@ -9,7 +9,7 @@ from shoal.optim.hybrid_optimizer import HybridShardedOptimizer as HybridSharded
 from shoal.optim.kinds import Kind as Kind
 from shoal.optim.optimizer import ShardedOptimizer as ShardedOptimizer
 from shoal.optim.pipeline_optimizer import PipelineParallelOptimizer as PipelineParallelOptimizer
-from shoal.optim.proof.judge import find_kind as find_kind
+from shoal.optim.proof.judging import find_kind as find_kind
 from shoal.optim.registry import DATA_PARALLEL as DATA_PARALLEL
 from shoal.optim.registry import PAIRS as PAIRS
 from shoal.optim.scaler import GradScaler as GradScaler

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
 from shoal.errors import ShoalError
-from shoal.optim.division import DIVISIONS, Division
+from shoal.optim.division import DIVISIONS, WorkDivision
 from shoal.optim.kinds import Kind
-from shoal.optim.proof.judge import judge_or_believe
 from shoal.optim.proof.judgement import Judgement
+from shoal.optim.proof.judging import judge_or_believe
 from shoal.optim.state.fresh_state import renew_state
 from shoal.optim.state.reception import Reception
-from shoal.optim.stepping.hooks import users_hooks
 from shoal.optim.stepping.hyperparameters import Hyperparameters
 from shoal.optim.stepping.supervision import Supervision
+from shoal.optim.stepping.user_hooks import users_hooks
 from shoal.sharding.holding import FullState, HeldState
 from shoal.strategies.consistency.progress import compare
 from shoal.strategies.model import ShardedModel
@@ -40,7 +40,7 @@ class ShardedOptimizer(Optimizer):
     """
 
     model_class: ClassVar[type[ShardedModel]] = ShardedModel
-    divisions: ClassVar[Mapping[Kind, type[Division]]] = DIVISIONS
+    divisions: ClassVar[Mapping[Kind, type[WorkDivision]]] = DIVISIONS
     # A fused optimizer has it, but would not see the scale that a scaler leaves on this object.
     _step_supports_amp_scaling = False
 
@@ -68,7 +68,7 @@ class ShardedOptimizer(Optimizer):
         division_class = self.divisions[self.kind]
         division_class.admit(optimizer, model)
         renew_state(optimizer)
-        self.supervision = self._supervise(judgement)
+        self.supervision = _supervise(optimizer, model, judgement, self._numbers())
         self.division = division_class(model, self.supervision)
         optimizer.register_step_pre_hook(self._check_step)
         self.num_steps = 0
@@ -96,19 +96,6 @@ class ShardedOptimizer(Optimizer):
         """Each parameter's number among all of the user's, by its id."""
         parameters = [each for group in self.param_groups for each in group["params"]]
         return {id(parameter): number for number, parameter in enumerate(parameters)}
-
-    def _supervise(self, judgement: Judgement) -> Supervision:
-        seed = None
-        if judgement.may_draw:
-            seed = self.model.all_ranks.broadcast_object(torch.initial_seed())
-        return Supervision(
-            self.optimizer,
-            judgement,
-            parameters=[list(group["params"]) for group in self.param_groups],
-            numbers=self._numbers(),
-            seed=seed,
-            on_violation=lambda: self.model.engine.tear(),
-        )
 
     def describe(self) -> str:
         """Its kind, and how that is known."""
@@ -259,4 +246,20 @@ def refuse_parameter(parameter: Tensor) -> NoReturn:
     raise ValueError(
         f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not part of the "
         "model: build it from this model's parameters"
+    )
+
+
+def _supervise(
+    optimizer: Optimizer, model: ShardedModel, judgement: Judgement, numbers: Mapping[int, int]
+) -> Supervision:
+    seed = None
+    if judgement.may_draw:
+        seed = model.all_ranks.broadcast_object(torch.initial_seed())
+    return Supervision(
+        optimizer,
+        judgement,
+        parameters=[list(group["params"]) for group in optimizer.param_groups],
+        numbers=numbers,
+        seed=seed,
+        on_violation=lambda: model.engine.tear(),
     )

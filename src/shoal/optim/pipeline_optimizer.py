@@ -12,8 +12,8 @@ from shoal.optim.division.segmented import check_sizes
 from shoal.optim.division.undivided import DECLARE, Undivided
 from shoal.optim.kinds import Kind
 from shoal.optim.optimizer import ShardedOptimizer, refuse_parameter
-from shoal.optim.proof.judge import judge_or_believe
 from shoal.optim.proof.judgement import Judgement
+from shoal.optim.proof.judging import judge_or_believe
 from shoal.strategies.model import ShardedModel
 from shoal.strategies.pipeline import PipelineParallelModel
 

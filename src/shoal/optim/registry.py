@@ -24,8 +24,8 @@ from shoal.optim.data_parallel_optimizers import (
 from shoal.optim.hybrid_optimizer import HybridShardedOptimizer
 from shoal.optim.optimizer import ShardedOptimizer
 from shoal.optim.pipeline_optimizer import PipelineParallelOptimizer
-from shoal.optim.proof.judge import judge
 from shoal.optim.proof.judgement import Judgement
+from shoal.optim.proof.judging import judge
 from shoal.optim.tensor_optimizer import TensorParallelOptimizer
 from shoal.strategies import ShardedModel
 from shoal.strategies.options import check_options

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import ShoalError
-from shoal.optim.division.division import Division
 from shoal.optim.division.segment import ParameterSegment
 from shoal.optim.division.segmentation import NamedPiece, WholeParameters
 from shoal.optim.division.segmented import ByElement, ByParameter, Segmented
 from shoal.optim.division.undivided import DECLARE, Undivided
+from shoal.optim.division.work_division import WorkDivision
 from shoal.optim.kinds import Kind
 from shoal.optim.optimizer import ShardedOptimizer
 from shoal.optim.state.tensor_state import State, is_per_element
@@ -182,7 +182,7 @@ class UndividedParts(Undivided):
             )
 
 
-SPLIT_DIVISIONS: Mapping[Kind, type[Division]] = {
+SPLIT_DIVISIONS: Mapping[Kind, type[WorkDivision]] = {
     Kind.ELEMENT_WISE: SplitByElement,
     Kind.PER_PARAMETER: SplitByParameter,
     Kind.GLOBAL: UndividedParts,

@@ -22,7 +22,7 @@ _CACHED_BYTES = 256 << 10
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterPiece:
     """The elements of one parameter that a segment has.
 
     Attributes:
@@ -72,13 +72,13 @@ class ParameterSegment:
             gradient = gradient.view(self.parameter.shape)
         self.parameter.grad = gradient
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[ParameterPiece]:
         """Parameter by parameter what it has of them."""
         low, high = self.bounds
         for index in self.indices:
             slot = self.group.layout.slots[index]
             start, stop = max(slot.start, low), min(slot.stop, high)
-            yield Piece(index, start - slot.start, stop - slot.start, start - low)
+            yield ParameterPiece(index, start - slot.start, stop - slot.start, start - low)
 
     @property
     def bounds(self) -> tuple[int, int]:

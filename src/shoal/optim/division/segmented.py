@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.optim.division.division import Closure, Division
 from shoal.optim.division.segment import ParameterSegment
 from shoal.optim.division.segment_state import SegmentState
 from shoal.optim.division.segmentation import Segmentation, WholeParameters
 from shoal.optim.division.state_view import StateView
+from shoal.optim.division.work_division import Closure, WorkDivision
 from shoal.optim.state.reception import Reception, placed
 from shoal.optim.stepping import kernels
 from shoal.optim.stepping.supervision import Supervision
@@ -22,7 +22,7 @@ from shoal.sharding.holding import FullState, HeldState
 from shoal.strategies.model import ShardedModel
 
 
-class Segmented(Division):
+class Segmented(WorkDivision):
     """Each rank steps the segments of its part of the memory; see [Note: segments].
 
     Attributes:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.optim.division.division import Closure, Division
+from shoal.optim.division.work_division import Closure, WorkDivision
 from shoal.optim.state.reception import Reception, held_whole, receive_whole
 from shoal.optim.stepping.supervision import Supervision
 from shoal.sharding.holding import FullState, HeldState
@@ -22,7 +22,7 @@ DECLARE = (
 """What to do about an optimizer that is taken for one that couples its parameters."""
 
 
-class Undivided(Division):
+class Undivided(WorkDivision):
     """For optimizers that may couple any of their parameters."""
 
     @classmethod

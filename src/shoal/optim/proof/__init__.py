@@ -2,7 +2,7 @@
 
 Read in this order:
 
-1. `judge` decides: an optimizer is `known`, or proved, and the result is a `judgement`.
+1. `judging` decides: an optimizer is `known`, or proved, and the result is a `judgement`.
 2. `proving` is the proof. A `small_copy` of the optimizer makes a few steps; they are followed,
    replayed from a `tape` on other values, and tried divided.
 3. `following` is how data is followed: each operation has one of the `rules`, and memory has

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.optim.kinds import Kind
-from shoal.optim.proof.judgement import Finding, current_line
+from shoal.optim.proof.judgement import StepFinding, current_line
 from shoal.optim.proof.marks import MIXED, Level, Mark, Marks
 from shoal.optim.proof.rules import Effect, Rule
 
@@ -41,7 +41,7 @@ class Following:
             if tensor.layout is torch.strided
         )
 
-    def found(self, finding: Finding) -> None:
+    def found(self, finding: StepFinding) -> None:
         """Something that a division would change; before it happens."""
 
     # One operation ------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class Following:
             self._report(Kind.GLOBAL, f"`{name}` takes data of a parameter out of torch's sight")
 
     def _report(self, finest: Kind, what: str) -> None:
-        self.found(Finding(finest, what, current_line()))
+        self.found(StepFinding(finest, what, current_line()))
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:

@@ -20,7 +20,7 @@ _NO_FILES = ("<string>", contextlib.__file__)
 
 
 @dataclass(frozen=True)
-class Finding:
+class StepFinding:
     """Something in a step that a division would change.
 
     Attributes:

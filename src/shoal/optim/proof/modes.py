@@ -44,7 +44,7 @@ _MEMORY_READS: dict[Any, str] = {
 }  # fmt: skip
 
 
-class Drawing:
+class SeededRun:
     """Runs operations; what draws for one parameter draws from that parameter's stream."""
 
     def __init__(self, streams: Streams | None, numbers: Sequence[int] | None = None) -> None:

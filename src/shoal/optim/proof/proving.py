@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.optim.kinds import Kind
 from shoal.optim.proof.following import Following
-from shoal.optim.proof.judgement import Finding, Judgement
+from shoal.optim.proof.judgement import Judgement, StepFinding
 from shoal.optim.proof.marks import Level
-from shoal.optim.proof.modes import Drawing, intercepting
+from shoal.optim.proof.modes import SeededRun, intercepting
 from shoal.optim.proof.small_copy import (
     Make,
     SampleData,
@@ -79,12 +79,12 @@ class _Proof(Following):
         dtype = parameters[0].dtype if parameters else torch.get_default_dtype()
         self._data = SampleData.drawn(shapes, dtype, 0, _SCALES)
         self._other_data = SampleData.drawn(shapes, dtype, 1, _OTHER_SCALES)
-        self._findings: dict[Kind, Finding] = {}
+        self._findings: dict[Kind, StepFinding] = {}
         self._tape = Tape(Streams(_SEED))
         self._draws = self._has_changed_generators = False
         self._inputs: list[int] = []
 
-    def found(self, finding: Finding) -> None:
+    def found(self, finding: StepFinding) -> None:
         """The first that rules a kind out says why."""
         self._draws |= "draw" in finding.what
         self._findings.setdefault(finding.finest, finding)
@@ -107,7 +107,7 @@ class _Proof(Following):
         )
 
     def _rule_out(self, finest: Kind, what: str) -> None:
-        self._findings.setdefault(finest, Finding(finest, what, ""))
+        self._findings.setdefault(finest, StepFinding(finest, what, ""))
 
     # Following ----------------------------------------------------------------------------
 
@@ -190,12 +190,12 @@ class _Proof(Following):
             return train(self._make, data, streams)
         following, parameters = Following(), data.start()
         following.begin(parameters, [[] for _ in parameters])
-        with intercepting(following, Drawing(streams, numbers)):
+        with intercepting(following, SeededRun(streams, numbers)):
             optimizer = self._make(parameters)
         for gradients in data.gradients:
             show(parameters, gradients)
             following.begin(parameters, [[parameter.grad] for parameter in parameters])  # type: ignore[list-item]
-            with streams.step(), intercepting(following, Drawing(streams, numbers)):
+            with streams.step(), intercepting(following, SeededRun(streams, numbers)):
                 optimizer.step()
         return Trained.of(optimizer, parameters)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.optim.proof.following import Results
-from shoal.optim.proof.modes import Drawing
+from shoal.optim.proof.modes import SeededRun
 from shoal.optim.stepping.streams import Streams
 
 
@@ -37,7 +37,7 @@ class Tape:
 
     def __init__(self, streams: Streams) -> None:
         """Empty; what is recorded draws from these streams."""
-        self._drawing = Drawing(streams)
+        self._drawing = SeededRun(streams)
         self._steps: list[list[_Call]] = [[]]
         self._tensors: list[Tensor] = []
         self._numbers: dict[int, int] = {}
@@ -76,14 +76,16 @@ class Tape:
             values[number] = constant.clone()
         for number, value in inputs.items():
             values[number] = value
-        drawing = Drawing(streams)
+        drawing = SeededRun(streams)
         self._play(self._steps[0], values, drawing)
         for calls in self._steps[1:]:
             with streams.step():
                 self._play(calls, values, drawing)
         return values
 
-    def _play(self, calls: Sequence[_Call], values: list[Tensor | None], drawing: Drawing) -> None:
+    def _play(
+        self, calls: Sequence[_Call], values: list[Tensor | None], drawing: SeededRun
+    ) -> None:
         def given(leaf: Any) -> Any:
             return values[leaf.number] if isinstance(leaf, _Recorded) else leaf
 

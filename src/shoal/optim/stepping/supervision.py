@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import ShoalError
-from shoal.optim.proof.judge import judge
 from shoal.optim.proof.judgement import Judgement
+from shoal.optim.proof.judging import judge
 from shoal.optim.proof.watching import Watch, WatchedHyperparameters
 from shoal.optim.stepping.streams import Streams
 

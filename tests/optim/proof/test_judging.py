@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.optim import Kind, find_kind
-from shoal.optim.proof.judge import judge
+from shoal.optim.proof.judging import judge
 from shoal.optim.proof.proving import prove
 
 pytestmark = pytest.mark.timeout(60)

@@ -1,4 +1,4 @@
-"""`Division`: what a rank steps of an optimizer's parameters, and what it has of their state."""
+"""`WorkDivision`: what a rank steps of an optimizer's parameters, and what it has of their state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shoal.strategies.model import ShardedModel
 Closure = Callable[[], Any]
 
 
-class Division(ABC):
+class WorkDivision(ABC):
     """How the work of one optimizer is divided over the ranks.
 
     Attributes:
