@@ -1,7 +1,7 @@
 """How an optimizer's work is divided over the ranks, by the optimizer's kind.
 
-`work_division` says what a division does, `undivided` and `segmented` are the divisions there are, and
-`DIVISIONS` tells which kind is divided how. `segmentation` cuts memory into what a rank steps.
+`work_division` says what a division does, `undivided` and `segmented` are the divisions there are,
+and `DIVISIONS` tells which kind is divided how. `segmentation` cuts memory into what a rank steps.
 """
 
 from collections.abc import Mapping

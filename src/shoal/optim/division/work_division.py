@@ -1,4 +1,4 @@
-"""`WorkDivision`: what a rank steps of an optimizer's parameters, and what it has of their state."""
+"""`WorkDivision`: what a rank steps of an optimizer's parameters, and has of their state."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Tape:
 
     def __init__(self, streams: Streams) -> None:
         """Empty; what is recorded draws from these streams."""
-        self._drawing = SeededRun(streams)
+        self._seeded = SeededRun(streams)
         self._steps: list[list[_Call]] = [[]]
         self._tensors: list[Tensor] = []
         self._numbers: dict[int, int] = {}
@@ -50,7 +50,7 @@ class Tape:
     def run(self, operation: Any, args: Any, kwargs: dict[str, Any], marks: Results) -> Any:
         """Runs an operation and records it."""
         noted_args, noted_kwargs = tree_map(self._noted, (args, kwargs))
-        result = self._drawing(operation, args, kwargs, marks)
+        result = self._seeded(operation, args, kwargs, marks)
         results = [self.number_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self._steps[-1].append(_Call(operation, noted_args, noted_kwargs, marks, results))
         return result
@@ -76,16 +76,14 @@ class Tape:
             values[number] = constant.clone()
         for number, value in inputs.items():
             values[number] = value
-        drawing = SeededRun(streams)
-        self._play(self._steps[0], values, drawing)
+        seeded = SeededRun(streams)
+        self._play(self._steps[0], values, seeded)
         for calls in self._steps[1:]:
             with streams.step():
-                self._play(calls, values, drawing)
+                self._play(calls, values, seeded)
         return values
 
-    def _play(
-        self, calls: Sequence[_Call], values: list[Tensor | None], drawing: SeededRun
-    ) -> None:
+    def _play(self, calls: Sequence[_Call], values: list[Tensor | None], seeded: SeededRun) -> None:
         def given(leaf: Any) -> Any:
             return values[leaf.number] if isinstance(leaf, _Recorded) else leaf
 
@@ -93,7 +91,7 @@ class Tape:
             args, kwargs = tree_map(
                 given, (call.args, call.kwargs), is_leaf=lambda leaf: isinstance(leaf, _Recorded)
             )
-            result = drawing(call.operation, args, kwargs, call.marks)
+            result = seeded(call.operation, args, kwargs, call.marks)
             leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             for number, leaf in zip(call.results, leaves, strict=True):
                 values[number] = leaf
