@@ -65,6 +65,8 @@ _SYNONYMS = {
 _INSTANCES: dict[Any, type] = {int: Integral, float: Real}
 _IN_WORDS = {bool: "True or False", int: "a whole number", str: "a string", NoneType: "None"}
 _MAY_BE_NEGATIVE = ("seed",)
+# Its parser names the option, the value and what there is.
+_CHECKED_BY_PARSER = ("mixed_precision",)
 
 
 def check_options(
@@ -81,7 +83,8 @@ def check_options(
         if name not in known:
             advice = _advice(name, list(known), models)
             raise TypeError(f"strategy {strategy!r} has no option {name!r}: {advice}")
-        check_type(name, value, known[name])
+        if name not in _CHECKED_BY_PARSER:
+            check_type(name, value, known[name])
         is_number = isinstance(value, Real) and name not in _MAY_BE_NEGATIVE
         if is_number and value < 0:
             raise ValueError(f"option {name!r} must not be negative; got {value!r}")
