@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import shoal
-import shoal.optim.kinds
+import shoal.optim.proof.judging
 from shoal.verification import Difference
 
 # The first with which one process stays within bounds: what diverges makes much of rounding.
@@ -98,7 +98,7 @@ def _try_alone(subject: Subject, training: Training) -> tuple[_Build, float, flo
 
 def _judgement(optimizer: Optimizer) -> dict[str, str]:
     """The kind that shoal finds and, where this version gives one, the reason."""
-    judge = getattr(shoal.optim.kinds, "judge", None)
+    judge = getattr(shoal.optim.proof.judging, "judge", None)
     if judge is None:
         return {"kind": shoal.optim.find_kind(optimizer).value, "reason": ""}
     judgement = judge(optimizer)

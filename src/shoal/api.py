@@ -19,11 +19,9 @@ from shoal.launch.function.outcome import Outcome
 from shoal.launch.function.run import run_outcomes
 from shoal.launch.joining.exit import watch_exit
 from shoal.launch.joining.join import check_name, choose_for_cpu, join
-from shoal.optim import PAIRS, Kind, ShardedOptimizer
-from shoal.optim.kinds import Judgement, judge
+from shoal.optim.registry import wrap_model, wrap_optimizer, wrap_optimizers
 from shoal.sampling import sampler as sampler
-from shoal.strategies import ShardedModel
-from shoal.strategies.options import check_options
+from shoal.strategies.options import check_type
 from shoal.verification import Report, Trial, hold
 
 Loader = TypeVar("Loader", bound=DataLoader[Any] | Sequence[DataLoader[Any]])
@@ -62,7 +60,7 @@ def _start(backend: Backend) -> World:
 
 
 def _start_for(model: nn.Module, backend: str) -> World:
-    """A GPU that the model is not on has no say in what carries its gradients."""
+    """Chooses by the model's device: a GPU that the model is not on does not count."""
     on_cpu = all(parameter.is_cpu for parameter in model.parameters())
     return _start(join(backend, DEFAULT_TIMEOUT_S, on_cpu=on_cpu))
 
@@ -207,8 +205,8 @@ def as_distributed(
 ) -> Any:
     """Turns a model, the optimizer that was built for it and its data into distributed ones.
 
-    Starts communication where nobody has. Wrapping twice with the same strategy returns what is
-    there.
+    Starts communication where there is none yet. Wrapping twice with the same strategy returns
+    what is there.
 
     Args:
         model: Any module.
@@ -232,20 +230,16 @@ def as_distributed(
         ...     model, optimizer, loader, strategy="zero3"
         ... )
     """
+    check_type("enabled", enabled, bool)
     if not enabled:
         return _as_given(model, optimizer, loader)
     world = find_current() or _start_for(model, backend)
-    name = _strategy_for(model, world) if strategy == "auto" else strategy
-    if name not in PAIRS:
-        raise ValueError(f"strategy must be one of {', '.join(PAIRS)} or auto; got {strategy!r}")
-    check_options(options, name, {each: pair[0] for each, pair in PAIRS.items()})
-    model_class, optimizer_class = PAIRS[name]
-    wrapped = _wrap_model(model, model_class, world, options)
+    wrapped = wrap_model(model, strategy, world, options)
     stepped: Any = optimizer
     if isinstance(optimizer, Sequence):
-        stepped = _wrap_optimizers(optimizer, optimizer_class, wrapped)
+        stepped = wrap_optimizers(optimizer, wrapped)
     elif optimizer is not None:
-        stepped = _wrap_optimizer(optimizer, optimizer_class, wrapped)
+        stepped = wrap_optimizer(optimizer, wrapped)
     return _as_given(wrapped, stepped, None if loader is None else divide(loader, wrapped))
 
 
@@ -253,63 +247,6 @@ def _as_given(model: nn.Module, *others: Any) -> Any:
     """The model alone, or with what else there is."""
     given = [each for each in others if each is not None]
     return (model, *given) if given else model
-
-
-def _strategy_for(model: nn.Module, world: World) -> str:
-    """Replicated below a billion parameters, all but these sharded up to ten, then everything."""
-    if isinstance(model, ShardedModel):
-        return model.strategy
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    if world.size == 1 or num_parameters < 10**9:
-        return "ddp"
-    return "zero2" if num_parameters < 10**10 else "zero3"
-
-
-def _wrap_model(
-    model: nn.Module, kind: type[ShardedModel], world: World, options: dict[str, Any]
-) -> ShardedModel:
-    if not isinstance(model, ShardedModel):
-        return kind(model, world, **options)
-    is_same = type(model) is kind and all(
-        model.options.get(name) == value for name, value in options.items()
-    )
-    if not is_same:
-        raise ValueError(
-            f"the model is wrapped already, as {type(model).__name__}: "
-            "wrap the plain module once, with the options you want"
-        )
-    return model
-
-
-def _wrap_optimizers(
-    optimizers: Sequence[Optimizer], kind: type[ShardedOptimizer], model: ShardedModel
-) -> list[ShardedOptimizer]:
-    """Those that need whole parameters first, since the memory is laid out for them."""
-    judged = [
-        None if isinstance(optimizer, ShardedOptimizer) else judge(optimizer)
-        for optimizer in optimizers
-    ]
-    order = sorted(
-        range(len(optimizers)),
-        key=lambda index: getattr(judged[index], "kind", None) is not Kind.PER_PARAMETER,
-    )
-    wrapped = {
-        index: _wrap_optimizer(optimizers[index], kind, model, judged[index]) for index in order
-    }
-    return [wrapped[index] for index in range(len(optimizers))]
-
-
-def _wrap_optimizer(
-    optimizer: Optimizer,
-    kind: type[ShardedOptimizer],
-    model: ShardedModel,
-    judgement: Judgement | None = None,
-) -> ShardedOptimizer:
-    if isinstance(optimizer, ShardedOptimizer):
-        if type(optimizer) is kind and optimizer.model is model:
-            return optimizer
-        raise ValueError("the optimizer is wrapped already, with another strategy or model")
-    return kind(optimizer, model, kind=judgement)
 
 
 def verify(

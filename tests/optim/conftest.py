@@ -1,12 +1,7 @@
-"""What the tests of optimizers need: the one-time effects of torch's first step are no leak."""
+"""What the tests of optimizers need is what those of strategies do."""
 
 from __future__ import annotations
 
-import pytest
-import torch
+from strategies.conftest import first_use, one_thread, pools_end
 
-
-@pytest.fixture(scope="session", autouse=True)
-def first_step() -> None:
-    """The first step of an optimizer imports torch's compiler, which sets a variable."""
-    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]).step()
+__all__ = ["first_use", "one_thread", "pools_end"]

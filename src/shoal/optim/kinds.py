@@ -1,77 +1,37 @@
-"""What an optimizer needs to see at once: elements, whole parameters, or everything.
+"""`Kind`: what an optimizer needs to see at once: elements, whole parameters, or everything.
 
-Torch's own optimizers are known, and so are a few others. Any other is proved to be what it is, by
-following the data through its steps; what cannot be proved needs everything, so that any optimizer
-is right by default.
+[Note: adding a kind]
+A kind is a member here, in order from fine to coarse, and a `WorkDivision` in
+`shoal.optim.division` that says how the work of such an optimizer is divided. Which kind an
+optimizer has is found out by `shoal.optim.proof`, or declared by the user.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import nn
-from torch.optim import Optimizer
-
-from shoal.optim.proof.identity import telling_apart
-from shoal.optim.proof.judgement import Judgement, Kind
-from shoal.optim.proof.probe import similar
-from shoal.optim.proof.proving import prove
-from shoal.optim.proof.table import look_up
-
-__all__ = ["Judgement", "Kind", "find_kind", "judge", "similar"]
+from enum import StrEnum
 
 
-def find_kind(optimizer: Optimizer) -> Kind:
-    """The finest division that leaves the result unchanged, up to rounding.
+class Kind(StrEnum):
+    """How finely an optimizer's work may be divided.
 
     Example:
-        >>> find_kind(torch.optim.AdamW([nn.Parameter(torch.zeros(2))])).value
-        'element-wise'
+        >>> Kind("element-wise").is_finer_than(Kind.GLOBAL)
+        True
     """
-    return judge(optimizer).kind
 
+    ELEMENT_WISE = "element-wise"
+    """Each element is stepped by itself."""
+    PER_PARAMETER = "per-parameter"
+    """Each parameter is stepped by itself, and all of it is looked at."""
+    GLOBAL = "global"
+    """A step may couple any parameters."""
 
-def judge(
-    optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parameter]] | None = None
-) -> Judgement:
-    """The kind of an optimizer, and how it is known.
+    def is_finer_than(self, other: Kind) -> bool:
+        """Whether an optimizer of this kind may be divided further than one of the other."""
+        order = list(Kind)
+        return order.index(self) < order.index(other)
 
-    Args:
-        optimizer: Any.
-        parameters: Those of each parameter group as the user has them, where the optimizer has
-            something else in their place.
-
-    Example:
-        >>> print(judge(torch.optim.AdamW([nn.Parameter(torch.zeros(2))])))
-        element-wise: torch's own AdamW
-    """
-    known = look_up(optimizer)
-    if known is not None:
-        return known
-    groups = optimizer.param_groups
-    own = parameters or [group["params"] for group in groups]
-    looks = telling_apart(optimizer, [each for group in own for each in group])
-    if looks is not None:
-        return Judgement(Kind.GLOBAL, looks, may_draw=True)
-    found = [prove(optimizer, group, each) for group, each in zip(groups, own, strict=True)]
-    if not found:
-        return Judgement(Kind.GLOBAL, "it has no parameters")
-    return _together(found)
-
-
-def _together(found: Sequence[Judgement]) -> Judgement:
-    """The coarsest of all parameter groups, with what is known of any."""
-    order = list(Kind)
-    coarsest = max(found, key=lambda each: order.index(each.kind))
-    names = {name for each in found for name in each.marked_state}
-    return Judgement(
-        coarsest.kind,
-        coarsest.reason,
-        is_watched=coarsest.is_watched,
-        draws=any(each.draws for each in found),
-        may_draw=any(each.may_draw for each in found),
-        written_options=frozenset().union(*(each.written_options for each in found)),
-        marked_state={
-            name: any(each.marked_state.get(name, False) for each in found) for name in names
-        },
-    )
+    @property
+    def is_divisible(self) -> bool:
+        """Whether ranks can step different parts."""
+        return self is not Kind.GLOBAL

@@ -1,4 +1,4 @@
-"""`GradScaler`: torch's, with ranks that agree on all of it."""
+"""`GradScaler`: torch's, and an error where ranks scale differently."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class GradScaler(torch.amp.GradScaler):
             [found_inf, *(each.to(found_inf) for each in everywhere.values())]
         ).amax(0)
         for group in (engine.backend, *engine.ownership.axes):
-            found = self._agreed(found, group)
+            found = self._found_anywhere(found, group)
         return {found.device: found}
 
-    def _agreed(self, found: Tensor, backend: Backend) -> Tensor:
+    def _found_anywhere(self, found: Tensor, backend: Backend) -> Tensor:
         """Whether any rank has found an infinity; also checks that all scale alike."""
         scale = self._scale
         assert scale is not None
@@ -54,5 +54,5 @@ class GradScaler(torch.amp.GradScaler):
                 f"{-float(negative_lowest):g} and {float(highest):g}: make the scaler with the "
                 "same arguments, and load the same state, on every rank"
             )
-        agreed: Tensor = is_found.to(found.device, found.dtype)
-        return agreed
+        anywhere: Tensor = is_found.to(found.device, found.dtype)
+        return anywhere

@@ -1,25 +1,11 @@
-"""Strategies: who holds what, and when it travels."""
+"""Strategies: who holds what, and when it travels.
 
-from shoal.strategies.data_parallel import (
-    DDPModel,
-    FSDPModel,
-    ZeRO1Model,
-    ZeRO2Model,
-    ZeRO3Model,
-)
-from shoal.strategies.hybrid import HybridShardedModel
-from shoal.strategies.model import ShardedModel
-from shoal.strategies.pipeline.model import PipelineParallelModel
-from shoal.strategies.tensor.model import TensorParallelModel
+The optimizers that go with these models, and the names users choose them by, are in
+`shoal.optim.registry`.
+"""
 
-__all__ = [
-    "DDPModel",
-    "FSDPModel",
-    "HybridShardedModel",
-    "PipelineParallelModel",
-    "ShardedModel",
-    "TensorParallelModel",
-    "ZeRO1Model",
-    "ZeRO2Model",
-    "ZeRO3Model",
-]
+from shoal.strategies.data_parallel import *  # noqa: F403 - new ones are named there alone
+from shoal.strategies.hybrid import HybridShardedModel as HybridShardedModel
+from shoal.strategies.model import ShardedModel as ShardedModel
+from shoal.strategies.pipeline.model import PipelineParallelModel as PipelineParallelModel
+from shoal.strategies.tensor.model import TensorParallelModel as TensorParallelModel

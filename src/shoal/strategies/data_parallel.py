@@ -3,38 +3,40 @@
 from __future__ import annotations
 
 from shoal.strategies.model import ShardedModel
-from shoal.strategies.settings import Sharding
+from shoal.strategies.settings import LEVELS
+
+__all__ = ["DDPModel", "FSDPModel", "ZeRO1Model", "ZeRO2Model", "ZeRO3Model"]
 
 
 class DDPModel(ShardedModel):
     """Everything replicated; gradients are averaged."""
 
     strategy = "ddp"
-    sharding = Sharding()
+    sharding = LEVELS[0]
 
 
 class ZeRO1Model(ShardedModel):
     """Parameters and gradients replicated; each rank has its part of the optimizer's state."""
 
     strategy = "zero1"
-    sharding = Sharding(optimizer=True)
+    sharding = LEVELS[1]
 
 
 class ZeRO2Model(ShardedModel):
     """Parameters replicated; each rank has its part of the gradients and the state."""
 
     strategy = "zero2"
-    sharding = Sharding(optimizer=True, gradients=True)
+    sharding = LEVELS[2]
 
 
 class ZeRO3Model(ShardedModel):
     """Parameters, gradients and state sharded; parameters are gathered while they are used."""
 
     strategy = "zero3"
-    sharding = Sharding(optimizer=True, gradients=True, parameters=True)
+    sharding = LEVELS[3]
 
 
 class FSDPModel(ZeRO3Model):
-    """As `ZeRO3Model`, in units that are grouped automatically."""
+    """`ZeRO3Model` by the name that PyTorch has for it."""
 
     strategy = "fsdp"

@@ -1,8 +1,8 @@
 """`HybridShardedModel`: data, tensor and pipeline parallelism in one mesh.
 
-The order of application is the order of `__init__`: layers are split over the tensor axis, what
-is then left of the model is cut into stages over the pipeline axis, and what a rank has of its
-stage is held together with the ranks of the data axis, as data-parallel strategies hold a model.
+Layers are split over the tensor axis, what is then left of the model is cut into stages over the
+pipeline axis, and what a rank has of its stage is shared with the ranks of the data axis, as
+data-parallel strategies share a model.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal.comm import Backend, Mesh, World
-from shoal.comm.world import current
 from shoal.sharding.split import Split
-from shoal.strategies.model import ShardedModel
+from shoal.strategies.model import ranks_for
 from shoal.strategies.pipeline.model import PipelineParallelModel
 from shoal.strategies.ranks import Ownership
 from shoal.strategies.tensor.model import share_values
@@ -39,7 +38,9 @@ class HybridShardedModel(PipelineParallelModel):
     """
 
     strategy = "hybrid"
-    parts: TensorParts
+    # Values on the class make these attributes of the wrapper: others are set on the module.
+    parts: TensorParts = None  # type: ignore[assignment]
+    mesh: Mesh = None  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -65,20 +66,18 @@ class HybridShardedModel(PipelineParallelModel):
             seed: For the values of what is on the meta device.
             options: As for `PipelineParallelModel`: ``zero``, ``micro_batches``, ``schedule``, ...
         """
-        if isinstance(module, ShardedModel):
-            raise TypeError("the model is wrapped already; wrap the plain module once")
-        backend = world if isinstance(world, Backend) else (world or current()).backend
+        backend = ranks_for(module, world)
         mesh = Mesh(data=data, tensor=tensor, pipeline=pipeline, world=backend)
+        stages, tensor_group = mesh.group("pipeline"), mesh.group("tensor")
+        # Layers are split while the module is whole; what is left of them is cut into stages; and
+        # what a rank has is known only then.
         share_values(module, backend, seed)
-        parts = parallelize(module, mesh.group("tensor"), plan)
+        parts = parallelize(module, tensor_group, plan)
         super().__init__(module, backend, mesh=mesh, seed=seed, **options)
         own = [name for name in parts.splits if self.pipeline.stage.holdings.is_own(name)]
-        vars(self).update(parts=parts.among(own), mesh=mesh)
-        stages, tensor_group = mesh.group("pipeline"), mesh.group("tensor")
+        self.parts, self.mesh = parts.among(own), mesh
         self.engine.ownership = Ownership((stages, tensor_group), parts.ownership.copies, stages)
         self.options |= {"data": data, "tensor": tensor, "pipeline": pipeline, "plan": plan}
-
-    mesh: Mesh
 
     def split_of(self, name: str) -> Split | None:
         """Which part of a full parameter the module has; None for all of it."""

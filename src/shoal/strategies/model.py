@@ -83,9 +83,7 @@ class ShardedModel(ModuleWrapper):
                 of them hold, and more often in the beginning; 0 for never.
         """
         super().__init__()
-        if isinstance(module, ShardedModel):
-            raise TypeError("the model is wrapped already; wrap the plain module once")
-        backend = world if isinstance(world, Backend) else (world or current()).backend
+        backend = ranks_for(module, world)
         # Not registered as a child, so that names get no prefix.
         object.__setattr__(self, "module", module)
         materialize(module, backend.device, seed)
@@ -392,3 +390,14 @@ class ShardedModel(ModuleWrapper):
             "the parameters' memory is shared out over the ranks and cannot be moved or converted: "
             "call .to(), .cuda(), .half() and the like on the module before it is wrapped"
         )
+
+
+def ranks_for(module: nn.Module, world: World | Backend | None) -> Backend:
+    """The ranks that a module is wrapped for, by default those of the current world.
+
+    Raises:
+        TypeError: The module is wrapped already.
+    """
+    if isinstance(module, ShardedModel):
+        raise TypeError("the model is wrapped already; wrap the plain module once")
+    return world if isinstance(world, Backend) else (world or current()).backend

@@ -1,10 +1,13 @@
-"""Options that a strategy does not have: what to do instead, also if another library has them."""
+"""Checks options by a strategy's model: which it has and of what type; and what to do instead."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from torch import nn
 
@@ -58,31 +61,58 @@ _SYNONYMS = {
 }  # fmt: skip
 
 
+# What a value is an instance of, for types that Python takes more or less than.
+_INSTANCES: dict[Any, type] = {int: Integral, float: Real}
+_IN_WORDS = {bool: "True or False", int: "a whole number", str: "a string", NoneType: "None"}
+_MAY_BE_NEGATIVE = ("seed",)
+# Its parser names the option, the value and what there is.
+_CHECKED_BY_PARSER = ("mixed_precision",)
+
+
 def check_options(
-    options: Iterable[str], strategy: str, models: Mapping[str, type[ShardedModel]]
+    options: Mapping[str, Any], strategy: str, models: Mapping[str, type[ShardedModel]]
 ) -> None:
-    """Raises for an option that a strategy does not have.
+    """Raises for an option that a strategy does not have, or a value that it cannot have.
 
     Raises:
         TypeError: It names the option and the strategy, and says what there is instead.
+        ValueError: A number is negative.
     """
     known = options_of(models[strategy])
-    for name in options:
+    for name, value in options.items():
         if name not in known:
-            raise TypeError(
-                f"strategy {strategy!r} has no option {name!r}: {_advice(name, known, models)}"
-            )
+            advice = _advice(name, list(known), models)
+            raise TypeError(f"strategy {strategy!r} has no option {name!r}: {advice}")
+        if name not in _CHECKED_BY_PARSER:
+            check_type(name, value, known[name])
+        is_number = isinstance(value, Real) and name not in _MAY_BE_NEGATIVE
+        if is_number and value < 0:
+            raise ValueError(f"option {name!r} must not be negative; got {value!r}")
 
 
-def options_of(model_class: type[nn.Module]) -> list[str]:
-    """The options that a model's class takes, its own and those that it hands on."""
-    return [
-        name
+def options_of(model_class: type[nn.Module]) -> dict[str, Any]:
+    """The options that a model's class takes, its own and those that it hands on, with types."""
+    return {
+        name: get_type_hints(kind.__init__)[name]
         for kind in model_class.__mro__
         if issubclass(kind, ShardedModel) and "__init__" in vars(kind)
         for name, parameter in inspect.signature(kind.__init__).parameters.items()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    ]
+    }
+
+
+def check_type(name: str, value: Any, hint: Any) -> None:
+    """Raises a TypeError that names the option if its value is not of the type."""
+    allowed = get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
+    if not any(_is_a(value, get_origin(each) or each) for each in allowed):
+        words = [_IN_WORDS.get(each) or getattr(each, "__name__", str(each)) for each in allowed]
+        raise TypeError(f"option {name!r} must be {' or '.join(words)}; got {value!r}")
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    if isinstance(value, bool | str):  # which are numbers and sequences, too
+        return isinstance(value, kind) and kind in (bool, str)
+    return isinstance(value, _INSTANCES.get(kind, kind))
 
 
 def _advice(name: str, known: list[str], models: Mapping[str, type[ShardedModel]]) -> str:

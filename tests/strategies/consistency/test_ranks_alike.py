@@ -17,7 +17,7 @@ import shoal
 from pools import Team
 from shoal.errors import MismatchError
 from shoal.optim import PAIRS
-from shoal.optim.stepping.options import Options
+from shoal.optim.stepping.hyperparameters import Hyperparameters
 from shoal.strategies.consistency import drift
 from shoal.torch_support.checksum import checksum
 from strategies.loops import distinct, local, seeded, wrapped
@@ -278,7 +278,7 @@ def test_what_an_optimizer_writes_into_its_groups_is_not_the_users(strategy: str
 
 def test_options_changed_by_the_user_count_and_others_do_not() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=torch.tensor(0.5))
-    options = Options(optimizer)
+    options = Hyperparameters(optimizer)
     group = optimizer.param_groups[0]
     group["momentum"] = 0.9
     assert options.chosen()["momentum of parameter group 0"] == "0.9"

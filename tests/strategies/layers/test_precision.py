@@ -123,7 +123,7 @@ def what_is_where(strategy: str) -> Any:
     optimizer.step()
     return {
         "computed with": seen[0],
-        "stepped": {segment.parameter.dtype for segment in optimizer._segments},
+        "stepped": {segment.parameter.dtype for segment in optimizer.division.segments},
         "state": {
             value.dtype
             for state in optimizer.state.values()

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.optim.proof.judgement import Finding, Kind
+from shoal.optim.kinds import Kind
+from shoal.optim.proof.judgement import StepFinding, current_line
 from shoal.optim.proof.marks import MIXED, Level, Mark, Marks
 from shoal.optim.proof.rules import Effect, Rule
-from shoal.optim.proof.source import current_line
 
 Operands = list[tuple[Tensor, Mark | None]]
 Results = list[Mark | None]
@@ -41,7 +41,7 @@ class Following:
             if tensor.layout is torch.strided
         )
 
-    def found(self, finding: Finding) -> None:
+    def found(self, finding: StepFinding) -> None:
         """Something that a division would change; before it happens."""
 
     # One operation ------------------------------------------------------------------------
@@ -66,8 +66,8 @@ class Following:
         """Marks what an operation has written and returned."""
         if not any(marks):
             return
-        for place, name in rule.written:
-            target = args[place] if place < len(args) else kwargs.get(name)
+        for index, name in rule.written:
+            target = args[index] if index < len(args) else kwargs.get(name)
             self._mark(target, marks, is_by_index=rule.is_by_index)
         if not rule.written:  # else it returns what it has written to
             self._mark(result, marks, is_by_index=rule.is_by_index)
@@ -76,9 +76,9 @@ class Following:
         if isinstance(target, Tensor):
             self._write(target, marks[0])
         elif isinstance(target, list | tuple):
-            for place, each in enumerate(target):
+            for index, each in enumerate(target):
                 if isinstance(each, Tensor):
-                    self._write(each, marks[place] if is_by_index else marks[0])
+                    self._write(each, marks[index] if is_by_index else marks[0])
 
     def _write(self, tensor: Tensor, mark: Mark | None) -> None:
         if mark is None:
@@ -103,8 +103,8 @@ class Following:
         given = (*args, *kwargs.values())
         lists = [each for each in given if isinstance(each, list | tuple) and each]
         alone = [(each, self._find(each)) for each in given if isinstance(each, Tensor)]
-        for place in range(len(lists[0]) if lists else 0):
-            own = [each[place] for each in lists if place < len(each)]
+        for index in range(len(lists[0]) if lists else 0):
+            own = [each[index] for each in lists if index < len(each)]
             yield [*((each, self._find(each)) for each in own if isinstance(each, Tensor)), *alone]
 
     # Rules --------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class Following:
         elif rule.effect is Effect.REPLACES_MEMORY:
             self._report(Kind.GLOBAL, f"`{rule.name}` gives a parameter other memory")
         elif not self._is_element_wise(rule, operands, owner):
-            what = f"`{rule.name}` combines elements of a parameter, or depends on their places"
+            what = f"`{rule.name}` combines elements of a parameter, or depends on their positions"
             self._report(Kind.PER_PARAMETER, what)
 
     def _is_element_wise(self, rule: Rule, operands: Operands, owner: int) -> bool:
@@ -163,18 +163,18 @@ class Following:
     # What does not go through operations --------------------------------------------------
 
     def look_at_shape(self, tensor: Tensor, name: str) -> None:
-        """Somebody asks for the shape of a tensor."""
+        """The optimizer asks for the shape of a tensor."""
         if self._find(tensor) is not None:
             self._report(Kind.PER_PARAMETER, f"`{name}` looks at the shape of a parameter")
 
     def look_at_memory(self, tensor: Tensor, name: str) -> None:
-        """Somebody reaches for the memory of a tensor."""
+        """The optimizer reaches for the memory of a tensor, past torch's operations."""
         mark = self._find(tensor)
         if mark is not None and mark.level is Level.DATA:
             self._report(Kind.GLOBAL, f"`{name}` takes data of a parameter out of torch's sight")
 
     def _report(self, finest: Kind, what: str) -> None:
-        self.found(Finding(finest, what, current_line()))
+        self.found(StepFinding(finest, what, current_line()))
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:

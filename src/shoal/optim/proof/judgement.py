@@ -1,27 +1,26 @@
-"""What was decided about an optimizer, and why."""
+"""What was found in an optimizer's steps and where, and what was decided about the optimizer."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
+from types import FrameType
 
+import torch
 
-class Kind(StrEnum):
-    """How finely an optimizer's work may be divided."""
+from shoal.optim.kinds import Kind
 
-    ELEMENT_WISE = "element-wise"
-    PER_PARAMETER = "per-parameter"
-    GLOBAL = "global"
-
-    def is_finer_than(self, other: Kind) -> bool:
-        """Whether an optimizer of this kind may be divided further than one of the other."""
-        order = list(Kind)
-        return order.index(self) < order.index(other)
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_TORCH_OPTIMIZERS = os.path.join(_TORCH, "optim") + os.sep
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_NO_FILES = ("<string>", contextlib.__file__)
 
 
 @dataclass(frozen=True)
-class Finding:
+class StepFinding:
     """Something in a step that a division would change.
 
     Attributes:
@@ -63,3 +62,15 @@ class Judgement:
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.reason}"
+
+
+def current_line() -> str:
+    """File and line of the innermost frame that is neither torch's nor of `shoal.optim`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        is_of_torch = name.startswith(_TORCH) and not name.startswith(_TORCH_OPTIMIZERS)
+        if not is_of_torch and not name.startswith(_HERE) and name not in _NO_FILES:
+            return f"{os.path.basename(name)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

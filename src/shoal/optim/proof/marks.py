@@ -28,7 +28,7 @@ class Level(IntEnum):
     UNIFORM = 0
     """It has the owner's shape and the same number everywhere."""
     SHAPED = 1
-    """It was made like the owner, and its numbers may depend on their place."""
+    """It was made like the owner, and its numbers may depend on their position."""
     DATA = 2
     """It was computed from the owner's elements, or drawn for them."""
 
@@ -49,11 +49,11 @@ class _Memory:
     starts: list[int] = field(default_factory=list)
     parts: list[tuple[int, int, Mark]] = field(default_factory=list)
 
-    def place_of(self, tensor: Tensor) -> int:
+    def part_of(self, tensor: Tensor) -> int:
         """The part in which a tensor begins; -1 for none."""
         low = tensor.storage_offset() * tensor.itemsize
-        place = bisect.bisect_right(self.starts, low) - 1
-        return place if place >= 0 and low < self.parts[place][1] else -1
+        index = bisect.bisect_right(self.starts, low) - 1
+        return index if index >= 0 and low < self.parts[index][1] else -1
 
 
 class Marks:
@@ -68,21 +68,21 @@ class Marks:
         memory = self._memories.get(tensor.untyped_storage()._cdata)
         if memory is None:
             return None
-        place = memory.place_of(tensor) if memory.parts else -1
-        if place < 0:
+        index = memory.part_of(tensor) if memory.parts else -1
+        if index < 0:
             return memory.mark
-        start, stop, mark = memory.parts[place]
+        start, stop, mark = memory.parts[index]
         is_whole = tensor.nbytes == stop - start and tensor.is_contiguous()
         return mark if is_whole or _extent(tensor)[1] <= stop else Mark(MIXED, Level.DATA)
 
     def write(self, tensor: Tensor, mark: Mark) -> None:
         """The memory of a tensor has been written to."""
         memory = self._memory_of(tensor)
-        place = memory.place_of(tensor) if memory.parts else -1
-        if place < 0:
+        index = memory.part_of(tensor) if memory.parts else -1
+        if index < 0:
             memory.mark = mark
         else:
-            memory.parts[place] = (*memory.parts[place][:2], mark)
+            memory.parts[index] = (*memory.parts[index][:2], mark)
 
     def divide(self, owned: Iterable[tuple[Tensor, Mark]]) -> None:
         """Marks tensors that may be parts of the same memory, each with its owner."""
@@ -105,7 +105,7 @@ class Marks:
         return memory
 
     def forget_dead(self) -> None:
-        """Lets go of memory that nobody has any more."""
+        """Forgets memory that has been freed."""
         dead = [key for key, memory in self._memories.items() if memory.ref.expired()]
         for key in dead:
             del self._memories[key]

@@ -1,9 +1,9 @@
-"""The modes of torch that let every operation of a step, and every look at a tensor, pass by."""
+"""The modes of torch that intercept every operation of a step, and every look at a tensor."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.optim.proof.following import Following, Results
-from shoal.optim.proof.rules import rule_for
+from shoal.optim.proof.marks import MIXED
+from shoal.optim.proof.rules import Effect, rule_for
+from shoal.optim.stepping.streams import Streams
 
 Run = Callable[[Any, Any, dict[str, Any], Results], Any]
 """Runs an operation, given its arguments and the marks that its results will have."""
@@ -42,8 +44,26 @@ _MEMORY_READS: dict[Any, str] = {
 }  # fmt: skip
 
 
+class SeededRun:
+    """Runs operations; what draws for one parameter draws from that parameter's stream."""
+
+    def __init__(self, streams: Streams | None, numbers: Sequence[int] | None = None) -> None:
+        """``numbers`` has a parameter's number for its owner; without, they are the same."""
+        self._streams, self._numbers = streams, numbers
+
+    def __call__(self, operation: Any, args: Any, kwargs: dict[str, Any], marks: Results) -> Any:
+        """Runs an operation."""
+        if self._streams is None or rule_for(operation).effect is not Effect.DRAWS:
+            return operation(*args, **kwargs)
+        if marks[0] is None or marks[0].owner == MIXED:
+            return operation(*args, **kwargs)
+        owner = marks[0].owner
+        number = owner if self._numbers is None else self._numbers[owner]
+        return self._streams.draw(number, operation, args, kwargs)
+
+
 @contextlib.contextmanager
-def passing_by(following: Following, run: Run) -> Iterator[None]:
+def intercepting(following: Following, run: Run) -> Iterator[None]:
     """Inside, every operation is looked at by ``following`` and run by ``run``."""
     with _Operations(following, run), _Looks(following):
         yield
@@ -58,7 +78,7 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, rule = kwargs or {}, rule_for(func)
-        # Ours are no looks of the optimizer's.
+        # What is looked at here is not the optimizer's doing.
         with torch._C.DisableTorchFunction():
             marks = self._following.before(rule, args, kwargs)
             result = self._run(func, args, kwargs, marks)

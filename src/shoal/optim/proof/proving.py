@@ -1,4 +1,4 @@
-"""The proof: a probe's steps are followed, replayed on other values, and tried divided.
+"""The proof: a small copy's steps are followed, replayed on other values, and tried divided.
 
 [Note: proof]
 Following shows what a step does to the data of its parameters. Replaying shows that following has
@@ -19,14 +19,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from shoal.optim.kinds import Kind
 from shoal.optim.proof.following import Following
-from shoal.optim.proof.judgement import Finding, Judgement, Kind
+from shoal.optim.proof.judgement import Judgement, StepFinding
 from shoal.optim.proof.marks import Level
-from shoal.optim.proof.modes import passing_by
-from shoal.optim.proof.probe import (
-    Course,
+from shoal.optim.proof.modes import SeededRun, intercepting
+from shoal.optim.proof.small_copy import (
     Make,
-    Outcome,
+    SampleData,
+    Trained,
     maker,
     numbers_of,
     shapes_for,
@@ -34,7 +35,7 @@ from shoal.optim.proof.probe import (
     train,
 )
 from shoal.optim.proof.tape import Tape
-from shoal.optim.stepping.streams import Drawing, Streams
+from shoal.optim.stepping.streams import Streams
 from shoal.torch_support.random_state import RandomState
 
 # Of gradients: of usual size, and far from it, first one way and then the other.
@@ -69,30 +70,30 @@ def prove(
 
 
 class _Proof(Following):
-    """One probe, and what it is found to do."""
+    """One small copy, and what it is found to do."""
 
     def __init__(self, make: Make, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
         self._make = make
         shapes = shapes_for(parameters)
         dtype = parameters[0].dtype if parameters else torch.get_default_dtype()
-        self._course = Course.drawn(shapes, dtype, 0, _SCALES)
-        self._other_course = Course.drawn(shapes, dtype, 1, _OTHER_SCALES)
-        self._findings: dict[Kind, Finding] = {}
+        self._data = SampleData.drawn(shapes, dtype, 0, _SCALES)
+        self._other_data = SampleData.drawn(shapes, dtype, 1, _OTHER_SCALES)
+        self._findings: dict[Kind, StepFinding] = {}
         self._tape = Tape(Streams(_SEED))
         self._draws = self._has_changed_generators = False
         self._inputs: list[int] = []
 
-    def found(self, finding: Finding) -> None:
+    def found(self, finding: StepFinding) -> None:
         """The first that rules a kind out says why."""
         self._draws |= "draw" in finding.what
         self._findings.setdefault(finding.finest, finding)
 
     def judgement(self) -> Judgement:
         """All of it."""
-        parameters = self._course.start()
+        parameters = self._data.start()
         optimizer, written = self._record(parameters)
-        outcome = Outcome.of(optimizer, parameters)
+        outcome = Trained.of(optimizer, parameters)
         self._replay(outcome, optimizer)
         kind, reason = self._tried(outcome, *self._followed())
         return Judgement(
@@ -106,20 +107,20 @@ class _Proof(Following):
         )
 
     def _rule_out(self, finest: Kind, what: str) -> None:
-        self._findings.setdefault(finest, Finding(finest, what, ""))
+        self._findings.setdefault(finest, StepFinding(finest, what, ""))
 
     # Following ----------------------------------------------------------------------------
 
     def _record(self, parameters: list[nn.Parameter]) -> tuple[Optimizer, frozenset[str]]:
         streams = Streams(_SEED)
         self._tape = Tape(streams)
-        self._inputs += [self._tape.place(parameter) for parameter in parameters]
+        self._inputs += [self._tape.number_of(parameter) for parameter in parameters]
         memory = [parameter.data_ptr() for parameter in parameters]
         self.begin(parameters, [[] for _ in parameters])
-        with passing_by(self, self._tape.run):
+        with intercepting(self, self._tape.run):
             optimizer = self._make(parameters)
         before = dict(numbers_of(optimizer))
-        for gradients in self._course.gradients:
+        for gradients in self._data.gradients:
             self._record_step(optimizer, parameters, gradients, streams)
         if memory != [parameter.data_ptr() for parameter in parameters]:
             self._rule_out(Kind.GLOBAL, "its step gives parameters other memory")
@@ -135,12 +136,12 @@ class _Proof(Following):
     ) -> None:
         show(parameters, gradients)
         own = [parameter.grad for parameter in parameters]
-        self._inputs += [self._tape.place(gradient) for gradient in own]  # type: ignore[arg-type]
+        self._inputs += [self._tape.number_of(gradient) for gradient in own]  # type: ignore[arg-type]
         self.begin(parameters, [[gradient] for gradient in own])  # type: ignore[list-item]
         self._tape.next_step()
         with streams.step():
             before = _other_generators()
-            with passing_by(self, self._tape.run):
+            with intercepting(self, self._tape.run):
                 optimizer.step()
             if before != _other_generators():
                 self._draws = True
@@ -166,15 +167,15 @@ class _Proof(Following):
 
     # Replaying ----------------------------------------------------------------------------
 
-    def _replay(self, recorded: Outcome, optimizer: Optimizer) -> None:
-        course = self._other_course
-        tensors = [*course.values, *(each for step in course.gradients for each in step)]
+    def _replay(self, recorded: Trained, optimizer: Optimizer) -> None:
+        data = self._other_data
+        tensors = [*data.values, *(each for step in data.gradients for each in step)]
         inputs = {n: t.clone() for n, t in zip(self._inputs, tensors, strict=True)}
-        real = self._train(course)
+        real = self._train(data)
         with torch.no_grad():
             values = self._tape.replay(inputs, Streams(_SEED))
-        replayed = [values[number] for number in self._inputs[: len(course.values)]]
-        replayed += [values[self._tape.place(leaf)] for leaf in _tensors(recorded.state)]
+        replayed = [values[number] for number in self._inputs[: len(data.values)]]
+        replayed += [values[self._tape.number_of(leaf)] for leaf in _tensors(recorded.state)]
         if recorded.numbers != real.numbers or _numbers(recorded.state) != _numbers(real.state):
             self._rule_out(Kind.GLOBAL, "its step keeps a number that depends on the data")
         elif not _are_same([*real.parameters, *_tensors(real.state)], replayed, rounding=0):
@@ -182,31 +183,31 @@ class _Proof(Following):
                 Kind.GLOBAL, "its step does something that torch's operations do not show"
             )
 
-    def _train(self, course: Course, numbers: Sequence[int] | None = None) -> Outcome:
+    def _train(self, data: SampleData, numbers: Sequence[int] | None = None) -> Trained:
         """Steps for real; only draws are seen to, where there are any."""
         streams = Streams(_SEED)
         if not self._draws:
-            return train(self._make, course, streams)
-        following, parameters = Following(), course.start()
+            return train(self._make, data, streams)
+        following, parameters = Following(), data.start()
         following.begin(parameters, [[] for _ in parameters])
-        with passing_by(following, Drawing(streams, numbers)):
+        with intercepting(following, SeededRun(streams, numbers)):
             optimizer = self._make(parameters)
-        for gradients in course.gradients:
+        for gradients in data.gradients:
             show(parameters, gradients)
             following.begin(parameters, [[parameter.grad] for parameter in parameters])  # type: ignore[list-item]
-            with streams.step(), passing_by(following, Drawing(streams, numbers)):
+            with streams.step(), intercepting(following, SeededRun(streams, numbers)):
                 optimizer.step()
-        return Outcome.of(optimizer, parameters)
+        return Trained.of(optimizer, parameters)
 
     # Trying -------------------------------------------------------------------------------
 
-    def _tried(self, together: Outcome, kind: Kind, reason: str) -> tuple[Kind, str]:
+    def _tried(self, together: Trained, kind: Kind, reason: str) -> tuple[Kind, str]:
         """Is there anything left that a division changes?"""
         if kind is Kind.GLOBAL:
             return kind, reason
         apart = [
-            self._train(self._course.only(which), [which]).parameters[0]
-            for which in range(len(self._course.values))
+            self._train(self._data.only(which), [which]).parameters[0]
+            for which in range(len(self._data.values))
         ]
         if not _are_same(together.parameters, apart, rounding=_ROUNDING):
             return Kind.GLOBAL, "stepping each parameter on its own gives another result"
@@ -214,9 +215,9 @@ class _Proof(Following):
             return Kind.PER_PARAMETER, "stepping parameters cut into pieces gives another result"
         return kind, reason
 
-    def _may_be_cut(self, together: Outcome) -> bool:
+    def _may_be_cut(self, together: Trained) -> bool:
         try:
-            cut = self._train(self._course.cut()).parameters
+            cut = self._train(self._data.cut()).parameters
         except Exception:  # some refuse tensors that are not matrices
             return False
         rows = [torch.cat([each.reshape(-1) for each in tensors]) for tensors in (

@@ -72,7 +72,7 @@ class Rule(NamedTuple):
         name: What users call it.
         effect: What it does.
         is_by_index: Whether its operands are lists of which each index is on its own.
-        written: The arguments that it writes to, by place and by name.
+        written: The arguments that it writes to, by index and by name.
     """
 
     name: str
@@ -102,8 +102,8 @@ def _made_rule(operation: Any) -> Rule:
         _effect(operation, name) if is_known else _foreign_effect(operation),
         is_known and (name.startswith(_FOREACH) or (name in _UNTAGGED and "_fused_" in name)),
         tuple(
-            (place, argument.name)
-            for place, argument in enumerate(schema.arguments)
+            (index, argument.name)
+            for index, argument in enumerate(schema.arguments)
             if argument.alias_info is not None
             and argument.alias_info.is_write
             and argument.name != _COUNTERS
@@ -124,7 +124,7 @@ def _effect(operation: Any, name: str) -> Effect:
 
 
 def _foreign_effect(operation: Any) -> Effect:
-    """What tags and types say, for operations that anybody may have registered."""
+    """What tags and types say, also for operations that are not torch's own."""
     schema, tags = operation._schema, set(operation.tags)
     takes_generator = any("Generator" in str(argument.type) for argument in schema.arguments)
     if torch.Tag.nondeterministic_seeded in tags or takes_generator:

@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.optim.proof.following import Results
-from shoal.optim.stepping.streams import Drawing, Streams
+from shoal.optim.proof.modes import SeededRun
+from shoal.optim.stepping.streams import Streams
 
 
-class _Place(NamedTuple):
-    """Stands for a tensor on the tape."""
+class _Recorded(NamedTuple):
+    """Stands for the tensor of this number in a recorded call."""
 
     number: int
 
@@ -36,10 +37,10 @@ class Tape:
 
     def __init__(self, streams: Streams) -> None:
         """Empty; what is recorded draws from these streams."""
-        self._drawing = Drawing(streams)
+        self._seeded = SeededRun(streams)
         self._steps: list[list[_Call]] = [[]]
         self._tensors: list[Tensor] = []
-        self._places: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}
         self._constants: dict[int, Tensor] = {}
 
     def next_step(self) -> None:
@@ -49,24 +50,24 @@ class Tape:
     def run(self, operation: Any, args: Any, kwargs: dict[str, Any], marks: Results) -> Any:
         """Runs an operation and records it."""
         noted_args, noted_kwargs = tree_map(self._noted, (args, kwargs))
-        result = self._drawing(operation, args, kwargs, marks)
-        results = [self.place(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        result = self._seeded(operation, args, kwargs, marks)
+        results = [self.number_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self._steps[-1].append(_Call(operation, noted_args, noted_kwargs, marks, results))
         return result
 
     def _noted(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        if id(leaf) not in self._places:  # nobody has computed it
-            self._constants[self.place(leaf)] = leaf.detach().clone()
-        return _Place(self._places[id(leaf)])
+        if id(leaf) not in self._numbers:  # it is no result of an operation
+            self._constants[self.number_of(leaf)] = leaf.detach().clone()
+        return _Recorded(self._numbers[id(leaf)])
 
-    def place(self, tensor: Tensor) -> int:
-        """The number of a tensor; it is kept, so that no other gets its identity."""
-        if id(tensor) not in self._places:
-            self._places[id(tensor)] = len(self._tensors)
+    def number_of(self, tensor: Tensor) -> int:
+        """The number of a tensor, which is kept alive so that no other gets its ``id``."""
+        if id(tensor) not in self._numbers:
+            self._numbers[id(tensor)] = len(self._tensors)
             self._tensors.append(tensor)
-        return self._places[id(tensor)]
+        return self._numbers[id(tensor)]
 
     def replay(self, inputs: Mapping[int, Tensor], streams: Streams) -> list[Tensor | None]:
         """Runs it on other inputs; returns all tensors by their number."""
@@ -75,22 +76,22 @@ class Tape:
             values[number] = constant.clone()
         for number, value in inputs.items():
             values[number] = value
-        drawing = Drawing(streams)
-        self._play(self._steps[0], values, drawing)
+        seeded = SeededRun(streams)
+        self._play(self._steps[0], values, seeded)
         for calls in self._steps[1:]:
             with streams.step():
-                self._play(calls, values, drawing)
+                self._play(calls, values, seeded)
         return values
 
-    def _play(self, calls: Sequence[_Call], values: list[Tensor | None], drawing: Drawing) -> None:
+    def _play(self, calls: Sequence[_Call], values: list[Tensor | None], seeded: SeededRun) -> None:
         def given(leaf: Any) -> Any:
-            return values[leaf.number] if isinstance(leaf, _Place) else leaf
+            return values[leaf.number] if isinstance(leaf, _Recorded) else leaf
 
         for call in calls:
             args, kwargs = tree_map(
-                given, (call.args, call.kwargs), is_leaf=lambda leaf: isinstance(leaf, _Place)
+                given, (call.args, call.kwargs), is_leaf=lambda leaf: isinstance(leaf, _Recorded)
             )
-            result = drawing(call.operation, args, kwargs, call.marks)
+            result = seeded(call.operation, args, kwargs, call.marks)
             leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             for number, leaf in zip(call.results, leaves, strict=True):
                 values[number] = leaf

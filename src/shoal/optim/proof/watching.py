@@ -1,4 +1,4 @@
-"""Checks every operation of a real step against the kind that was proved for a probe.
+"""Checks every operation of a real step against the kind that was proved for a small copy.
 
 A proof has seen a few steps of tiny parameters. An optimizer may do something else at the fiftieth
 step, from some size on, or when an option has changed. So what is not known by its class steps
@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ShoalError
+from shoal.optim.kinds import Kind
 from shoal.optim.proof.following import Following
-from shoal.optim.proof.judgement import Finding, Judgement, Kind
-from shoal.optim.proof.modes import passing_by
-from shoal.optim.stepping.streams import Drawing, Streams
+from shoal.optim.proof.judgement import Judgement, StepFinding
+from shoal.optim.proof.modes import SeededRun, intercepting
+from shoal.optim.stepping.streams import Streams
 
 
 class Watch(Following):
@@ -46,10 +47,10 @@ class Watch(Following):
         stepped = [each for group in self._optimizer.param_groups for each in group["params"]]
         self.begin(stepped, [self._data_of(each) for each in stepped])
         memory = [each.data_ptr() for each in stepped]
-        with passing_by(self, Drawing(streams, numbers)):
+        with intercepting(self, SeededRun(streams, numbers)):
             yield
         if memory != [each.data_ptr() for each in stepped]:
-            self.found(Finding(Kind.GLOBAL, "a step gave parameters other memory", ""))
+            self.found(StepFinding(Kind.GLOBAL, "a step gave parameters other memory", ""))
         self.marks.forget_dead()
 
     def _data_of(self, parameter: nn.Parameter) -> list[Tensor]:
@@ -60,7 +61,7 @@ class Watch(Following):
                 own += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
         return own
 
-    def found(self, finding: Finding) -> None:
+    def found(self, finding: StepFinding) -> None:
         """Refuses what the kind rules out."""
         kind = self._judgement.kind
         if not self._judgement.is_watched or not kind.is_finer_than(finding.finest):
@@ -74,7 +75,7 @@ class Watch(Following):
         )
 
 
-class WatchedOptions:
+class WatchedHyperparameters:
     """Hyperparameters that a proof holds for.
 
     A learning rate is not among them: proofs choose their own. Of other fractions the sign counts:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import ShoalError
-from shoal.optim.kinds import similar
+from shoal.optim.proof.small_copy import similar
 
 
 def renew_state(optimizer: Optimizer) -> None:

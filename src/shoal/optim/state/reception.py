@@ -95,18 +95,31 @@ def fresh_state(
     }
     state: State = {key: flat.view(parameter.shape) for key, flat in memory.items()}
     for key, value in full.shared.items():
-        state[key] = _placed(key, value, parameter, options)
+        state[key] = placed(key, value, parameter, options)
     return memory, state
 
 
-def _placed(key: str, value: Any, parameter: Tensor, options: Mapping[str, Any]) -> Any:
-    """A copy where the optimizer wants it."""
+def placed(
+    key: str, value: Any, like: Tensor, options: Mapping[str, Any], *, is_cast: bool = False
+) -> Any:
+    """A copy of a piece of state where an optimizer with these options wants it.
+
+    Args:
+        key: The state's key.
+        value: The piece.
+        like: What the state belongs to.
+        options: The hyperparameters of its parameter group.
+        is_cast: Whether floating numbers get the dtype of ``like``.
+    """
     if isinstance(value, list | tuple):
-        return type(value)(_placed(key, item, parameter, options) for item in value)
+        return type(value)(placed(key, item, like, options, is_cast=is_cast) for item in value)
     if not isinstance(value, Tensor):
         return value
-    is_counter = key == "step" and not counts_on_device(options)
-    return value.clone() if is_counter else value.to(parameter.device, copy=True)
+    is_counter = key == "step"
+    if is_counter and not counts_on_device(options):
+        return value.clone()
+    is_cast = is_cast and value.is_floating_point() and not is_counter
+    return value.to(like.device, like.dtype if is_cast else value.dtype, copy=True)
 
 
 def full_states(held: Sequence[HeldState]) -> dict[str, FullState]:

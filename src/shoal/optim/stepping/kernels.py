@@ -33,7 +33,7 @@ def fused_where_free(optimizer: Optimizer) -> Iterator[None]:
         yield
     finally:
         for group in groups:
-            if group["fused"] is True:  # and nobody has changed it meanwhile
+            if group["fused"] is True:  # a hook may have changed it meanwhile
                 group["fused"] = None
 
 

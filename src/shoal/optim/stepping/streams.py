@@ -1,4 +1,4 @@
-"""Random numbers of an optimizer's steps, the same whoever steps a parameter.
+"""Random numbers of an optimizer's steps, the same on whichever rank a parameter is stepped.
 
 [Note: streams]
 A draw for a parameter is seeded by the base seed, the number of the step, the parameter's number
@@ -13,19 +13,17 @@ import contextlib
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.optim.proof.following import Results
-from shoal.optim.proof.marks import MIXED
-from shoal.optim.proof.rules import Effect, rule_for
 from shoal.torch_support.random_state import RandomState
 
-_NOBODY = -1
+_WHOLE_STEP = -1
+"""In place of a parameter's number: what is drawn for no parameter in particular."""
 
 
 class Streams:
@@ -49,7 +47,7 @@ class Streams:
         """Around one step. What cannot be told from other draws is seeded for the whole of it."""
         self._outside, self.is_in_step = RandomState.capture(), True
         self._counts.clear()
-        seed = self._seed_for(_NOBODY)
+        seed = self._seed_for(_WHOLE_STEP)
         try:
             torch.manual_seed(seed)
             np.random.seed(seed % (1 << 32))
@@ -114,21 +112,3 @@ def _default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cpu":
         return torch.default_generator
     return torch.cuda.default_generators[device.index]
-
-
-class Drawing:
-    """Runs operations; what draws for one parameter draws from that parameter's stream."""
-
-    def __init__(self, streams: Streams | None, numbers: Sequence[int] | None = None) -> None:
-        """``numbers`` has a parameter's number for its owner; without, they are the same."""
-        self._streams, self._numbers = streams, numbers
-
-    def __call__(self, operation: Any, args: Any, kwargs: dict[str, Any], marks: Results) -> Any:
-        """Runs an operation."""
-        if self._streams is None or rule_for(operation).effect is not Effect.DRAWS:
-            return operation(*args, **kwargs)
-        if marks[0] is None or marks[0].owner == MIXED:
-            return operation(*args, **kwargs)
-        owner = marks[0].owner
-        number = owner if self._numbers is None else self._numbers[owner]
-        return self._streams.draw(number, operation, args, kwargs)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import ShoalError
-from shoal.optim.kinds import judge
-from shoal.optim.proof.judgement import Judgement, Kind
-from shoal.optim.proof.watching import Watch, WatchedOptions
+from shoal.optim.proof.judgement import Judgement
+from shoal.optim.proof.judging import judge
+from shoal.optim.proof.watching import Watch, WatchedHyperparameters
 from shoal.optim.stepping.streams import Streams
 
 STREAMS = "streams"
@@ -23,6 +23,8 @@ class Supervision:
     """What the kind of an optimizer was decided by, and what follows from it in each step.
 
     Attributes:
+        optimizer: The user's.
+        parameters: Those of each group as the user has them.
         judgement: The decision.
         streams: Where its draws come from; None if it draws none.
     """
@@ -33,6 +35,7 @@ class Supervision:
         judgement: Judgement,
         *,
         parameters: Sequence[Sequence[nn.Parameter]],
+        numbers: Mapping[int, int] | None = None,
         seed: int | None = None,
         on_violation: Callable[[], None] = lambda: None,
     ) -> None:
@@ -42,42 +45,50 @@ class Supervision:
             optimizer: The user's.
             judgement: What was decided about it.
             parameters: Those of each group as the user has them.
+            numbers: Each parameter's number among all of the user's, by its id; by default they are
+                counted through the groups.
             seed: The base seed of what it draws; None if it draws nothing.
             on_violation: Called in the middle of a step that must not go on.
         """
         self.judgement = judgement
-        self._optimizer, self._parameters = optimizer, parameters
+        self.optimizer, self.parameters, self._numbers = optimizer, parameters, numbers
         self.streams = None if seed is None else Streams(seed)
         self._watch = self._options = None
-        draws_for_parameters = judgement.draws and judgement.kind is not Kind.GLOBAL
+        draws_for_parameters = judgement.draws and judgement.kind.is_divisible
         if judgement.is_watched or draws_for_parameters:
             self._watch = Watch(optimizer, judgement, on_violation)
         if judgement.is_watched:
-            self._options = WatchedOptions(optimizer, judgement)
+            self._options = WatchedHyperparameters(optimizer, judgement)
 
     def check_options(self) -> None:
         """Raises, before anything is stepped, if changed options make the kind wrong."""
         if self._options is None or not self._options.have_changed():
             return
-        now, then = judge(self._optimizer, self._parameters), self.judgement
+        now, then = judge(self.optimizer, self.parameters), self.judgement
         if then.kind.is_finer_than(now.kind):
             self._options.keep_asking()
             raise ShoalError(
-                f"{type(self._optimizer).__name__} was {then.kind} when it was wrapped and is "
+                f"{type(self.optimizer).__name__} was {then.kind} when it was wrapped and is "
                 f"{now.kind} with the options it has now: {now.reason}. Nothing has been stepped. "
                 f"Give it these options before it is wrapped, or wrap it with "
                 f'kind="{now.kind}"'
             )
 
     @contextlib.contextmanager
-    def step(self, numbers: Callable[[], Sequence[int]] | None = None) -> Iterator[None]:
-        """Around the optimizer's own step; ``numbers`` tells the numbers of its parameters."""
+    def step(self, stepped: Callable[[], Iterable[Tensor]] | None = None) -> Iterator[None]:
+        """Around the optimizer's own step.
+
+        ``stepped`` gives the user's parameter for each tensor that the optimizer has, where these
+        are not the user's parameters themselves.
+        """
         with contextlib.ExitStack() as stack:
             if self.streams is not None:
                 stack.enter_context(self.streams.step())
             if self._watch is not None:
-                own = numbers() if numbers is not None and self.streams is not None else None
-                stack.enter_context(self._watch.step(self.streams, own))
+                numbers = None
+                if stepped is not None and self.streams is not None and self._numbers is not None:
+                    numbers = [self._numbers[id(parameter)] for parameter in stepped()]
+                stack.enter_context(self._watch.step(self.streams, numbers))
             yield
 
     def outside_of_step(self) -> contextlib.AbstractContextManager[None]:
@@ -103,11 +114,3 @@ class Supervision:
         """Goes on drawing where a state says, if it does."""
         if self.streams is not None and STREAMS in state_dict:
             self.streams.load_state_dict(state_dict[STREAMS])
-
-
-def declared(kind: Kind, optimizer: Optimizer) -> Judgement:
-    """What a user says is believed; that it draws random numbers is found out all the same."""
-    found = judge(optimizer)
-    # One that no probe can step may draw, too.
-    may_draw = found.draws or (found.may_draw and found.kind is Kind.GLOBAL)
-    return Judgement(kind, "declared by you", draws=found.draws, may_draw=may_draw)

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from shoal.comm import Backend, Mesh, World
-from shoal.comm.world import current
 from shoal.strategies.guards.admission import check_models
 from shoal.strategies.layers.materialization import materialize
-from shoal.strategies.model import ShardedModel
+from shoal.strategies.model import ShardedModel, ranks_for
 from shoal.strategies.pipeline.learning.itinerary import Itinerary
 from shoal.strategies.pipeline.learning.walk import Path
 from shoal.strategies.pipeline.pipeline import Pipeline, Work
@@ -87,12 +86,10 @@ class PipelineParallelModel(ShardedModel):
             seed: For the values of what is on the meta device.
             options: As for `ShardedModel`, for the data axis.
         """
-        if isinstance(module, ShardedModel):
-            raise TypeError("the model is wrapped already; wrap the plain module once")
+        backend = ranks_for(module, world)
         chunks = (2 if schedule == "interleaved" else 1) if chunks is None else chunks
         check_schedule(schedule, chunks)
         _check_choices(zero, micro_batches, outputs)
-        backend = world if isinstance(world, Backend) else (world or current()).backend
         mesh = mesh or _make_mesh(backend, pipeline, data)
         group = mesh.group("pipeline")
         materialize(module, backend.device, seed)

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm import Backend, Mesh, World
-from shoal.comm.world import current
 from shoal.sharding.split import Split
 from shoal.strategies.guards.admission import check_models
 from shoal.strategies.layers.buffers import share_buffers
 from shoal.strategies.layers.materialization import materialize
-from shoal.strategies.model import ShardedModel
+from shoal.strategies.model import ShardedModel, ranks_for
 from shoal.strategies.settings import LEVELS
 from shoal.strategies.tensor.layers.cross_entropy import vocabulary_cross_entropy
 from shoal.strategies.tensor.parallelize import parallelize
@@ -66,11 +65,9 @@ class TensorParallelModel(ShardedModel):
             split_logits: Whether each rank keeps the logits of its tokens, for `cross_entropy`.
             options: See `ShardedModel`.
         """
-        if isinstance(module, ShardedModel):
-            raise TypeError("the model is wrapped already; wrap the plain module once")
+        backend = ranks_for(module, world)
         if zero not in LEVELS:
             raise ValueError(f"zero must be one of {', '.join(map(str, LEVELS))}; got {zero!r}")
-        backend = world if isinstance(world, Backend) else (world or current()).backend
         mesh = make_mesh(backend, tensor, data)
         share_values(module, backend, options.get("seed", 0))
         parts = parallelize(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from shoal.optim.kinds import judge
+from shoal.optim.proof.judging import judge
 from shoal.optim.stepping.kernels import fused_where_free
 from shoal.optim.stepping.supervision import Supervision
 from shoal.strategies.training import call_module, count_items

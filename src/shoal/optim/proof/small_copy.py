@@ -1,4 +1,4 @@
-"""A small copy of an optimizer, on tiny parameters, that a proof can do with as it likes."""
+"""Small copies of an optimizer, on tiny parameters, for a proof to train."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def similar(
         if key not in known and key not in optimizer.defaults and key not in ("params", "step")
     }
     made = type(optimizer)([{**own, "params": list(parameters)}], **{**settings, **changes})
-    # What the constructor takes under another name, or somebody has set since.
+    # What the constructor takes under another name, or was set after it.
     vars(made).update(kept)
     wanted = {key: value for key, value in (group | changes).items() if key != "params"}
     for made_group in made.param_groups:
@@ -47,7 +47,7 @@ def similar(
 
 
 def maker(optimizer: Optimizer, group: dict[str, Any]) -> Make:
-    """Makes probes with a parameter group's settings.
+    """Makes small copies with a parameter group's settings.
 
     They are on the CPU, whatever the model is on. With a rate of zero, as warm-up begins with, some
     would do nothing.
@@ -63,7 +63,7 @@ def _rate(given: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Course:
+class SampleData:
     """Values to train with.
 
     Attributes:
@@ -77,7 +77,7 @@ class Course:
     @classmethod
     def drawn(
         cls, shapes: Sequence[Sequence[int]], dtype: torch.dtype, seed: int, scales: Sequence[float]
-    ) -> Course:
+    ) -> SampleData:
         """Random ones; gradients have one scale for each step."""
         generator = torch.Generator().manual_seed(seed)
 
@@ -87,13 +87,13 @@ class Course:
 
         return cls(draw(1.0), [draw(scale) for scale in scales])
 
-    def only(self, which: int) -> Course:
+    def only(self, which: int) -> SampleData:
         """Of one parameter."""
-        return Course([self.values[which]], [[step[which]] for step in self.gradients])
+        return SampleData([self.values[which]], [[step[which]] for step in self.gradients])
 
-    def cut(self) -> Course:
+    def cut(self) -> SampleData:
         """All of them in one row, cut in places that are no borders between parameters."""
-        return Course(_cut(self.values), [_cut(step) for step in self.gradients])
+        return SampleData(_cut(self.values), [_cut(step) for step in self.gradients])
 
     def start(self) -> list[nn.Parameter]:
         """Parameters with these values."""
@@ -115,8 +115,8 @@ def shapes_for(parameters: Sequence[nn.Parameter]) -> list[tuple[int, ...]]:
 
 
 @dataclass
-class Outcome:
-    """What a course has led to.
+class Trained:
+    """What training has led to.
 
     Attributes:
         parameters: Their values.
@@ -129,7 +129,7 @@ class Outcome:
     numbers: dict[str, Any]
 
     @classmethod
-    def of(cls, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Outcome:
+    def of(cls, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Trained:
         """As it is now."""
         state = [leaf for each in parameters for leaf in tree_leaves(optimizer.state.get(each, {}))]
         return cls([each.detach() for each in parameters], state, dict(numbers_of(optimizer)))
@@ -145,15 +145,15 @@ def numbers_of(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
             yield name, plain
 
 
-def train(make: Make, course: Course, streams: Streams) -> Outcome:
-    """Takes the course with an optimizer of its own, and nobody looking."""
-    parameters = course.start()
+def train(make: Make, data: SampleData, streams: Streams) -> Trained:
+    """Trains with an optimizer of its own, and follows nothing."""
+    parameters = data.start()
     optimizer = make(parameters)
-    for gradients in course.gradients:
+    for gradients in data.gradients:
         show(parameters, gradients)
         with streams.step():
             optimizer.step()
-    return Outcome.of(optimizer, parameters)
+    return Trained.of(optimizer, parameters)
 
 
 def show(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from shoal.optim.pipeline import PipelineParallelOptimizer
-from shoal.optim.tensor import TensorParallelOptimizer
+from types import MappingProxyType
+
+from shoal.optim.kinds import Kind
+from shoal.optim.pipeline_optimizer import PipelineParallelOptimizer, UndividedStages
+from shoal.optim.tensor_optimizer import SPLIT_DIVISIONS, TensorParallelOptimizer, UndividedParts
 from shoal.strategies.hybrid import HybridShardedModel
+
+
+class UndividedStagesOfParts(UndividedStages, UndividedParts):
+    """Refuses stages, and split layers."""
 
 
 class HybridShardedOptimizer(PipelineParallelOptimizer, TensorParallelOptimizer):
@@ -18,4 +25,5 @@ class HybridShardedOptimizer(PipelineParallelOptimizer, TensorParallelOptimizer)
     """
 
     model_class = HybridShardedModel  # type: ignore[assignment]
+    divisions = MappingProxyType({**SPLIT_DIVISIONS, Kind.GLOBAL: UndividedStagesOfParts})
     model: HybridShardedModel  # type: ignore[assignment]

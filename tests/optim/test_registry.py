@@ -1,4 +1,4 @@
-"""Which optimizer goes with which model, and what is said of options that there are not."""
+"""Which optimizer goes with which model."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.nn import functional as F
 import pools
 import shoal
 from shoal.errors import ShoalError
-from shoal.optim import PAIRS, DDPOptimizer, ZeRO1Optimizer
+from shoal.optim import DATA_PARALLEL, PAIRS, DDPOptimizer, ZeRO1Optimizer
+from shoal.optim.registry import choose_strategy
 from shoal.strategies import DDPModel, ZeRO1Model, ZeRO2Model
-from shoal.strategies.options import options_of
 from shoal.verification import Trial, hold
 
 
@@ -124,60 +124,31 @@ def test_other_pairs_are_refused() -> None:
         shoal.run(wrap, 2, "memory")
 
 
-# Options ----------------------------------------------------------------------------------
+def test_described_with_an_optimizer_that_shards_more() -> None:
+    def describe() -> str:
+        module = build()
+        model = DDPModel(module, shoal.world())
+        ZeRO1Optimizer(torch.optim.SGD(module.parameters()), model)
+        return model.describe()
+
+    assert (
+        "each rank has its part of the state, as under zero1" in shoal.run(describe, 2, "memory")[0]
+    )
+
+
+def test_every_strategy_stands_in_the_table_once() -> None:
+    assert list(PAIRS)[: len(DATA_PARALLEL)] == list(DATA_PARALLEL)
+    for name, (model, optimizer) in PAIRS.items():
+        assert model.strategy == name
+        assert optimizer.model_class is model
+    assert len({pair.optimizer for pair in PAIRS.values()}) == len(PAIRS)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "option", "words"),
-    [
-        ("ddp", "find_unused_parameters", "'ddp' has no option 'find_unused_parameters': param"),
-        ("ddp", "broadcast_buffers", "average_buffers=True"),
-        ("fsdp", "ignored_params", "requires_grad_"),
-        ("fsdp", "ignored_modules", "requires_grad_"),
-        ("zero3", "reshard_after_forward", "'zero2' keeps them"),
-        ("zero2", "mixed_precison", "did you mean 'mixed_precision'"),
-        ("zero2", "sequence_parallel", "it is one of 'tensor'"),
-        ("ddp", "stage", "choose strategy='zero1'"),
-        ("tensor", "colour", "It has tensor, data, zero"),
-    ],
-)  # fmt: skip
-def test_options_that_there_are_not(strategy, option, words) -> None:
-    with pytest.raises(TypeError, match=words):
-        shoal.run(
-            lambda: shoal.as_distributed(build(), strategy=strategy, **{option: 1}), 1, "memory"
-        )
-
-
-def test_options_that_there_are() -> None:
-    assert "average_buffers" in options_of(PAIRS["ddp"][0])
-    assert {"tensor", "zero", "seed", "replica"} <= set(options_of(PAIRS["tensor"][0]))
-    assert {"pipeline", "micro_batches", "tensor"} <= set(options_of(PAIRS["hybrid"][0]))
-
-
-# Words ------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit")
-def test_a_scripted_model() -> None:
-    scripted = torch.jit.script(nn.Linear(2, 2))
-    for module in (scripted, nn.Sequential(scripted)):
-        with pytest.raises(TypeError, match=r"torch\.jit\.script"):
-            shoal.run(lambda module=module: shoal.as_distributed(module), 1, "memory")
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit")
-def test_forward_mode_where_parameters_are_gathered() -> None:
-    def derive(strategy: str) -> torch.Tensor:
-        model = shoal.as_distributed(build(), strategy=strategy)
-        x = torch.ones(2, 5)
-        return torch.func.jvp(model, (x,), (x,))[1].detach()
-
-    def derive_dual(strategy: str) -> None:
-        model = shoal.as_distributed(build(), strategy=strategy)
-        with torch.autograd.forward_ad.dual_level():
-            model(torch.autograd.forward_ad.make_dual(torch.ones(2, 5), torch.ones(2, 5)))
-
-    shoal.run(derive, 2, "memory", args=("zero2",))
-    for each in (derive, derive_dual):
-        with pytest.raises(ShoalError, match="forward-mode differentiation"):
-            shoal.run(each, 2, "memory", args=("zero3",))
+    ("num_parameters", "ranks", "strategy"),
+    [(10**8, 4, "ddp"), (5 * 10**9, 4, "zero2"), (2 * 10**10, 4, "zero3"), (2 * 10**10, 1, "ddp")],
+)
+def test_what_auto_stands_for(num_parameters: int, ranks: int, strategy: str) -> None:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.empty(num_parameters, device="meta"))
+    assert choose_strategy(module, ranks) == strategy

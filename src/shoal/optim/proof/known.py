@@ -1,4 +1,4 @@
-"""Optimizers whose kind is known, because somebody has read their source.
+"""Optimizers whose kind is known, because their source was read.
 
 Those of torch are checked against the proof by tests, those of other packages by training with
 them. They are not watched while they step, which makes them faster than the rest.
@@ -9,7 +9,8 @@ from __future__ import annotations
 from torch import optim
 from torch.optim import Optimizer
 
-from shoal.optim.proof.judgement import Judgement, Kind
+from shoal.optim.kinds import Kind
+from shoal.optim.proof.judgement import Judgement
 
 _OF_TORCH: dict[type[Optimizer], Kind] = {
     **dict.fromkeys(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch.optim import Optimizer
 
 from shoal.optim.kinds import Kind
-from shoal.optim.optimizer import ShardedOptimizer
+from shoal.optim.optimizer import ShardedOptimizer, check_optimizer
+from shoal.optim.proof.judgement import Judgement
 from shoal.strategies.data_parallel import (
     DDPModel,
     FSDPModel,
@@ -14,6 +15,8 @@ from shoal.strategies.data_parallel import (
     ZeRO3Model,
 )
 from shoal.strategies.model import ShardedModel
+
+__all__ = ["DDPOptimizer", "FSDPOptimizer", "ZeRO1Optimizer", "ZeRO2Optimizer", "ZeRO3Optimizer"]
 
 
 class DDPOptimizer(ShardedOptimizer):
@@ -39,7 +42,11 @@ class ZeRO1Optimizer(ShardedOptimizer):
     model_class = ZeRO1Model
 
     def __init__(
-        self, optimizer: Optimizer, model: ShardedModel, *, kind: Kind | str | None = None
+        self,
+        optimizer: Optimizer,
+        model: ShardedModel,
+        *,
+        kind: Kind | str | Judgement | None = None,
     ) -> None:
         """See `ShardedOptimizer`."""
         self._check_pair(optimizer, model)
@@ -49,9 +56,16 @@ class ZeRO1Optimizer(ShardedOptimizer):
 
     def _check_pair(self, optimizer: Optimizer, model: ShardedModel) -> None:
         if type(model) is DDPModel:
-            self._check_optimizer(optimizer)
+            check_optimizer(optimizer)
         else:
             super()._check_pair(optimizer, model)
+
+    def describe(self) -> str:
+        """Its kind, and whether it shards more than the model does by itself."""
+        about = super().describe()
+        if isinstance(self.model, ZeRO1Model):
+            return about
+        return f"{about}; each rank has its part of the state, as under {ZeRO1Model.strategy}"
 
 
 class ZeRO2Optimizer(ShardedOptimizer):
@@ -67,6 +81,6 @@ class ZeRO3Optimizer(ShardedOptimizer):
 
 
 class FSDPOptimizer(ZeRO3Optimizer):
-    """The partner of `FSDPModel`."""
+    """`ZeRO3Optimizer` by the name that PyTorch has for it."""
 
     model_class = FSDPModel

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import pools
 import shoal
 from shoal.optim import Kind, find_kind
 from shoal.optim.stepping.streams import Streams
@@ -129,6 +130,22 @@ def test_ranks_with_other_generators_stay_alike_and_keep_them(make: Any) -> None
 
     first, second = shoal.run(train, 2, "memory")
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def _train_apart(strategy: str) -> Any:
+    model, optimizer = _wrapped(strategy, Langevin)
+    torch.manual_seed(100 + shoal.world().rank)
+    _train(model, optimizer, 3)
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_processes_draw_what_threads_draw(strategy: str, backend: str) -> None:
+    (expected, _) = shoal.run(_train_apart, 2, "memory", args=("ddp",))
+    for state in pools.Team(backend, 2).run(_train_apart, strategy):
+        for name, value in state.items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
 
 
 def test_another_seed_draws_other_numbers() -> None:

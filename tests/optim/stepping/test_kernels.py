@@ -142,7 +142,7 @@ def test_state_is_cut_without_a_copy() -> None:
 def _num_stepped(make: Callable[..., Optimizer]) -> int:
     model = nn.Linear(512, 512, bias=False)
     _, optimizer = shoal.as_distributed(model, make(model.parameters()), strategy="ddp")
-    return len(list(optimizer._segments))
+    return len(list(optimizer.division.segments))
 
 
 def test_only_what_takes_several_passes_is_cut_to_fit_the_cache() -> None:

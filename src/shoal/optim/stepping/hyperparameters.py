@@ -17,11 +17,11 @@ _PLAIN = (bool, int, float, complex, str, type(None))
 _Key = tuple[int, str]
 
 
-class Options:
+class Hyperparameters:
     """What the user chose for each parameter group of an optimizer, and changed since.
 
     Example:
-        >>> options = Options(optimizer)
+        >>> options = Hyperparameters(optimizer)
         >>> optimizer.param_groups[0]["lr"] = 0.1
         >>> options.chosen()["lr of parameter group 0"]
         '0.1'

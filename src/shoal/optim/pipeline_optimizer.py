@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 from torch.optim import Optimizer
 
-from shoal.optim.kinds import Judgement, Kind
-from shoal.optim.optimizer import ShardedOptimizer
+from shoal.optim.division import DIVISIONS
+from shoal.optim.division.segmented import check_sizes
+from shoal.optim.division.undivided import DECLARE, Undivided
+from shoal.optim.kinds import Kind
+from shoal.optim.optimizer import ShardedOptimizer, refuse_parameter
+from shoal.optim.proof.judgement import Judgement
+from shoal.optim.proof.judging import judge_or_believe
 from shoal.strategies.model import ShardedModel
 from shoal.strategies.pipeline import PipelineParallelModel
+
+
+class UndividedStages(Undivided):
+    """Refuses a model that is cut into stages."""
+
+    @classmethod
+    def admit(cls, optimizer: Optimizer, model: ShardedModel) -> None:
+        """No rank has all parameters."""
+        assert isinstance(model, PipelineParallelModel)
+        if model.pipeline.stage.group.size > 1:
+            raise ValueError(
+                f"{type(optimizer).__name__} may couple any of its parameters, but each rank of a "
+                f"pipeline has some layers only. {DECLARE}"
+            )
+        super().admit(optimizer, model)
 
 
 class PipelineParallelOptimizer(ShardedOptimizer):
@@ -19,6 +40,7 @@ class PipelineParallelOptimizer(ShardedOptimizer):
     """
 
     model_class = PipelineParallelModel
+    divisions = MappingProxyType({**DIVISIONS, Kind.GLOBAL: UndividedStages})
     model: PipelineParallelModel
 
     def __init__(
@@ -37,13 +59,8 @@ class PipelineParallelOptimizer(ShardedOptimizer):
         """
         self._check_pair(optimizer, model)
         assert isinstance(model, PipelineParallelModel)
-        judgement = self._judge(optimizer, kind)
-        if judgement.kind is Kind.GLOBAL and model.pipeline.stage.group.size > 1:
-            raise ValueError(
-                f"{type(optimizer).__name__} may couple any of its parameters, but each rank of a "
-                "pipeline has some layers only. If it works element by element or parameter by "
-                'parameter, say so with kind="element-wise" or "per-parameter"'
-            )
+        judgement = judge_or_believe(optimizer, kind)
+        self.divisions[judgement.kind].admit(optimizer, model)  # before anything is changed
         names = [_names(group["params"], model) for group in optimizer.param_groups]
         self._names = _united(model, names)
         """All parameters of each group, over all stages."""
@@ -53,10 +70,7 @@ class PipelineParallelOptimizer(ShardedOptimizer):
     def _check_pair(self, optimizer: Optimizer, model: ShardedModel) -> None:
         super()._check_pair(optimizer, model)
         if model.strategy != self.model_class.strategy:  # layers that are split need more
-            raise TypeError(
-                f"{type(self).__name__} goes with {self.model_class.__name__}; "
-                f"got a {type(model).__name__}"
-            )
+            self._refuse_model(model)
 
     # The whole state ----------------------------------------------------------------------------
 
@@ -68,7 +82,7 @@ class PipelineParallelOptimizer(ShardedOptimizer):
         everything: dict[str, Any] = {}
         for part in self.model.pipeline.stage.group.all_gather_object(found):
             everything |= part
-        numbers = self._numbers()
+        numbers = self._numbers_by_name()
         groups = [
             group | {"params": [numbers[name] for name in of_group]}
             for group, of_group in zip(own["param_groups"], self._names, strict=True)
@@ -79,12 +93,7 @@ class PipelineParallelOptimizer(ShardedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a whole state, of this optimizer or a plain one; every rank calls it."""
         saved = state_dict["param_groups"]
-        sizes, here = [len(g["params"]) for g in saved], [len(names) for names in self._names]
-        if sizes != here:
-            raise ValueError(
-                f"the state was saved for groups of {sizes} parameters; this optimizer has groups "
-                f"of {here}"
-            )
+        check_sizes(saved, self._names)
         number_of = {
             name: number
             for group, names in zip(saved, self._names, strict=True)
@@ -96,13 +105,16 @@ class PipelineParallelOptimizer(ShardedOptimizer):
         ]
         super().load_state_dict({**state_dict, "param_groups": groups})
 
-    def _numbers_by_id(self) -> dict[int, int]:
+    def _numbers(self) -> dict[int, int]:
         """Counted over all stages."""
-        numbers = self._numbers()
-        own = [name for group in self._own_names for name in group]
-        return {id(p): numbers[name] for p, name in zip(self.parameters, own, strict=True)}
+        numbers = self._numbers_by_name()
+        return {
+            id(parameter): numbers[name]
+            for group, names in zip(self.param_groups, self._own_names, strict=True)
+            for parameter, name in zip(group["params"], names, strict=True)
+        }
 
-    def _numbers(self) -> dict[str, int]:
+    def _numbers_by_name(self) -> dict[str, int]:
         return {
             name: number
             for number, name in enumerate(name for group in self._names for name in group)
@@ -113,10 +125,7 @@ def _names(parameters: list[Any], model: PipelineParallelModel) -> list[str]:
     known = model.pipeline.stage.holdings.names
     for parameter in parameters:
         if id(parameter) not in known:
-            raise ValueError(
-                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not part "
-                "of the model: build it from this model's parameters"
-            )
+            refuse_parameter(parameter)
     return [known[id(parameter)] for parameter in parameters]
 
 

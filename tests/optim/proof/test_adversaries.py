@@ -16,7 +16,7 @@ from torch.optim import AdamW, Optimizer
 import shoal
 from shoal.errors import ShoalError
 from shoal.optim import Kind, find_kind
-from shoal.optim.kinds import judge
+from shoal.optim.proof.judging import judge
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*may couple any of its parameters")
 
