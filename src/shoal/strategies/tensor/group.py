@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shoal.comm import Backend
 from shoal.comm import differentiable as collective
 from shoal.errors import ShoalError
+from shoal.strategies.tensor.split_parameter import ReadGuard
 
 
 @dataclass
@@ -25,10 +26,12 @@ class TensorGroup:
 
     Attributes:
         backend: They.
+        guard: Of the parameters that are split; see [Note: reads of parts].
         is_whole: Whether all parameters are whole right now, and nothing can be computed.
     """
 
     backend: Backend
+    guard: ReadGuard
     is_whole: bool = False
 
     def check(self) -> None:

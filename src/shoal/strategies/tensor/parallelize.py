@@ -30,6 +30,7 @@ from shoal.strategies.tensor.parts import TensorParts
 from shoal.strategies.tensor.plan.plan import Block, Layer, Plan, Style
 from shoal.strategies.tensor.plan.splits import all_splits
 from shoal.strategies.tensor.plan.wishes import choose
+from shoal.strategies.tensor.split_parameter import ReadGuard
 
 
 def parallelize(
@@ -72,7 +73,8 @@ def parallelize(
             "which something is split; the plan has none:\n" + str(chosen)
         )
     rehearsal = Rehearsal(module, stacks, chosen)
-    shared = TensorGroup(group)
+    guard = ReadGuard({name: module.get_parameter(name) for name in splits})
+    shared = TensorGroup(group, guard)
     for name, ranks in splits.items():
         parameter = module.get_parameter(name)
         parameter.data = ranks[group.rank].take(parameter.data)
@@ -85,7 +87,7 @@ def parallelize(
         _sum_gradients(parameter, group)
     for stack in stacks:
         install(module, stack, group, drops=rehearsal.drops)
-    module.register_forward_pre_hook(_beginning(group), prepend=True, with_kwargs=True)
+    _surround_forward(module, group, guard)
     return TensorParts(module, shared, chosen, splits)
 
 
@@ -196,10 +198,18 @@ def _leave_fast_paths(module: nn.Module) -> None:
             part.use_nested_tensor = False
 
 
-def _beginning(group: Backend) -> Any:
-    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if group.size > 1:
-            device = next((p.device for p in module.parameters()), group.device)
-            begin_together(group, device, (args, kwargs))
+def _surround_forward(module: nn.Module, group: Backend, guard: ReadGuard) -> None:
+    """Ranks begin each forward together, and split parameters are guarded until it ends."""
+    if group.size == 1:
+        return
 
-    return begin
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+        device = next((p.device for p in module.parameters()), group.device)
+        begin_together(group, device, (args, kwargs))
+        guard.begin()
+
+    def end(*_: object) -> None:
+        guard.end()
+
+    module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+    module.register_forward_hook(end, always_call=True)

@@ -42,14 +42,18 @@ class HeadAttention(nn.MultiheadAttention):
         if self._entry.sequence_dim is not None:
             self._entry.present(query)
         is_batched = query.dim() == 3
-        q, k, v = (self._by_batch(part, is_batched) for part in self._projected(query, key, value))
+        guard = self._group.guard
+        with guard.own_forward(self._first_weight, query):
+            projected = self._projected(query, key, value)
+        q, k, v = (self._by_batch(part, is_batched) for part in projected)
         if key_padding_mask is not None and not is_batched:
             key_padding_mask = key_padding_mask.unsqueeze(0)
         mask = self._mask(q, k.shape[1], key_padding_mask, attn_mask)
-        k, v, mask = self._extended(k, v, mask)
+        with guard.own_forward(self._first_weight, k):
+            k, v, mask = self._extended(k, v, mask)
         weights, mixed = self._attend(q, k, v, mask, need_weights)
         # Positions come first, as torch has them: what is dropped later depends on the layout.
-        outputs = self._entry.leave(product(self.out_proj, mixed), 0)
+        outputs = self._entry.leave(product(self.out_proj, self._group, mixed), 0)
         if self.out_proj.bias is not None:
             outputs = outputs + self.out_proj.bias.to(outputs.dtype)  # as autocast would
         if not is_batched:
@@ -66,6 +70,10 @@ class HeadAttention(nn.MultiheadAttention):
             raise RuntimeError("need attn_mask if is_causal is given: it is a hint only")
 
     # Projections ---------------------------------------------------------------------------
+
+    @property
+    def _first_weight(self) -> Tensor:
+        return self.in_proj_weight if self._qkv_same_embed_dim else self.q_proj_weight
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         joined_bias: Tensor | None = self.in_proj_bias

@@ -25,10 +25,11 @@ else:
 
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is a plain linear layer: torch's, or Hugging Face's `Conv1D`."""
-    forward: Any = type(module).forward
+    forward: Any = getattr(type(module), "forward", None)  # TorchScript's classes have none
+    if "forward" in vars(module) or not (forward is nn.Linear.forward or _is_transposed(module)):
+        return False
     # Where a weight is computed from others (weight norm), it is no parameter.
-    has_weight = isinstance(module._parameters.get("weight"), nn.Parameter)
-    return has_weight and (forward is nn.Linear.forward or _is_transposed(module))
+    return isinstance(module._parameters.get("weight"), nn.Parameter)
 
 
 def _is_transposed(module: nn.Module) -> bool:
@@ -45,7 +46,8 @@ def sizes_of(module: nn.Module) -> tuple[int, int]:
 
 def dim_of(module: nn.Module, *, outputs: bool) -> int:
     """The dimension of the weight that counts the outputs, or the inputs."""
-    return int(outputs is _is_transposed(module))
+    output_dim = 1 if _is_transposed(module) else 0
+    return output_dim if outputs else 1 - output_dim
 
 
 class ColumnParallel(_Base):
@@ -59,7 +61,9 @@ class ColumnParallel(_Base):
     def forward(self, input: Tensor) -> Tensor:
         """This rank's outputs; all of them, where nobody takes parts."""
         is_joined = self._is_joined or self._entry.is_bypassed
-        outputs = super().forward(self._entry(input))
+        entered = self._entry(input)
+        with self._group.guard.own_forward(self.weight, entered):
+            outputs = super().forward(entered)
         if not is_joined:
             return outputs
         self._entry.forget()
@@ -86,16 +90,18 @@ class RowParallel(_Base):
         elif self._entry.is_bypassed:
             ((start, stop),) = self._cut.runs(self._group.backend.rank, self._group.backend.size)
             input = collective.copy(input, self._group.backend)[..., start:stop]
-        outputs = self._entry.leave(product(self, input))
+        outputs = self._entry.leave(product(self, self._group, input))
         bias: Tensor | None = self.bias
         return outputs if bias is None else outputs + bias.to(outputs.dtype)  # as autocast would
 
 
-def product(module: nn.Linear, input: Tensor) -> Tensor:
+def product(module: nn.Linear, group: TensorGroup, input: Tensor) -> Tensor:
     """A linear layer without its bias."""
-    if hasattr(module, "nf"):  # Conv1D
-        return torch.matmul(input, module.weight)
-    return F.linear(input, module.weight)
+    weight = module.weight
+    with group.guard.own_forward(weight, input):
+        if hasattr(module, "nf"):  # Conv1D
+            return torch.matmul(input, weight)
+        return F.linear(input, weight)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from torch.nn.modules import activation
 from shoal.strategies.tensor.hooks import hooks_of
 from shoal.strategies.tensor.layers.linear import is_linear, sizes_of
 from shoal.strategies.tensor.plan.naming import ATTENTION, FEED_FORWARD, Pattern
-from shoal.strategies.tensor.plan.reading import is_reading
+from shoal.strategies.tensor.plan.source_code import has_own_forward, hook_reads_weights
 
 _NOT_BY_ELEMENT = (
     activation.Softmax, activation.Softmax2d, activation.LogSoftmax, activation.Softmin,
@@ -56,8 +56,10 @@ def find_candidates(name: str, module: nn.Module) -> Iterator[Candidate]:
 
 def _in_a_row(name: str, module: nn.Sequential) -> Iterator[Candidate]:
     """Two linear layers of a sequence with nothing but activations and dropout between them."""
-    is_plain = type(module).forward is nn.Sequential.forward
-    is_certain = is_plain and not any(map(is_reading, hooks_of(module)))
+    kind = type(module)
+    is_plain = kind.forward is nn.Sequential.forward and not has_own_forward(module)
+    is_plain = is_plain and kind.__iter__ is nn.Sequential.__iter__
+    is_certain = is_plain and not any(map(hook_reads_weights, hooks_of(module)))
     first: str | None = None
     inside: list[str] = []
     for key, child in module.named_children():

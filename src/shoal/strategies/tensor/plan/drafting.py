@@ -9,7 +9,7 @@ module does with them, and costs more communication. Anything else stays whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,11 @@ from shoal.strategies.tensor.plan.cut import Cut
 from shoal.strategies.tensor.plan.hugging_face import certified
 from shoal.strategies.tensor.plan.plan import Adjustment, Block, Layer, Plan, Style
 from shoal.strategies.tensor.plan.proposals import Proposal, propose
-from shoal.strategies.tensor.plan.reading import reads_weight_of, reads_weights
+from shoal.strategies.tensor.plan.source_code import (
+    has_own_forward,
+    reads_weight_of,
+    reads_weights,
+)
 from shoal.strategies.tensor.plan.splits import (
     describe_rest,
     drop_contradictions,
@@ -40,6 +44,7 @@ from shoal.strategies.tensor.plan.splits import (
 from shoal.strategies.tensor.plan.vocabulary import find_vocabularies
 from shoal.strategies.tensor.trial.probe import may_split
 from shoal.strategies.tensor.trial.run import Trial
+from shoal.strategies.tensor.trial.watching import uses_parameters
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 # What torch keeps in every module, and the number of a layer among its like.
@@ -82,6 +87,7 @@ class Draft:
         self._claimed: set[int] = set()
         self._certified = certified(module)
         self._verdicts: dict[str, Verdict | None] = {}
+        self._uses: dict[str, bool] = {}
 
     def finish(self) -> Plan:
         """Everything that is found in the model."""
@@ -116,7 +122,7 @@ class Draft:
         reason = reason_to_stay_whole(attention)
         if reason is not None:
             self.plan.notes[name] = f"stays whole: {reason}"
-        elif type(attention) is not nn.MultiheadAttention:
+        elif type(attention) is not nn.MultiheadAttention or has_own_forward(attention):
             self.plan.notes[name] = "stays whole: it is a class of its own"
         elif attention.num_heads < self._num_ranks:
             self.plan.notes[name] = f"stays whole: {attention.num_heads} heads for more ranks"
@@ -135,6 +141,10 @@ class Draft:
         block = self._module.get_submodule(candidate.block)
         layers = [block.get_submodule(path) for path in (*candidate.columns, candidate.row)]
         if not self._are_free(layers):
+            return
+        names = [join_names(candidate.block, path) for path in (*candidate.columns, candidate.row)]
+        if any(reads_weight_of(self._module, name, candidate.block) for name in names):
+            self.plan.notes[candidate.block] = "stays whole: its layers' weights are read elsewhere"
             return
         is_hooked = are_hooked(candidate, block)
         verdict = None if is_hooked else self._verdict(candidate, block, stand_in)
@@ -196,7 +206,7 @@ class Draft:
 
     def _add_alone(self, candidate: Candidate, block: nn.Module, is_hooked: bool) -> None:
         """See [Note: never wrong]."""
-        if any(map(reads_weights, _users(block, candidate))) or have_reading_hooks(block):
+        if self._uses_parameters(candidate, block):
             self.plan.notes[candidate.block] = "stays whole: its code reads its layers' weights"
             return
         alone = [
@@ -211,6 +221,17 @@ class Draft:
                 if candidate.may_attend
                 else "it does not work on parts of its features"
             )
+
+    def _uses_parameters(self, candidate: Candidate, block: nn.Module) -> bool:
+        """Whether anything in a block is known to use the layers' weights itself."""
+        if any(map(reads_weights, _users(block, candidate))) or have_reading_hooks(block):
+            return True
+        paths = (*candidate.columns, candidate.row)
+        names = [f"{p}.{key}" for p in paths for key, _ in _own_parameters(block.get_submodule(p))]
+        key = f"uses {names} {describe(block)}"
+        if key not in self._uses:
+            self._uses[key] = uses_parameters(block, block.get_submodule(paths[0]), names)
+        return self._uses[key]
 
     def _add_layer(self, name: str, *, is_row: bool) -> bool:
         """Splits a linear layer on its own, if it may be."""
@@ -322,6 +343,10 @@ def make_block(candidate: Candidate, verdict: Verdict) -> Block:
         tuple(join_names(name, path) for path in verdict.inside),
         verdict.drops,
     )
+
+
+def _own_parameters(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return layer.named_parameters(recurse=False)
 
 
 def _users(block: nn.Module, candidate: Candidate) -> list[nn.Module]:

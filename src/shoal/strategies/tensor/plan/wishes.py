@@ -21,8 +21,9 @@ from shoal.strategies.tensor.plan.drafting import (
 )
 from shoal.strategies.tensor.plan.plan import Block, Layer, Plan, Style, parse_style
 from shoal.strategies.tensor.plan.proposals import Proposal
-from shoal.strategies.tensor.plan.reading import reads_weights
+from shoal.strategies.tensor.plan.source_code import reads_weights
 from shoal.strategies.tensor.plan.splits import describe_rest, find_contradiction, join_names
+from shoal.strategies.tensor.trial.watching import uses_parameters
 
 Wishes = Mapping[str, str]
 
@@ -205,7 +206,9 @@ def _alone(module: nn.Module, name: str, style: Style, num_ranks: int) -> Block:
     if isinstance(part, nn.MultiheadAttention):
         raise ValueError(f"{name} has {part.num_heads} heads, too few for {num_ranks} ranks")
     parent = module.get_submodule(name.rpartition(".")[0])
-    if reads_weights(parent):
+    own = [f"{name.rpartition('.')[2]}.{key}" for key, _ in part.named_parameters()]
+    is_used = is_linear(part) and uses_parameters(parent, part, own)
+    if is_used or reads_weights(parent):
         raise ValueError(
             f"{name} cannot be split: the code of {type(parent).__name__} reads weights of its "
             "layers, and would get a part. Call the layers instead."

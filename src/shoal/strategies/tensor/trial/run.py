@@ -16,6 +16,7 @@ from shoal.sharding.split import Split
 from shoal.strategies.layers.module_snapshot import Snapshot
 from shoal.strategies.tensor.layers.dropout import Undropped
 from shoal.strategies.tensor.trial.calling import Way, is_hugging_face
+from shoal.strategies.tensor.trial.watching import watching
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ class TrialRun:
             block.train(self._way.training)
             with self._hooked(at_row), self._undrawn(undropped):
                 buffers = {name: buffer.clone() for name, buffer in block.named_buffers()}
-                result = functional_call(block, {**self._weights, **buffers}, (), self._call)
+                with self._watched():
+                    result = functional_call(block, {**self._weights, **buffers}, (), self._call)
             kept = snapshot.new_tensors()
         finally:
             snapshot.restore()
@@ -102,6 +104,18 @@ class TrialRun:
         # Of Hugging Face's results only the first goes on; others are shown on request.
         seen = leaves[:1] if is_hugging_face(block) else [*leaves, *kept, *buffers.values()]
         return [leaf if leaf.is_floating_point() else leaf.to(torch.float64) for leaf in seen]
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """The whole block must not use what will be split without calling the layers."""
+        if self._rank is not None:
+            yield
+            return
+        guarded = {name: self._weights[name] for name in self._trial.splits}
+        with watching(self._trial.block, guarded) as guard:
+            yield
+        if guard.was_used:
+            raise Unlike
 
     @contextlib.contextmanager
     def _undrawn(self, undropped: Undropped) -> Iterator[None]:
