@@ -22,8 +22,8 @@ from shoal.strategies.model import ShardedModel
 from shoal.strategies.pipeline.model import PipelineParallelModel
 from shoal.strategies.tensor.model import share_values
 from shoal.strategies.tensor.parallelize import parallelize
-from shoal.strategies.tensor.parts import TensorParts
-from shoal.strategies.tensor.plan.plan import Plan
+from shoal.strategies.tensor.plan.tensor_plan import Plan
+from shoal.strategies.tensor.tensor_parts import TensorParts
 
 
 class HybridShardedModel(PipelineParallelModel):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.strategies.tensor import draft
-from shoal.strategies.tensor.plan.wishes import fulfil
+from shoal.strategies.tensor.plan.user_plan import fulfil
 from strategies.tensor.tasks import FeedForward
 from strategies.tensor.test_trials import HIDDEN, SEQUENCES, WIDTH, Pair, trained
 

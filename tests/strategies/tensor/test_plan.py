@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.strategies.tensor import Plan, draft
-from shoal.strategies.tensor.plan.wishes import fulfil
+from shoal.strategies.tensor.plan.user_plan import fulfil
 from strategies.models import GPT as OtherGPT
 from strategies.models import EncoderDecoder, OddMLP, has_transformers
 from strategies.tensor.tasks import BUILDERS, GPT, Block, FeedForward, NormedInside
@@ -191,7 +191,7 @@ def test_hugging_faces_own_plan_is_trusted_where_nothing_can_be_tried(
     def refuse(*_: object) -> None:
         raise TypeError("forward needs more")
 
-    monkeypatch.setattr("shoal.strategies.tensor.plan.drafting.may_split", refuse)
+    monkeypatch.setattr("shoal.strategies.tensor.plan.draft.may_split", refuse)
     plan = draft(BUILDERS["qwen3"](), 2)
     assert styles(plan)["model.layers.0.self_attn.q_proj"] == "column"
     assert "model.layers.0.self_attn.q_norm.weight" in plan.blocks[0].partial

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.errors import ShoalError
 from shoal.strategies.tensor import draft
-from shoal.strategies.tensor.plan.wishes import fulfil
+from shoal.strategies.tensor.plan.user_plan import fulfil
 from strategies.tensor.test_trials import HIDDEN, SEQUENCES, WIDTH, Pair, trained
 
 LIMIT = {"timeout": 40}

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.strategies.tensor import draft
-from shoal.strategies.tensor.plan.wishes import fulfil
+from shoal.strategies.tensor.plan.user_plan import fulfil
 
 WIDTH, HIDDEN, LENGTH, ITEMS = 8, 12, 5, 3
 

@@ -19,8 +19,8 @@ from shoal.strategies.model import ShardedModel
 from shoal.strategies.settings import LEVELS
 from shoal.strategies.tensor.layers.cross_entropy import vocabulary_cross_entropy
 from shoal.strategies.tensor.parallelize import parallelize
-from shoal.strategies.tensor.parts import TensorParts
-from shoal.strategies.tensor.plan.plan import Plan
+from shoal.strategies.tensor.plan.tensor_plan import Plan
+from shoal.strategies.tensor.tensor_parts import TensorParts
 
 
 class TensorParallelModel(ShardedModel):

@@ -11,8 +11,6 @@ from shoal.comm import Backend
 from shoal.comm import differentiable as collective
 from shoal.comm.agreement import agree
 from shoal.sharding.split import Split
-from shoal.strategies.tensor.beginning import begin_together
-from shoal.strategies.tensor.group import Entry, TensorGroup
 from shoal.strategies.tensor.layers.attention import make_attention
 from shoal.strategies.tensor.layers.dropout import SplitDropout, during, has_rate
 from shoal.strategies.tensor.layers.embedding import make_head_table, make_vocabulary
@@ -26,11 +24,13 @@ from shoal.strategies.tensor.layers.sequence import (
     loose_parameters,
     region_stack,
 )
-from shoal.strategies.tensor.parts import TensorParts
-from shoal.strategies.tensor.plan.plan import Block, Layer, Plan, Style
 from shoal.strategies.tensor.plan.splits import all_splits
-from shoal.strategies.tensor.plan.wishes import choose
+from shoal.strategies.tensor.plan.tensor_plan import Block, Layer, Plan, Style
+from shoal.strategies.tensor.plan.user_plan import choose
+from shoal.strategies.tensor.region import Entry, TensorGroup
+from shoal.strategies.tensor.same_batch import begin_together
 from shoal.strategies.tensor.split_parameter import ReadGuard
+from shoal.strategies.tensor.tensor_parts import TensorParts
 
 
 def parallelize(

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm import differentiable as collective
-from shoal.strategies.tensor.group import Entry, TensorGroup
 from shoal.strategies.tensor.layers.dropout import attention_weights, drop
 from shoal.strategies.tensor.layers.linear import product
 from shoal.strategies.tensor.plan.cut import Cut
+from shoal.strategies.tensor.region import Entry, TensorGroup
 
 
 class HeadAttention(nn.MultiheadAttention):

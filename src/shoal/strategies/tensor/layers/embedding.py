@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm import differentiable as collective
-from shoal.strategies.tensor.group import TensorGroup
 from shoal.strategies.tensor.plan.cut import Cut
+from shoal.strategies.tensor.region import TensorGroup
 
 
 def may_split_rows(embedding: nn.Module) -> bool:

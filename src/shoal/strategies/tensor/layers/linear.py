@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm import differentiable as collective
-from shoal.strategies.tensor.group import Entry, TensorGroup
 from shoal.strategies.tensor.plan.cut import Cut
+from shoal.strategies.tensor.region import Entry, TensorGroup
 
 if TYPE_CHECKING:
     _Base = nn.Linear

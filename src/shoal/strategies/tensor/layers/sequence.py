@@ -25,13 +25,13 @@ from shoal.comm import differentiable as collective
 from shoal.comm.operation.partition import split_sizes
 from shoal.errors import ShoalError
 from shoal.strategies.layers.module_snapshot import Snapshot
-from shoal.strategies.tensor.group import Entry
 from shoal.strategies.tensor.layers.dropout import SequenceDropout, Undropped, during, has_rate
 from shoal.strategies.tensor.layers.linear import sizes_of
 from shoal.strategies.tensor.plan.cut import Cut
-from shoal.strategies.tensor.plan.drafting import describe
-from shoal.strategies.tensor.plan.plan import Block, Plan, Style
-from shoal.strategies.tensor.trial.calling import arguments, evaluating, random_weights
+from shoal.strategies.tensor.plan.draft import describe
+from shoal.strategies.tensor.plan.tensor_plan import Block, Plan, Style
+from shoal.strategies.tensor.region import Entry
+from shoal.strategies.tensor.trial.trial_call import arguments, evaluating, random_weights
 from shoal.torch_support.random_state import RandomState
 
 _TOLERANCE = 1e-3

@@ -9,10 +9,10 @@ from itertools import pairwise
 from torch import nn
 from torch.nn.modules import activation
 
-from shoal.strategies.tensor.hooks import hooks_of
 from shoal.strategies.tensor.layers.linear import is_linear, sizes_of
-from shoal.strategies.tensor.plan.naming import ATTENTION, FEED_FORWARD, Pattern
+from shoal.strategies.tensor.plan.known_names import ATTENTION, FEED_FORWARD, Pattern
 from shoal.strategies.tensor.plan.source_code import has_own_forward, hook_reads_weights
+from shoal.strategies.tensor.user_hooks import hooks_of
 
 _NOT_BY_ELEMENT = (
     activation.Softmax, activation.Softmax2d, activation.LogSoftmax, activation.Softmin,

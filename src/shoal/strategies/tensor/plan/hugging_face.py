@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from shoal.strategies.tensor.plan.plan import Style
+from shoal.strategies.tensor.plan.tensor_plan import Style
 
 _STYLES = {
     "colwise": Style.COLUMN,

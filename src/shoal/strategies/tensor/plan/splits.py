@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shoal.sharding.split import Split
 from shoal.strategies.tensor.layers.linear import dim_of
 from shoal.strategies.tensor.plan.cut import Cut
-from shoal.strategies.tensor.plan.plan import Block, Layer, Plan, Style, starred
+from shoal.strategies.tensor.plan.tensor_plan import Block, Layer, Plan, Style, starred
 
 
 def parameter_splits(

@@ -9,8 +9,8 @@ from torch import nn
 from shoal.strategies.tensor.layers.embedding import may_split_rows
 from shoal.strategies.tensor.layers.linear import is_linear, sizes_of
 from shoal.strategies.tensor.plan.cut import Cut
-from shoal.strategies.tensor.plan.naming import OUTPUTS
-from shoal.strategies.tensor.plan.plan import Block, Layer, Style
+from shoal.strategies.tensor.plan.known_names import OUTPUTS
+from shoal.strategies.tensor.plan.tensor_plan import Block, Layer, Style
 
 
 def find_vocabularies(

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shoal.strategies.layers.module_snapshot import Snapshot
 from shoal.strategies.tensor.layers.linear import sizes_of
 from shoal.strategies.tensor.split_parameter import ReadGuard
-from shoal.strategies.tensor.trial.calling import all_ways, arguments, random_weights
+from shoal.strategies.tensor.trial.trial_call import all_ways, arguments, random_weights
 from shoal.torch_support.random_state import RandomState
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from shoal.comm import Backend
 from shoal.sharding.split import Split
 from shoal.strategies.consistency.holders import Holders
-from shoal.strategies.tensor.group import TensorGroup
-from shoal.strategies.tensor.plan.plan import Plan
+from shoal.strategies.tensor.plan.tensor_plan import Plan
+from shoal.strategies.tensor.region import TensorGroup
 
 
 class TensorParts:

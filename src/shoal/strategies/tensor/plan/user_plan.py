@@ -7,23 +7,23 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from shoal.strategies.tensor.hooks import have_hooks, inner_modules, reason_to_stay_whole
 from shoal.strategies.tensor.layers.embedding import may_split_rows
 from shoal.strategies.tensor.layers.linear import is_linear, sizes_of
 from shoal.strategies.tensor.plan.candidates import Candidate
 from shoal.strategies.tensor.plan.cut import Cut
-from shoal.strategies.tensor.plan.drafting import (
+from shoal.strategies.tensor.plan.draft import (
     Verdict,
     between,
     draft,
     make_block,
     try_proposal,
 )
-from shoal.strategies.tensor.plan.plan import Block, Layer, Plan, Style, parse_style
 from shoal.strategies.tensor.plan.proposals import Proposal
 from shoal.strategies.tensor.plan.source_code import reads_weights
 from shoal.strategies.tensor.plan.splits import describe_rest, find_contradiction, join_names
+from shoal.strategies.tensor.plan.tensor_plan import Block, Layer, Plan, Style, parse_style
 from shoal.strategies.tensor.trial.watching import uses_parameters
+from shoal.strategies.tensor.user_hooks import have_hooks, inner_modules, reason_to_stay_whole
 
 Wishes = Mapping[str, str]
 

@@ -21,8 +21,14 @@ from torch import Tensor, nn
 from shoal.sharding.split import Split
 from shoal.strategies.layers.module_snapshot import Snapshot
 from shoal.strategies.tensor.layers.linear import sizes_of
-from shoal.strategies.tensor.trial.calling import SHAPES, Way, arguments, random_weights, switches
-from shoal.strategies.tensor.trial.run import Trial, TrialRun, Unlike
+from shoal.strategies.tensor.trial.trial_call import (
+    SHAPES,
+    Way,
+    arguments,
+    random_weights,
+    switches,
+)
+from shoal.strategies.tensor.trial.trial_run import Trial, TrialRun, Unlike
 from shoal.torch_support.random_state import RandomState
 
 # Relative to the largest number there is: what is zero but for rounding has no size of its own.

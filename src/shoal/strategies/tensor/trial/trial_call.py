@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.strategies.tensor.plan.naming import HEAD_SIZES
+from shoal.strategies.tensor.plan.known_names import HEAD_SIZES
 
 # Positions and batches, either alone, and pictures: what dimension 1 is depends on it.
 SHAPES = ((2, 3), (6,), (2, 3, 2))

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.sharding.split import Split
 from shoal.strategies.layers.module_snapshot import Snapshot
 from shoal.strategies.tensor.layers.dropout import Undropped
-from shoal.strategies.tensor.trial.calling import Way, is_hugging_face
+from shoal.strategies.tensor.trial.trial_call import Way, is_hugging_face
 from shoal.strategies.tensor.trial.watching import watching
 
 

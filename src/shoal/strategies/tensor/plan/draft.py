@@ -17,18 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal.sharding.split import Split
-from shoal.strategies.tensor.hooks import (
-    have_hooks,
-    have_reading_hooks,
-    hooks_of,
-    inner_modules,
-    reason_to_stay_whole,
-)
 from shoal.strategies.tensor.layers.linear import sizes_of
 from shoal.strategies.tensor.plan.candidates import Candidate, find_candidates
 from shoal.strategies.tensor.plan.cut import Cut
 from shoal.strategies.tensor.plan.hugging_face import certified
-from shoal.strategies.tensor.plan.plan import Adjustment, Block, Layer, Plan, Style
 from shoal.strategies.tensor.plan.proposals import Proposal, propose
 from shoal.strategies.tensor.plan.source_code import (
     has_own_forward,
@@ -41,10 +33,18 @@ from shoal.strategies.tensor.plan.splits import (
     join_names,
     parameter_splits,
 )
+from shoal.strategies.tensor.plan.tensor_plan import Adjustment, Block, Layer, Plan, Style
 from shoal.strategies.tensor.plan.vocabulary import find_vocabularies
-from shoal.strategies.tensor.trial.probe import may_split
-from shoal.strategies.tensor.trial.run import Trial
+from shoal.strategies.tensor.trial.split_trial import may_split
+from shoal.strategies.tensor.trial.trial_run import Trial
 from shoal.strategies.tensor.trial.watching import uses_parameters
+from shoal.strategies.tensor.user_hooks import (
+    have_hooks,
+    have_reading_hooks,
+    hooks_of,
+    inner_modules,
+    reason_to_stay_whole,
+)
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 # What torch keeps in every module, and the number of a layer among its like.
