@@ -20,6 +20,7 @@ import shoal
 from shoal.errors import ShoalError
 from shoal.strategies.tensor import draft
 from shoal.strategies.tensor.plan.user_plan import fulfil
+from shoal.strategies.tensor.split_parameter import ReadGuard
 from strategies.tensor.test_trials import HIDDEN, SEQUENCES, WIDTH, Pair, trained
 
 LIMIT = {"timeout": 40}
@@ -327,11 +328,16 @@ def test_inputs_with_a_class_of_their_own_are_heeded() -> None:
             seen.append(func.__name__)
             return super().__torch_function__(func, types, args, kwargs)
 
-    def check() -> None:
-        model = shoal.as_distributed(Plain(), strategy="tensor", plan={"fc1": "column"})
-        model(torch.ones(2, WIDTH).as_subclass(Logged))
-
-    shoal.run(check, 2, "memory", **LIMIT)
+    weight, inputs = nn.Parameter(torch.ones(3, 2)), torch.ones(4, 2)
+    guard = ReadGuard({"weight": weight})
+    guard.begin()
+    for each in (inputs, inputs.as_subclass(Logged)):
+        with guard.own_forward(weight, each):
+            assert type(F.linear(each, weight)) is type(each)
+        with pytest.raises(ShoalError, match="uses weight without calling the layer"):
+            F.linear(each, weight)
+    guard.end()
+    assert type(weight) is nn.Parameter
     assert "linear" in seen
 
 
