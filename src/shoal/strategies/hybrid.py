@@ -22,7 +22,7 @@ from shoal.strategies.model import ShardedModel
 from shoal.strategies.pipeline.model import PipelineParallelModel
 from shoal.strategies.tensor.model import share_values
 from shoal.strategies.tensor.parallelize import parallelize
-from shoal.strategies.tensor.plan.tensor_plan import Plan
+from shoal.strategies.tensor.plan.tensor_plan import TensorPlan
 from shoal.strategies.tensor.tensor_parts import TensorParts
 
 
@@ -49,7 +49,7 @@ class HybridShardedModel(PipelineParallelModel):
         data: int | None = None,
         tensor: int = 1,
         pipeline: int = 1,
-        plan: Mapping[str, str] | Plan | None = None,
+        plan: Mapping[str, str] | TensorPlan | None = None,
         seed: int = 0,
         **options: Any,
     ) -> None:
@@ -85,7 +85,7 @@ class HybridShardedModel(PipelineParallelModel):
         return self.parts.splits.get(name)
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> TensorPlan:
         """How layers are split; prints as a table."""
         return self.parts.plan
 

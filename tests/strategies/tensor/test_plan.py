@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.strategies.tensor import Plan, draft
-from shoal.strategies.tensor.plan.user_plan import fulfil
+from shoal.strategies.tensor import TensorPlan, draft
+from shoal.strategies.tensor.plan.user_plan import plan_from_patterns
 from strategies.models import GPT as OtherGPT
 from strategies.models import EncoderDecoder, OddMLP, has_transformers
 from strategies.tensor.tasks import BUILDERS, GPT, Block, FeedForward, NormedInside
@@ -19,7 +19,7 @@ from strategies.tensor.tasks import BUILDERS, GPT, Block, FeedForward, NormedIns
 needs_transformers = pytest.mark.skipif(not has_transformers(), reason="needs transformers")
 
 
-def styles(plan: Plan) -> dict[str, str]:
+def styles(plan: TensorPlan) -> dict[str, str]:
     return {
         layer.name: layer.style.value + (" alone" if layer.is_alone else "")
         for layer in plan.layers
@@ -139,7 +139,7 @@ def test_weights_that_are_read_stay_whole() -> None:
     assert not plan.layers
     assert "reads its layers' weights" in plan.notes[""]
     with pytest.raises(ValueError, match="code of Reader reads weights of its layers"):
-        fulfil(Reader(), 2, {"q_proj": "column"})
+        plan_from_patterns(Reader(), 2, {"q_proj": "column"})
 
 
 def test_trials_leave_buffers_alone() -> None:
@@ -222,7 +222,7 @@ def test_the_plan_prints_as_a_table() -> None:
     assert shoal.run(show, 2, "memory")[1] == str(draft(GPT(), 2))
 
 
-# Wishes ------------------------------------------------------------------------------------------
+# Patterns ----------------------------------------------------------------------------------------
 
 
 class Pair(nn.Module):
@@ -239,23 +239,25 @@ class Pair(nn.Module):
 
 def test_a_pair_by_pattern() -> None:
     module = nn.Sequential(Pair(), Pair())
-    plan = fulfil(module, 2, {"*.one": "column", "*.two": "row"})
+    plan = plan_from_patterns(module, 2, {"*.one": "column", "*.two": "row"})
     assert styles(plan) == {
         "0.one": "column", "0.two": "row", "1.one": "column", "1.two": "row",
     }  # fmt: skip
 
 
 def test_a_column_without_a_row_is_joined_and_a_row_without_a_column_cut() -> None:
-    assert styles(fulfil(Pair(), 2, {"one": "column"})) == {"one": "column alone"}
-    assert styles(fulfil(Pair(), 2, {"two": "rowwise"})) == {"two": "row alone"}
+    assert styles(plan_from_patterns(Pair(), 2, {"one": "column"})) == {"one": "column alone"}
+    assert styles(plan_from_patterns(Pair(), 2, {"two": "rowwise"})) == {"two": "row alone"}
 
 
 def test_only_what_is_wished_for_is_split() -> None:
-    plan = fulfil(GPT(), 2, {"blocks.0.mlp.*_proj": "replicated", "blocks.1.mlp.fc1": "column"})
+    plan = plan_from_patterns(
+        GPT(), 2, {"blocks.0.mlp.*_proj": "replicated", "blocks.1.mlp.fc1": "column"}
+    )
     assert styles(plan) == {"blocks.1.mlp.fc1": "column alone"}
     found = draft(GPT(), 2)
-    wishes = {layer.name: layer.style.value for layer in found.layers}
-    assert styles(fulfil(GPT(), 2, wishes)) == styles(found)
+    patterns = {layer.name: layer.style.value for layer in found.layers}
+    assert styles(plan_from_patterns(GPT(), 2, patterns)) == styles(found)
 
 
 @pytest.mark.parametrize(
@@ -273,20 +275,20 @@ def test_only_what_is_wished_for_is_split() -> None:
 )
 def test_wrong_plans_are_refused(plan: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        fulfil(Pair(), 2, plan)
+        plan_from_patterns(Pair(), 2, plan)
 
 
 def test_a_pair_that_does_not_work_on_parts_is_refused() -> None:
     module = Pair(lambda x: F.layer_norm(x, x.shape[-1:]))
     with pytest.raises(ValueError, match=r"needs all features. Leave the row out"):
-        fulfil(module, 2, {"one": "column", "two": "row"})
+        plan_from_patterns(module, 2, {"one": "column", "two": "row"})
     with pytest.raises(ValueError, match="4 features between one and two do not divide by the 3"):
-        fulfil(Pair(width=4), 3, {"one": "column", "two": "row"})
+        plan_from_patterns(Pair(width=4), 3, {"one": "column", "two": "row"})
 
 
 def test_half_of_a_tie_is_refused() -> None:
     with pytest.raises(ValueError, match="shared with a layer that the plan splits in another way"):
-        fulfil(GPT(), 2, {"tokens": "vocabulary"})
+        plan_from_patterns(GPT(), 2, {"tokens": "vocabulary"})
 
 
 def test_whoever_knows_is_trusted() -> None:
@@ -294,12 +296,12 @@ def test_whoever_knows_is_trusted() -> None:
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
             return super().forward(x * mask)
 
-    plan = fulfil(Masked(), 2, {"one": "column", "two": "row"})
+    plan = plan_from_patterns(Masked(), 2, {"one": "column", "two": "row"})
     assert styles(plan) == {"one": "column", "two": "row"}
     joined = Masked()
     joined.one = nn.Linear(4, 12)
     with pytest.raises(ValueError, match="where they are cut apart cannot be found out"):
-        fulfil(joined, 2, {"one": "column", "two": "row"})
+        plan_from_patterns(joined, 2, {"one": "column", "two": "row"})
 
 
 def test_a_refused_plan_changes_nothing() -> None:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.errors import ShoalError
 from shoal.strategies.tensor import draft
-from shoal.strategies.tensor.plan.user_plan import fulfil
+from shoal.strategies.tensor.plan.user_plan import plan_from_patterns
 from shoal.strategies.tensor.split_parameter import ReadGuard
 from strategies.tensor.test_trials import HIDDEN, SEQUENCES, WIDTH, Pair, trained
 
@@ -344,7 +344,7 @@ def test_inputs_with_a_class_of_their_own_are_heeded() -> None:
 def test_a_plan_that_splits_what_is_read_is_refused() -> None:
     for build in (Functional, ByName, AllParameters, Kept, WithPartial):
         with pytest.raises(ValueError, match="reads weights of its layers"):
-            fulfil(build(), 2, {"fc1": "column"})
+            plan_from_patterns(build(), 2, {"fc1": "column"})
 
 
 def test_a_module_of_torchscript_has_no_layers() -> None:

@@ -19,7 +19,7 @@ from shoal.strategies.model import ShardedModel
 from shoal.strategies.settings import LEVELS
 from shoal.strategies.tensor.layers.cross_entropy import vocabulary_cross_entropy
 from shoal.strategies.tensor.parallelize import parallelize
-from shoal.strategies.tensor.plan.tensor_plan import Plan
+from shoal.strategies.tensor.plan.tensor_plan import TensorPlan
 from shoal.strategies.tensor.tensor_parts import TensorParts
 
 
@@ -47,7 +47,7 @@ class TensorParallelModel(ShardedModel):
         tensor: int | None = None,
         data: int | None = None,
         zero: int = 0,
-        plan: Mapping[str, str] | Plan | None = None,
+        plan: Mapping[str, str] | TensorPlan | None = None,
         sequence_parallel: bool = False,
         split_logits: bool = False,
         **options: Any,
@@ -105,7 +105,7 @@ class TensorParallelModel(ShardedModel):
         return self.parts.splits.get(name)
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> TensorPlan:
         """What is split, and how; prints as a table."""
         return self.parts.plan
 

@@ -12,7 +12,7 @@ from shoal.comm import differentiable as collective
 from shoal.strategies.tensor.layers.dropout import attention_weights, drop
 from shoal.strategies.tensor.layers.linear import product
 from shoal.strategies.tensor.plan.cut import Cut
-from shoal.strategies.tensor.region import Entry, TensorGroup
+from shoal.strategies.tensor.region import RegionEntry, TensorGroup
 
 
 class HeadAttention(nn.MultiheadAttention):
@@ -23,7 +23,7 @@ class HeadAttention(nn.MultiheadAttention):
     """
 
     _group: TensorGroup
-    _entry: Entry
+    _entry: RegionEntry
     _heads: Cut
 
     def forward(
@@ -129,7 +129,7 @@ class HeadAttention(nn.MultiheadAttention):
     def _extended(
         self, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """With the keys and values that the layer itself has, which everybody may look at."""
+        """With the keys and values that the layer itself has, which every query may attend to."""
         batch = len(key)
         extra: list[tuple[Tensor, Tensor]] = []
         if self.bias_k is not None and self.bias_v is not None:
@@ -173,7 +173,7 @@ class HeadAttention(nn.MultiheadAttention):
 
 
 def make_attention(
-    attention: nn.MultiheadAttention, group: TensorGroup, heads: Cut, entry: Entry
+    attention: nn.MultiheadAttention, group: TensorGroup, heads: Cut, entry: RegionEntry
 ) -> None:
     """Turns attention, whose weights are split already, into one that is parallel by heads."""
     attention.out_proj.in_features = attention.head_dim * heads.length(

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from shoal.comm import differentiable as collective
 from shoal.strategies.tensor.plan.cut import Cut
-from shoal.strategies.tensor.region import Entry, TensorGroup
+from shoal.strategies.tensor.region import RegionEntry, TensorGroup
 
 if TYPE_CHECKING:
     _Base = nn.Linear
@@ -53,7 +53,7 @@ def dim_of(module: nn.Module, *, outputs: bool) -> int:
 class ColumnParallel(_Base):
     """Each rank computes some outputs."""
 
-    _entry: Entry
+    _entry: RegionEntry
     _is_joined: bool
     _group: TensorGroup
     _cut: Cut
@@ -77,7 +77,7 @@ class ColumnParallel(_Base):
 class RowParallel(_Base):
     """Each rank has some inputs; the results are summed, and then the bias is added, once."""
 
-    _entry: Entry
+    _entry: RegionEntry
     _is_cut: bool
     _group: TensorGroup
     _cut: Cut
@@ -111,7 +111,7 @@ def _kind(way: Any, base: Any) -> Any:
 
 
 def make_column(
-    layer: nn.Module, group: TensorGroup, cut: Cut, entry: Entry, *, is_joined: bool
+    layer: nn.Module, group: TensorGroup, cut: Cut, entry: RegionEntry, *, is_joined: bool
 ) -> None:
     """Turns a layer, whose weight is split already, into a column-parallel one."""
     length = cut.length(group.backend.rank, group.backend.size)
@@ -124,7 +124,9 @@ def make_column(
     vars(layer).update(_entry=entry, _group=group, _cut=cut, _is_joined=is_joined)
 
 
-def make_row(layer: nn.Module, group: TensorGroup, cut: Cut, entry: Entry, *, is_cut: bool) -> None:
+def make_row(
+    layer: nn.Module, group: TensorGroup, cut: Cut, entry: RegionEntry, *, is_cut: bool
+) -> None:
     """Turns a layer, whose weight is split already, into a row-parallel one."""
     if not is_cut:
         length = cut.length(group.backend.rank, group.backend.size)

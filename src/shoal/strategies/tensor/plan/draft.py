@@ -1,8 +1,8 @@
-"""Drawing up a plan: what of a model can be split over so many ranks, and how.
+"""Finding a plan: which layers of a model can be split over a number of ranks, and how.
 
 [Note: never wrong]
 A block is split inside (columns, row, whatever is between them on parts) only if a trial says that
-this changes nothing, or somebody who knows says so. Layers of a block that is known by its names
+this changes nothing, or the model's own plan says so. Layers of a block that is known by its names
 but fails are split each on its own: outputs are joined, inputs are cut. That is right whatever the
 module does with them, and costs more communication. Anything else stays whole.
 """
@@ -33,10 +33,16 @@ from shoal.strategies.tensor.plan.splits import (
     join_names,
     parameter_splits,
 )
-from shoal.strategies.tensor.plan.tensor_plan import Adjustment, Block, Layer, Plan, Style
+from shoal.strategies.tensor.plan.tensor_plan import (
+    Adjustment,
+    Layer,
+    SplitBlock,
+    Style,
+    TensorPlan,
+)
 from shoal.strategies.tensor.plan.vocabulary import find_vocabularies
 from shoal.strategies.tensor.trial.split_trial import may_split
-from shoal.strategies.tensor.trial.trial_run import Trial
+from shoal.strategies.tensor.trial.trial_run import SplitTrial
 from shoal.strategies.tensor.trial.watching import uses_parameters
 from shoal.strategies.tensor.user_hooks import (
     have_hooks,
@@ -51,7 +57,7 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _NOT_DESCRIBED = {*vars(nn.Module()), "layer_idx"}
 
 
-def draft(module: nn.Module, num_ranks: int) -> Plan:
+def draft(module: nn.Module, num_ranks: int) -> TensorPlan:
     """Finds what can be split; the same on every rank.
 
     Example:
@@ -83,13 +89,13 @@ class Draft:
     def __init__(self, module: nn.Module, num_ranks: int) -> None:
         """Nothing is split yet."""
         self._module, self._num_ranks = module, num_ranks
-        self.plan = Plan(num_ranks)
+        self.plan = TensorPlan(num_ranks)
         self._claimed: set[int] = set()
         self._certified = certified(module)
         self._verdicts: dict[str, Verdict | None] = {}
         self._uses: dict[str, bool] = {}
 
-    def finish(self) -> Plan:
+    def finish(self) -> TensorPlan:
         """Everything that is found in the model."""
         if self._num_ranks == 1:
             return self.plan
@@ -129,7 +135,7 @@ class Draft:
         else:
             heads = Cut.of(attention.num_heads)
             layer = Layer(name, Style.HEADS, heads, block=name)
-            self.plan.blocks.append(Block(name, (layer,), heads=heads))
+            self.plan.blocks.append(SplitBlock(name, (layer,), heads=heads))
 
     def _add_feed_forward(self, name: str, layer: nn.Module) -> None:
         candidate = Candidate(name, ("linear1",), "linear2")
@@ -244,7 +250,7 @@ class Draft:
             return False
         style = Style.ROW if is_row else Style.COLUMN
         layer = Layer(name, style, Cut.of(size), is_alone=True, block=name)
-        self.plan.blocks.append(Block(name, (layer,)))
+        self.plan.blocks.append(SplitBlock(name, (layer,)))
         return True
 
 
@@ -289,7 +295,7 @@ def try_proposal(
         if hasattr(part, "nf") and layer.style is Style.COLUMN:
             numbers.append((part, "nf", layer.cut))
     numbers += [(block.get_submodule(p), name, cut) for p, name, cut in proposal.numbers]
-    trial = Trial(
+    trial = SplitTrial(
         stand_in or block,
         [block.get_submodule(path) for path in candidate.columns],
         block.get_submodule(candidate.row),
@@ -323,7 +329,7 @@ def between(block: nn.Module, candidate: Candidate) -> tuple[str, ...]:
     )
 
 
-def make_block(candidate: Candidate, verdict: Verdict) -> Block:
+def make_block(candidate: Candidate, verdict: Verdict) -> SplitBlock:
     """A candidate, split in a way that is right."""
     name, proposal = candidate.block, verdict.proposal
     layers = [
@@ -334,7 +340,7 @@ def make_block(candidate: Candidate, verdict: Verdict) -> Block:
     for path in proposal.tables:
         assert proposal.heads is not None
         layers.append(Layer(join_names(name, path), Style.HEADS, proposal.heads, block=name))
-    return Block(
+    return SplitBlock(
         name,
         tuple(layers),
         tuple(Adjustment(join_names(name, path), key, cut) for path, key, cut in proposal.numbers),

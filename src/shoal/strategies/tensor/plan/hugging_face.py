@@ -17,7 +17,7 @@ _STYLES = {
 
 
 def certified(module: nn.Module) -> dict[str, Style]:
-    """Layers that a model's own ``_tp_plan`` splits, in the ways that are known here."""
+    """Layers that a model's own ``_tp_plan`` splits, in the styles that are known here."""
     found: dict[str, Style] = {}
     for prefix, part in module.named_modules():
         plan = getattr(part, "_tp_plan", None)

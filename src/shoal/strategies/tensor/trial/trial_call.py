@@ -19,7 +19,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 @dataclass(frozen=True)
-class Way:
+class TrialCall:
     """How a block may be called.
 
     Attributes:
@@ -33,13 +33,13 @@ class Way:
     flags: tuple[tuple[str, bool], ...] = ()
 
 
-def all_ways(block: nn.Module) -> Iterator[Way]:
+def all_calls(block: nn.Module) -> Iterator[TrialCall]:
     """Every combination of a shape with a mode or a switch."""
     for shape in SHAPES:
-        yield Way(shape)
-        yield Way(shape, training=True)
+        yield TrialCall(shape)
+        yield TrialCall(shape, training=True)
         for switch in switches(block):
-            yield Way(shape, flags=(switch,))
+            yield TrialCall(shape, flags=(switch,))
 
 
 def switches(block: nn.Module) -> Iterator[tuple[str, bool]]:

@@ -15,12 +15,12 @@ from torch.utils._pytree import tree_leaves
 from shoal.sharding.split import Split
 from shoal.strategies.layers.module_snapshot import Snapshot
 from shoal.strategies.tensor.layers.dropout import Undropped
-from shoal.strategies.tensor.trial.trial_call import Way, is_hugging_face
+from shoal.strategies.tensor.trial.trial_call import TrialCall, is_hugging_face
 from shoal.strategies.tensor.trial.watching import watching
 
 
 @dataclass(frozen=True)
-class Trial:
+class SplitTrial:
     """A way to split a block.
 
     Attributes:
@@ -40,7 +40,7 @@ class Trial:
     attends: bool = False
 
 
-class Unlike(Exception):
+class SplitDiffers(Exception):
     """The parts do not add up to the whole."""
 
 
@@ -49,10 +49,10 @@ class TrialRun:
 
     def __init__(
         self,
-        trial: Trial,
+        trial: SplitTrial,
         weights: dict[str, Tensor],
         call: dict[str, Any],
-        way: Way,
+        way: TrialCall,
         rank: int | None = None,
     ) -> None:
         self._trial, self._weights, self._call, self._rank = trial, weights, call, rank
@@ -72,7 +72,7 @@ class TrialRun:
 
         self._call_block(look)
         if len(seen) != 1:
-            raise Unlike
+            raise SplitDiffers
         return seen[0]
 
     def carry_out(self, total: Tensor | None = None) -> list[Tensor]:
@@ -115,7 +115,7 @@ class TrialRun:
         with watching(self._trial.block, guarded) as guard:
             yield
         if guard.was_used:
-            raise Unlike
+            raise SplitDiffers
 
     @contextlib.contextmanager
     def _undrawn(self, undropped: Undropped) -> Iterator[None]:
@@ -127,7 +127,7 @@ class TrialRun:
         with undropped:
             yield
         if not all(map(torch.equal, before, _generators())):
-            raise Unlike
+            raise SplitDiffers
 
     @property
     def drops(self) -> bool:
@@ -137,12 +137,12 @@ class TrialRun:
     def check_dropped(self, whole: TrialRun) -> None:
         """Raises if parts are dropped of something whose split dropout would not recognise."""
         if len(self._dropped) != len(whole._dropped):
-            raise Unlike
+            raise SplitDiffers
         for own, expected in zip(self._dropped, whole._dropped, strict=True):
             by_head = self._trial.attends and len(own) == 4
             split_dim = 1 if by_head else len(own) - 1
             if any(size != expected[dim] for dim, size in enumerate(own) if dim != split_dim):
-                raise Unlike
+                raise SplitDiffers
 
     def gradients(self, outputs: list[Tensor], signal: list[Tensor]) -> dict[str, Tensor | None]:
         """Of every parameter, with inputs of the region held fixed."""

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shoal.strategies.layers.module_snapshot import Snapshot
 from shoal.strategies.tensor.layers.linear import sizes_of
 from shoal.strategies.tensor.split_parameter import ReadGuard
-from shoal.strategies.tensor.trial.trial_call import all_ways, arguments, random_weights
+from shoal.strategies.tensor.trial.trial_call import all_calls, arguments, random_weights
 from shoal.torch_support.random_state import RandomState
 
 
@@ -90,7 +90,7 @@ def uses_parameters(block: nn.Module, layer: nn.Module, names: Collection[str]) 
     parameter, width = next(block.parameters()), sizes_of(layer)[0]
     outside, snapshot = RandomState.capture(), Snapshot(block)
     try:
-        for way in all_ways(block):
+        for way in all_calls(block):
             weights = random_weights(block, parameter.dtype)
             guarded = {name: weights[name] for name in names if name in weights}
             with contextlib.ExitStack() as stack:
