@@ -20,7 +20,7 @@ Fingerprint = tuple[tuple[int, ...], str, float]
 
 
 def begin_together(group: Backend, device: torch.device, inputs: Any) -> None:
-    """Compares the inputs of all ranks, and gives all ranks the generators of the first.
+    """Compares what the ranks were given, and lets all go on with the first one's generators.
 
     Of tensors shapes and a sum over all elements are compared, not every element.
 
@@ -46,19 +46,19 @@ def _set_generators(device: torch.device, states: list[Tensor]) -> None:
         torch.cuda.set_rng_state(states[1].cpu(), device)
 
 
-def _check_same(by_rank: list[list[Fingerprint]]) -> None:
-    odd = next((rank for rank, other in enumerate(by_rank) if other != by_rank[0]), None)
+def _check_same(everybody: list[list[Fingerprint]]) -> None:
+    odd = next((rank for rank, other in enumerate(everybody) if other != everybody[0]), None)
     if odd is not None:
         raise MismatchError(
             f"the ranks of a tensor group must be given the same batch; ranks 0 and {odd} of the "
-            f"group got {_described(by_rank[0])} and {_described(by_rank[odd])}. Choose the "
+            f"group got {_described(everybody[0])} and {_described(everybody[odd])}. Choose the "
             "batch by model.data_group (its rank and size), not by the world: "
             "shoal.sampler(data, batch_size, world=model.data_group)."
         )
 
 
 def _fingerprint(tensor: Tensor) -> Fingerprint:
-    """Shape, dtype, and a sum weighed by index: the same for the same bits."""
+    """Shape, dtype, and a sum in which places count, the same for the same bits."""
     flat = tensor.detach().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
