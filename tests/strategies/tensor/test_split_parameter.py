@@ -246,8 +246,8 @@ def hooked() -> nn.Module:
 
 def hooked_backward() -> nn.Module:
     module = Plain()
-    scale = functools.partial(lambda weight, layer, inputs, outputs: None, module.fc2.weight)
-    module.fc1.register_full_backward_hook(scale)
+    scale = functools.partial(lambda weight, layer, inputs, outputs: None, module.fc1.weight)
+    module.fc2.register_full_backward_hook(scale)
     return module
 
 

@@ -80,8 +80,8 @@ class TensorParallelModel(ShardedModel):
             sequence_parallel=sequence_parallel,
             splits_logits=split_logits,
         )
-        # `ShardedModel` needs these while it is initialised. Afterwards it would hand attributes that
-        # it does not know on to the module.
+        # `ShardedModel` needs these while it is initialised; afterwards it would hand attributes
+        # that it does not know on to the module.
         self.sharding, self.is_part = LEVELS[zero], parts.group.size > 1
         self.parts, self._all_ranks = parts, backend
         super().__init__(module, mesh.group("data"), **options)
