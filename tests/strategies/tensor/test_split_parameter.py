@@ -21,7 +21,7 @@ from shoal.errors import ShoalError
 from shoal.strategies.tensor import draft
 from shoal.strategies.tensor.plan.user_plan import plan_from_patterns
 from shoal.strategies.tensor.split_parameter import ReadGuard
-from strategies.tensor.test_trials import HIDDEN, SEQUENCES, WIDTH, Pair, trained
+from strategies.tensor.trial.test_split_trial import HIDDEN, SEQUENCES, WIDTH, Pair, trained
 
 LIMIT = {"timeout": 40}
 

@@ -13,7 +13,7 @@ import shoal
 from shoal.strategies.tensor import draft
 from shoal.strategies.tensor.plan.user_plan import plan_from_patterns
 from strategies.tensor.tasks import FeedForward
-from strategies.tensor.test_trials import HIDDEN, SEQUENCES, WIDTH, Pair, trained
+from strategies.tensor.trial.test_split_trial import HIDDEN, SEQUENCES, WIDTH, Pair, trained
 
 
 class Named(Pair):
