@@ -11,13 +11,7 @@ from shoal.strategies.tensor.layers.embedding import may_split_rows
 from shoal.strategies.tensor.layers.linear import is_linear, sizes_of
 from shoal.strategies.tensor.plan.candidates import Candidate
 from shoal.strategies.tensor.plan.cut import Cut
-from shoal.strategies.tensor.plan.draft import (
-    Verdict,
-    between,
-    draft,
-    make_block,
-    try_proposal,
-)
+from shoal.strategies.tensor.plan.draft import draft
 from shoal.strategies.tensor.plan.proposals import Proposal
 from shoal.strategies.tensor.plan.source_code import reads_weights
 from shoal.strategies.tensor.plan.splits import describe_rest, find_contradiction, join_names
@@ -28,6 +22,7 @@ from shoal.strategies.tensor.plan.tensor_plan import (
     TensorPlan,
     parse_style,
 )
+from shoal.strategies.tensor.plan.verdict import Verdict, between, make_block, try_proposal
 from shoal.strategies.tensor.trial.watching import uses_parameters
 from shoal.strategies.tensor.user_hooks import have_hooks, inner_modules, reason_to_stay_whole
 
