@@ -24,6 +24,7 @@ from shoal.strategies.tensor.split_parameter import ReadGuard
 from strategies.tensor.trial.test_split_trial import HIDDEN, SEQUENCES, WIDTH, Pair, trained
 
 LIMIT = {"timeout": 40}
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 
 
 class Plain(Pair):
@@ -115,14 +116,17 @@ class InC(Pair):
         return helper(self, self.fc2(self.fc1(x)))
 
 
-@torch.jit.script
 def project(x: Tensor, weight: Tensor) -> Tensor:
     return x @ weight.t()
 
 
 class WithScript(Pair):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = torch.jit.script(project)
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(project(x, self.fc1.weight) + self.fc1(x))
+        return self.fc2(self.project(x, self.fc1.weight) + self.fc1(x))
 
 
 class WithSize(Pair):
