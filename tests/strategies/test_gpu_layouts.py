@@ -24,8 +24,8 @@ from strategies.pipeline import training as pipeline
 from strategies.pipeline.comparison import assert_same_gradients
 from strategies.pipeline.test_parity import MODES, SCHEDULES
 from strategies.tensor import training as tensor
+from strategies.tensor.layers.test_dropout import check_masks
 from strategies.tensor.tasks import HUGGING_FACE
-from strategies.tensor.test_randomness import check_masks
 from strategies.test_hybrid import CUBE, TWO_BY_TWO, build, check_clipping_and_accumulation
 from strategies.training import STRATEGIES
 

@@ -21,8 +21,8 @@ from shoal.strategies.pipeline.model import PipelineParallelModel
 from shoal.strategies.ranks import Ownership
 from shoal.strategies.tensor.model import share_values
 from shoal.strategies.tensor.parallelize import parallelize
-from shoal.strategies.tensor.parts import TensorParts
-from shoal.strategies.tensor.plan.plan import Plan
+from shoal.strategies.tensor.plan.tensor_plan import TensorPlan
+from shoal.strategies.tensor.tensor_parts import TensorParts
 
 
 class HybridShardedModel(PipelineParallelModel):
@@ -50,7 +50,7 @@ class HybridShardedModel(PipelineParallelModel):
         data: int | None = None,
         tensor: int = 1,
         pipeline: int = 1,
-        plan: Mapping[str, str] | Plan | None = None,
+        plan: Mapping[str, str] | TensorPlan | None = None,
         seed: int = 0,
         **options: Any,
     ) -> None:
@@ -84,7 +84,7 @@ class HybridShardedModel(PipelineParallelModel):
         return self.parts.splits.get(name)
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> TensorPlan:
         """How layers are split; prints as a table."""
         return self.parts.plan
 

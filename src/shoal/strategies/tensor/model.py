@@ -18,8 +18,8 @@ from shoal.strategies.model import ShardedModel, ranks_for
 from shoal.strategies.settings import LEVELS
 from shoal.strategies.tensor.layers.cross_entropy import vocabulary_cross_entropy
 from shoal.strategies.tensor.parallelize import parallelize
-from shoal.strategies.tensor.parts import TensorParts
-from shoal.strategies.tensor.plan.plan import Plan
+from shoal.strategies.tensor.plan.tensor_plan import TensorPlan
+from shoal.strategies.tensor.tensor_parts import TensorParts
 
 
 class TensorParallelModel(ShardedModel):
@@ -36,7 +36,7 @@ class TensorParallelModel(ShardedModel):
     strategy = "tensor"
     sharding = LEVELS[0]
     parts: TensorParts
-    _everybody: Backend
+    _all_ranks: Backend
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class TensorParallelModel(ShardedModel):
         tensor: int | None = None,
         data: int | None = None,
         zero: int = 0,
-        plan: Mapping[str, str] | Plan | None = None,
+        plan: Mapping[str, str] | TensorPlan | None = None,
         sequence_parallel: bool = False,
         split_logits: bool = False,
         **options: Any,
@@ -77,32 +77,28 @@ class TensorParallelModel(ShardedModel):
             sequence_parallel=sequence_parallel,
             splits_logits=split_logits,
         )
-        vars(self).update(
-            sharding=LEVELS[zero], parts=parts, is_part=parts.group.size > 1, _everybody=backend
-        )
+        # `ShardedModel` needs these while it is initialised; afterwards it would hand attributes
+        # that it does not know on to the module.
+        self.sharding, self.is_part = LEVELS[zero], parts.group.size > 1
+        self.parts, self._all_ranks = parts, backend
         super().__init__(module, mesh.group("data"), **options)
         self.engine.ownership = parts.ownership
-        chosen: dict[str, Any] = {
-            "tensor": tensor,
-            "data": data,
-            "zero": zero,
-            "plan": plan,
-            "sequence_parallel": sequence_parallel,
-            "split_logits": split_logits,
-        }
-        self.options.update(chosen)
+        self.options |= {
+            "tensor": tensor, "data": data, "zero": zero, "plan": plan,
+            "sequence_parallel": sequence_parallel, "split_logits": split_logits,
+        }  # fmt: skip
 
     @property
     def all_ranks(self) -> Backend:
-        """Everybody who holds something of this model."""
-        return self._everybody
+        """All ranks that hold something of this model."""
+        return self._all_ranks
 
     def split_of(self, name: str) -> Split | None:
         """Which part of a full parameter the module has; None for all of it."""
         return self.parts.splits.get(name)
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> TensorPlan:
         """What is split, and how; prints as a table."""
         return self.parts.plan
 
@@ -140,14 +136,14 @@ class TensorParallelModel(ShardedModel):
 
 
 def make_mesh(backend: Backend, tensor: int | None, data: int | None) -> Mesh:
-    """All ranks share layers, unless they are told otherwise."""
+    """The axes: by default all ranks share layers."""
     if tensor is None:
         tensor = backend.size if data is None or backend.size % data else backend.size // data
     return Mesh(data=data, tensor=tensor, world=backend)
 
 
 def share_values(module: nn.Module, backend: Backend, seed: int) -> None:
-    """Everybody has the first rank's parameters and buffers, before anything is split."""
+    """All ranks get the first rank's parameters and buffers, before anything is split."""
     materialize(module, backend.device, seed)
     check_models(module, backend)
     for parameter in module.parameters():

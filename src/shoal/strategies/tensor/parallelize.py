@@ -11,14 +11,12 @@ from shoal.comm import Backend
 from shoal.comm import differentiable as collective
 from shoal.comm.agreement import agree
 from shoal.sharding.split import Split
-from shoal.strategies.tensor.beginning import begin_together
-from shoal.strategies.tensor.group import Entry, TensorGroup
 from shoal.strategies.tensor.layers.attention import make_attention
 from shoal.strategies.tensor.layers.dropout import SplitDropout, during, has_rate
 from shoal.strategies.tensor.layers.embedding import make_head_table, make_vocabulary
 from shoal.strategies.tensor.layers.linear import make_column, make_row
 from shoal.strategies.tensor.layers.sequence import (
-    Rehearsal,
+    SequenceTrial,
     Stack,
     find_stacks,
     gather_main_input,
@@ -26,16 +24,19 @@ from shoal.strategies.tensor.layers.sequence import (
     loose_parameters,
     region_stack,
 )
-from shoal.strategies.tensor.parts import TensorParts
-from shoal.strategies.tensor.plan.plan import Block, Layer, Plan, Style
 from shoal.strategies.tensor.plan.splits import all_splits
-from shoal.strategies.tensor.plan.wishes import choose
+from shoal.strategies.tensor.plan.tensor_plan import Layer, SplitBlock, Style, TensorPlan
+from shoal.strategies.tensor.plan.user_plan import make_plan
+from shoal.strategies.tensor.region import RegionEntry, TensorGroup
+from shoal.strategies.tensor.same_batch import begin_together
+from shoal.strategies.tensor.split_parameter import ReadGuard
+from shoal.strategies.tensor.tensor_parts import TensorParts
 
 
 def parallelize(
     module: nn.Module,
     group: Backend,
-    plan: Mapping[str, str] | Plan | None = None,
+    plan: Mapping[str, str] | TensorPlan | None = None,
     *,
     sequence_parallel: bool = False,
     splits_logits: bool = False,
@@ -62,7 +63,7 @@ def parallelize(
         >>> parts = parallelize(module, Mesh(tensor=2).group("tensor"))
         >>> print(parts.plan)
     """
-    chosen = choose(module, group.size, plan)
+    chosen = make_plan(module, group.size, plan)
     agree(group, repr(chosen.blocks), "same")
     splits = _first_names(module, chosen)
     stacks = find_stacks(module, chosen) if sequence_parallel and group.size > 1 else []
@@ -71,8 +72,9 @@ def parallelize(
             "sequence_parallel=True needs an nn.ModuleList or nn.Sequential of blocks in each of "
             "which something is split; the plan has none:\n" + str(chosen)
         )
-    rehearsal = Rehearsal(module, stacks, chosen)
-    shared = TensorGroup(group)
+    sequence_trial = SequenceTrial(module, stacks, chosen)
+    guard = ReadGuard({name: module.get_parameter(name) for name in splits})
+    shared = TensorGroup(group, guard)
     for name, ranks in splits.items():
         parameter = module.get_parameter(name)
         parameter.data = ranks[group.rank].take(parameter.data)
@@ -80,16 +82,16 @@ def parallelize(
     for block in chosen.blocks:
         _rebuild(module, block, shared, region_stack(block, stacks), splits_logits)
     _leave_fast_paths(module)
-    rehearsal.check({name: ranks[group.rank] for name, ranks in splits.items()}, group)
+    sequence_trial.check({name: ranks[group.rank] for name, ranks in splits.items()}, group)
     for parameter in _partial(module, chosen, stacks, splits):
         _sum_gradients(parameter, group)
     for stack in stacks:
-        install(module, stack, group, drops=rehearsal.drops)
-    module.register_forward_pre_hook(_beginning(group), prepend=True, with_kwargs=True)
+        install(module, stack, group, drops=sequence_trial.drops)
+    _surround_forward(module, group, guard)
     return TensorParts(module, shared, chosen, splits)
 
 
-def _first_names(module: nn.Module, plan: Plan) -> dict[str, tuple[Split, ...]]:
+def _first_names(module: nn.Module, plan: TensorPlan) -> dict[str, tuple[Split, ...]]:
     """Each parameter once, by the name that the module has for it."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     found: dict[str, tuple[Split, ...]] = {}
@@ -99,7 +101,7 @@ def _first_names(module: nn.Module, plan: Plan) -> dict[str, tuple[Split, ...]]:
 
 
 def _partial(
-    module: nn.Module, plan: Plan, stacks: list[Stack], splits: Mapping[str, object]
+    module: nn.Module, plan: TensorPlan, stacks: list[Stack], splits: Mapping[str, object]
 ) -> Iterator[nn.Parameter]:
     """Parameters that every rank has whole, but gets gradients of a part of the activations for."""
     split = {id(module.get_parameter(name)) for name in splits}
@@ -113,16 +115,16 @@ def _partial(
 
 def _rebuild(
     module: nn.Module,
-    block: Block,
+    block: SplitBlock,
     group: TensorGroup,
     stack: Stack | None,
     splits_logits: bool,
 ) -> None:
     part = module.get_submodule(block.name)
-    entry = Entry(group)
+    entry = RegionEntry(group)
     if stack is not None:
         is_own = isinstance(part, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
-        entry = Entry(group, stack.dim, gathers_all=is_own)
+        entry = RegionEntry(group, stack.dim, gathers_all=is_own)
         if not is_own and not isinstance(part, nn.MultiheadAttention):
             gather_main_input(part, entry)
     for layer in block.layers:
@@ -139,7 +141,7 @@ def _rebuild(
 
 
 def _rebuild_layer(
-    part: Any, layer: Layer, group: TensorGroup, entry: Entry, keeps_split: bool
+    part: Any, layer: Layer, group: TensorGroup, entry: RegionEntry, keeps_split: bool
 ) -> None:
     if layer.style is Style.COLUMN:
         is_joined = layer.is_alone and not keeps_split
@@ -175,7 +177,9 @@ def _put_last_first(hooks: Any) -> None:
     hooks.update([last, *others])
 
 
-def _watch_dropout(part: nn.Module, block: Block, row: Layer, group: Backend, entry: Entry) -> None:
+def _watch_dropout(
+    part: nn.Module, block: SplitBlock, row: Layer, group: Backend, entry: RegionEntry
+) -> None:
     """While a block is called in training, what it drops of split activations fits together."""
     if not (block.drops or has_rate(part)):
         return
@@ -188,7 +192,7 @@ def _watch_dropout(part: nn.Module, block: Block, row: Layer, group: Backend, en
 
 
 def _leave_fast_paths(module: nn.Module) -> None:
-    """Torch's layers have ways of computing that read weights without calling their layers."""
+    """Torch's layers have fast paths that read weights without calling their layers."""
     for part in module.modules():
         if isinstance(part, nn.TransformerEncoderLayer):
             part.activation_relu_or_gelu = 0
@@ -196,10 +200,18 @@ def _leave_fast_paths(module: nn.Module) -> None:
             part.use_nested_tensor = False
 
 
-def _beginning(group: Backend) -> Any:
-    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if group.size > 1:
-            device = next((p.device for p in module.parameters()), group.device)
-            begin_together(group, device, (args, kwargs))
+def _surround_forward(module: nn.Module, group: Backend, guard: ReadGuard) -> None:
+    """Ranks begin each forward together, and split parameters are guarded until it ends."""
+    if group.size == 1:
+        return
 
-    return begin
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+        device = next((p.device for p in module.parameters()), group.device)
+        begin_together(group, device, (args, kwargs))
+        guard.begin()
+
+    def end(*_: object) -> None:
+        guard.end()
+
+    module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+    module.register_forward_hook(end, always_call=True)

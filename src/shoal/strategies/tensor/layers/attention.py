@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm import differentiable as collective
-from shoal.strategies.tensor.group import Entry, TensorGroup
 from shoal.strategies.tensor.layers.dropout import attention_weights, drop
 from shoal.strategies.tensor.layers.linear import product
 from shoal.strategies.tensor.plan.cut import Cut
+from shoal.strategies.tensor.region import RegionEntry, TensorGroup
 
 
 class HeadAttention(nn.MultiheadAttention):
@@ -23,7 +23,7 @@ class HeadAttention(nn.MultiheadAttention):
     """
 
     _group: TensorGroup
-    _entry: Entry
+    _entry: RegionEntry
     _heads: Cut
 
     def forward(
@@ -42,14 +42,18 @@ class HeadAttention(nn.MultiheadAttention):
         if self._entry.sequence_dim is not None:
             self._entry.present(query)
         is_batched = query.dim() == 3
-        q, k, v = (self._by_batch(part, is_batched) for part in self._projected(query, key, value))
+        guard = self._group.guard
+        with guard.own_forward(self._first_weight, query):
+            projected = self._projected(query, key, value)
+        q, k, v = (self._by_batch(part, is_batched) for part in projected)
         if key_padding_mask is not None and not is_batched:
             key_padding_mask = key_padding_mask.unsqueeze(0)
         mask = self._mask(q, k.shape[1], key_padding_mask, attn_mask)
-        k, v, mask = self._extended(k, v, mask)
+        with guard.own_forward(self._first_weight, k):
+            k, v, mask = self._extended(k, v, mask)
         weights, mixed = self._attend(q, k, v, mask, need_weights)
         # Positions come first, as torch has them: what is dropped later depends on the layout.
-        outputs = self._entry.leave(product(self.out_proj, mixed), 0)
+        outputs = self._entry.leave(product(self.out_proj, self._group, mixed), 0)
         if self.out_proj.bias is not None:
             outputs = outputs + self.out_proj.bias.to(outputs.dtype)  # as autocast would
         if not is_batched:
@@ -66,6 +70,10 @@ class HeadAttention(nn.MultiheadAttention):
             raise RuntimeError("need attn_mask if is_causal is given: it is a hint only")
 
     # Projections ---------------------------------------------------------------------------
+
+    @property
+    def _first_weight(self) -> Tensor:
+        return self.in_proj_weight if self._qkv_same_embed_dim else self.q_proj_weight
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         joined_bias: Tensor | None = self.in_proj_bias
@@ -121,7 +129,7 @@ class HeadAttention(nn.MultiheadAttention):
     def _extended(
         self, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """With the keys and values that the layer itself has, which everybody may look at."""
+        """With the keys and values that the layer itself has, which every query may attend to."""
         batch = len(key)
         extra: list[tuple[Tensor, Tensor]] = []
         if self.bias_k is not None and self.bias_v is not None:
@@ -165,7 +173,7 @@ class HeadAttention(nn.MultiheadAttention):
 
 
 def make_attention(
-    attention: nn.MultiheadAttention, group: TensorGroup, heads: Cut, entry: Entry
+    attention: nn.MultiheadAttention, group: TensorGroup, heads: Cut, entry: RegionEntry
 ) -> None:
     """Turns attention, whose weights are split already, into one that is parallel by heads."""
     attention.out_proj.in_features = attention.head_dim * heads.length(

@@ -75,12 +75,12 @@ class SplitDropout(TorchFunctionMode):
 
     def _dropout(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         input, p, training = _dropout_arguments(*args, **kwargs)
-        found = self._place(input)
+        found = self._split_dim(input)
         if not training or p == 0 or found is None:
             return func(*args, **kwargs)
         return drop(input, *found, self._group, p)
 
-    def _place(self, tensor: Tensor) -> tuple[int, Cut] | None:
+    def _split_dim(self, tensor: Tensor) -> tuple[int, Cut] | None:
         """Along which dimension a tensor is split, if it is."""
         rank, size = self._group.rank, self._group.size
         if self._heads is not None and tensor.dim() == 4:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm import differentiable as collective
-from shoal.strategies.tensor.group import TensorGroup
 from shoal.strategies.tensor.plan.cut import Cut
+from shoal.strategies.tensor.region import TensorGroup
 
 
 def may_split_rows(embedding: nn.Module) -> bool:
@@ -19,6 +19,7 @@ def may_split_rows(embedding: nn.Module) -> bool:
     return (
         isinstance(embedding, nn.Embedding)
         and isinstance(embedding._parameters.get("weight"), nn.Parameter)
+        and "forward" not in vars(embedding)
         and _looks_up(type(embedding))
         and embedding.max_norm is None
         and not embedding.scale_grad_by_freq
@@ -41,15 +42,19 @@ class VocabularyEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         """The same embeddings on every rank."""
         self._group.check()
-        local = input - self._first
-        is_elsewhere = (local < 0) | (local >= len(self.weight))
-        # Whoever has no rows at all still takes part in the sum.
-        rows = self.weight if len(self.weight) else self.weight.new_zeros(1, self.embedding_dim)
-        found = F.embedding(
-            local.masked_fill(is_elsewhere, 0), rows, self._own_padding, sparse=self.sparse
-        )
-        found = found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
+        rows = self.weight
+        with self._group.guard.own_forward(rows, input):
+            found = self._own_rows(input, rows)
         return collective.reduce(found, self._group.backend)
+
+    def _own_rows(self, tokens: Tensor, rows: Tensor) -> Tensor:
+        local = tokens - self._first
+        is_on_other_rank = (local < 0) | (local >= len(rows))
+        if not len(rows):  # a rank without rows still takes part in the sum
+            rows = rows.new_zeros(1, self.embedding_dim)
+        indices = local.masked_fill(is_on_other_rank, 0)
+        found = F.embedding(indices, rows, self._own_padding, sparse=self.sparse)
+        return found.masked_fill(is_on_other_rank.unsqueeze(-1), 0.0)
 
 
 def make_vocabulary(embedding: nn.Embedding, group: TensorGroup, cut: Cut) -> None:
@@ -87,6 +92,19 @@ def _check_tokens(embedding: nn.Embedding, size: int) -> None:
     embedding.register_forward_pre_hook(check)
 
 
+class HeadTable(nn.Embedding):
+    """An embedding with a column for each head; the rank has the columns of its heads."""
+
+    _group: TensorGroup
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The columns of this rank's heads."""
+        with self._group.guard.own_forward(self.weight, input):
+            return super().forward(input)
+
+
 def make_head_table(embedding: nn.Embedding, group: TensorGroup, cut: Cut) -> None:
-    """An embedding with a column for each head: the rank has its heads' columns, that is all."""
+    """Turns an embedding, whose columns are split already, into a `HeadTable`."""
+    embedding.__class__ = HeadTable
+    vars(embedding)["_group"] = group
     embedding.embedding_dim = cut.length(group.backend.rank, group.backend.size)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm import differentiable as collective
-from shoal.strategies.tensor.group import Entry, TensorGroup
 from shoal.strategies.tensor.plan.cut import Cut
+from shoal.strategies.tensor.region import RegionEntry, TensorGroup
 
 if TYPE_CHECKING:
     _Base = nn.Linear
@@ -25,10 +25,11 @@ else:
 
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is a plain linear layer: torch's, or Hugging Face's `Conv1D`."""
-    forward: Any = type(module).forward
+    forward: Any = getattr(type(module), "forward", None)  # TorchScript's classes have none
+    if "forward" in vars(module) or not (forward is nn.Linear.forward or _is_transposed(module)):
+        return False
     # Where a weight is computed from others (weight norm), it is no parameter.
-    has_weight = isinstance(module._parameters.get("weight"), nn.Parameter)
-    return has_weight and (forward is nn.Linear.forward or _is_transposed(module))
+    return isinstance(module._parameters.get("weight"), nn.Parameter)
 
 
 def _is_transposed(module: nn.Module) -> bool:
@@ -45,13 +46,14 @@ def sizes_of(module: nn.Module) -> tuple[int, int]:
 
 def dim_of(module: nn.Module, *, outputs: bool) -> int:
     """The dimension of the weight that counts the outputs, or the inputs."""
-    return int(outputs is _is_transposed(module))
+    output_dim = 1 if _is_transposed(module) else 0
+    return output_dim if outputs else 1 - output_dim
 
 
 class ColumnParallel(_Base):
     """Each rank computes some outputs."""
 
-    _entry: Entry
+    _entry: RegionEntry
     _is_joined: bool
     _group: TensorGroup
     _cut: Cut
@@ -59,7 +61,9 @@ class ColumnParallel(_Base):
     def forward(self, input: Tensor) -> Tensor:
         """This rank's outputs; all of them, where nobody takes parts."""
         is_joined = self._is_joined or self._entry.is_bypassed
-        outputs = super().forward(self._entry(input))
+        entered = self._entry(input)
+        with self._group.guard.own_forward(self.weight, entered):
+            outputs = super().forward(entered)
         if not is_joined:
             return outputs
         self._entry.forget()
@@ -73,7 +77,7 @@ class ColumnParallel(_Base):
 class RowParallel(_Base):
     """Each rank has some inputs; the results are summed, and then the bias is added, once."""
 
-    _entry: Entry
+    _entry: RegionEntry
     _is_cut: bool
     _group: TensorGroup
     _cut: Cut
@@ -86,16 +90,18 @@ class RowParallel(_Base):
         elif self._entry.is_bypassed:
             ((start, stop),) = self._cut.runs(self._group.backend.rank, self._group.backend.size)
             input = collective.copy(input, self._group.backend)[..., start:stop]
-        outputs = self._entry.leave(product(self, input))
+        outputs = self._entry.leave(product(self, self._group, input))
         bias: Tensor | None = self.bias
         return outputs if bias is None else outputs + bias.to(outputs.dtype)  # as autocast would
 
 
-def product(module: nn.Linear, input: Tensor) -> Tensor:
+def product(module: nn.Linear, group: TensorGroup, input: Tensor) -> Tensor:
     """A linear layer without its bias."""
-    if hasattr(module, "nf"):  # Conv1D
-        return torch.matmul(input, module.weight)
-    return F.linear(input, module.weight)
+    weight = module.weight
+    with group.guard.own_forward(weight, input):
+        if hasattr(module, "nf"):  # Conv1D
+            return torch.matmul(input, weight)
+        return F.linear(input, weight)
 
 
 @functools.cache
@@ -105,7 +111,7 @@ def _kind(way: Any, base: Any) -> Any:
 
 
 def make_column(
-    layer: nn.Module, group: TensorGroup, cut: Cut, entry: Entry, *, is_joined: bool
+    layer: nn.Module, group: TensorGroup, cut: Cut, entry: RegionEntry, *, is_joined: bool
 ) -> None:
     """Turns a layer, whose weight is split already, into a column-parallel one."""
     length = cut.length(group.backend.rank, group.backend.size)
@@ -118,7 +124,9 @@ def make_column(
     vars(layer).update(_entry=entry, _group=group, _cut=cut, _is_joined=is_joined)
 
 
-def make_row(layer: nn.Module, group: TensorGroup, cut: Cut, entry: Entry, *, is_cut: bool) -> None:
+def make_row(
+    layer: nn.Module, group: TensorGroup, cut: Cut, entry: RegionEntry, *, is_cut: bool
+) -> None:
     """Turns a layer, whose weight is split already, into a row-parallel one."""
     if not is_cut:
         length = cut.length(group.backend.rank, group.backend.size)

@@ -25,13 +25,13 @@ from shoal.comm import differentiable as collective
 from shoal.comm.operation.partition import split_sizes
 from shoal.errors import ShoalError
 from shoal.strategies.layers.module_snapshot import Snapshot
-from shoal.strategies.tensor.group import Entry
 from shoal.strategies.tensor.layers.dropout import SequenceDropout, Undropped, during, has_rate
 from shoal.strategies.tensor.layers.linear import sizes_of
 from shoal.strategies.tensor.plan.cut import Cut
-from shoal.strategies.tensor.plan.drafting import describe
-from shoal.strategies.tensor.plan.plan import Block, Plan, Style
-from shoal.strategies.tensor.trial.calling import arguments, evaluating, random_weights
+from shoal.strategies.tensor.plan.tensor_plan import SplitBlock, Style, TensorPlan
+from shoal.strategies.tensor.plan.verdict import describe
+from shoal.strategies.tensor.region import RegionEntry
+from shoal.strategies.tensor.trial.trial_call import arguments, evaluating, random_weights
 from shoal.torch_support.random_state import RandomState
 
 _TOLERANCE = 1e-3
@@ -55,7 +55,7 @@ class Stack:
         return any(name == own or name.startswith(f"{own}.") for own in self.names)
 
 
-def find_stacks(module: nn.Module, plan: Plan) -> list[Stack]:
+def find_stacks(module: nn.Module, plan: TensorPlan) -> list[Stack]:
     """Lists of blocks in each of which something is split; the outermost ones."""
     regions = [block.name for block in plan.blocks if not any(x.is_alone for x in block.layers)]
     stacks: list[Stack] = []
@@ -87,14 +87,14 @@ class _Run(NamedTuple):
     output: Tensor
 
 
-class Rehearsal:
+class SequenceTrial:
     """Blocks of stacks, run before anything is split, to be compared with afterwards.
 
     Attributes:
         drops: Whether any of them drops something in training.
     """
 
-    def __init__(self, module: nn.Module, stacks: list[Stack], plan: Plan) -> None:
+    def __init__(self, module: nn.Module, stacks: list[Stack], plan: TensorPlan) -> None:
         """Runs one block of each kind."""
         self._module, self._plan = module, plan
         self.drops = False
@@ -190,7 +190,7 @@ def _first(output: Any) -> Tensor:
 def install(module: nn.Module, stack: Stack, group: Backend, *, drops: bool) -> None:
     """Cuts what goes into the stack, and joins what comes out; ``drops``: blocks drop something."""
     parts = [module.get_submodule(name) for name in stack.names]
-    length = _Length(stack.dim, group)
+    length = _SequenceLength(stack.dim, group)
     # First of all, before a block that is itself a region gathers the positions again.
     parts[0].register_forward_pre_hook(length.begin, prepend=True, with_kwargs=True)
     for part in parts[1:]:
@@ -201,7 +201,7 @@ def install(module: nn.Module, stack: Stack, group: Backend, *, drops: bool) -> 
     parts[-1].register_forward_hook(length.end)
 
 
-class _Length:
+class _SequenceLength:
     """How many positions there are in the forward that is going on."""
 
     def __init__(self, dim: int, group: Backend) -> None:
@@ -229,12 +229,12 @@ class _Length:
 
     def end(self, _: nn.Module, args: Any, output: Any) -> Any:
         leaves, structure = tree_flatten(output)
-        place = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-        leaves[place] = collective.join(leaves[place], self.group, self.dim)
+        index = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        leaves[index] = collective.join(leaves[index], self.group, self.dim)
         return tree_unflatten(leaves, structure)
 
 
-def gather_main_input(block: nn.Module, entry: Entry) -> None:
+def gather_main_input(block: nn.Module, entry: RegionEntry) -> None:
     """A region that begins where its block is called, with all positions of its first tensor.
 
     What the block does before its columns (a norm) gets partial gradients then, like the columns.
@@ -276,7 +276,7 @@ def _replaced(args: Any, kwargs: Any, tensor: Tensor) -> tuple[Any, Any]:
     )
 
 
-def _watch_dropout(part: nn.Module, length: _Length) -> None:
+def _watch_dropout(part: nn.Module, length: _SequenceLength) -> None:
     def mode() -> SequenceDropout:
         cut = Cut.of(length.whole)
         return SequenceDropout(length.group, lambda: part.training, length.dim, cut)
@@ -294,6 +294,6 @@ def loose_parameters(module: nn.Module, stack: Stack, split: set[int]) -> Iterat
                 yield parameter
 
 
-def region_stack(block: Block, stacks: list[Stack]) -> Stack | None:
+def region_stack(block: SplitBlock, stacks: list[Stack]) -> Stack | None:
     """The stack that a region is in, if it is in one."""
     return next((stack for stack in stacks if stack.holds(block.name)), None)

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import pairwise
 
 from torch import nn
 from torch.nn.modules import activation
 
-from shoal.strategies.tensor.hooks import hooks_of
 from shoal.strategies.tensor.layers.linear import is_linear, sizes_of
-from shoal.strategies.tensor.plan.naming import ATTENTION, FEED_FORWARD, Pattern
-from shoal.strategies.tensor.plan.reading import is_reading
+from shoal.strategies.tensor.plan.known_names import ATTENTION, FEED_FORWARD, Pattern
+from shoal.strategies.tensor.plan.source_code import has_own_forward, hook_reads_weights
+from shoal.strategies.tensor.plan.tensor_plan import Style
+from shoal.strategies.tensor.user_hooks import hooks_of
 
+_HUGGING_FACE_STYLES = {
+    "colwise": Style.COLUMN,
+    "colwise_gather_output": Style.COLUMN,
+    "rowwise": Style.ROW,
+    "embedding_rowwise": Style.VOCABULARY,
+}
 _NOT_BY_ELEMENT = (
     activation.Softmax, activation.Softmax2d, activation.LogSoftmax, activation.Softmin,
     activation.GLU, activation.MultiheadAttention, activation.PReLU, activation.RReLU,
@@ -56,8 +64,10 @@ def find_candidates(name: str, module: nn.Module) -> Iterator[Candidate]:
 
 def _in_a_row(name: str, module: nn.Sequential) -> Iterator[Candidate]:
     """Two linear layers of a sequence with nothing but activations and dropout between them."""
-    is_plain = type(module).forward is nn.Sequential.forward
-    is_certain = is_plain and not any(map(is_reading, hooks_of(module)))
+    kind = type(module)
+    is_plain = kind.forward is nn.Sequential.forward and not has_own_forward(module)
+    is_plain = is_plain and kind.__iter__ is nn.Sequential.__iter__
+    is_certain = is_plain and not any(map(hook_reads_weights, hooks_of(module)))
     first: str | None = None
     inside: list[str] = []
     for key, child in module.named_children():
@@ -127,3 +137,20 @@ def _feeding_the_last(name: str, module: nn.Module, linear: list[str]) -> Iterat
     may_attend = len(columns) == 3 or outputs[0] == 3 * width
     if may_attend or all(size in (width, 2 * width) for size in outputs):
         yield Candidate(name, tuple(columns), row, may_attend, is_named=False)
+
+
+def certified(module: nn.Module) -> dict[str, Style]:
+    """Layers that Hugging Face's own ``_tp_plan`` splits, in the styles that are known here."""
+    found: dict[str, Style] = {}
+    for prefix, part in module.named_modules():
+        plan = getattr(part, "_tp_plan", None)
+        if isinstance(plan, dict) and plan:
+            names = [name for name, _ in part.named_modules()]
+            for pattern, text in plan.items():
+                style = _HUGGING_FACE_STYLES.get(str(text))
+                if style is None:
+                    continue
+                for name in names:
+                    if fnmatchcase(name, pattern):
+                        found[f"{prefix}.{name}" if prefix else name] = style
+    return found

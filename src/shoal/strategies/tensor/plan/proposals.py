@@ -10,7 +10,12 @@ from torch import nn
 from shoal.strategies.tensor.layers.linear import sizes_of
 from shoal.strategies.tensor.plan.candidates import Candidate
 from shoal.strategies.tensor.plan.cut import Cut, Section
-from shoal.strategies.tensor.plan.naming import HEAD_COUNTS, HEAD_SIZES, KEY_HEAD_COUNTS, WIDTHS
+from shoal.strategies.tensor.plan.known_names import (
+    HEAD_COUNTS,
+    HEAD_SIZES,
+    KEY_HEAD_COUNTS,
+    WIDTHS,
+)
 
 
 @dataclass(frozen=True)

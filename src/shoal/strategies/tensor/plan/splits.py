@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shoal.sharding.split import Split
 from shoal.strategies.tensor.layers.linear import dim_of
 from shoal.strategies.tensor.plan.cut import Cut
-from shoal.strategies.tensor.plan.plan import Block, Layer, Plan, Style, starred
+from shoal.strategies.tensor.plan.tensor_plan import Layer, SplitBlock, Style, TensorPlan, starred
 
 
 def parameter_splits(
@@ -56,7 +56,9 @@ def _attention_splits(
     }
 
 
-def all_splits(module: nn.Module, plan: Plan) -> Iterator[tuple[Block, str, tuple[Split, ...]]]:
+def all_splits(
+    module: nn.Module, plan: TensorPlan
+) -> Iterator[tuple[SplitBlock, str, tuple[Split, ...]]]:
     """The full name of every parameter that a plan splits, with every rank's part."""
     for block in plan.blocks:
         for layer in block.layers:
@@ -65,7 +67,7 @@ def all_splits(module: nn.Module, plan: Plan) -> Iterator[tuple[Block, str, tupl
                 yield block, join_names(layer.name, key), splits
 
 
-def describe_rest(module: nn.Module, plan: Plan) -> str:
+def describe_rest(module: nn.Module, plan: TensorPlan) -> str:
     """How much of a model every rank has all of, and where most of that is."""
     split = {id(module.get_parameter(name)) for _, name, _ in all_splits(module, plan)}
     sizes: Counter[str] = Counter()
@@ -79,7 +81,7 @@ def describe_rest(module: nn.Module, plan: Plan) -> str:
     return f"{sizes.total() / total:.1%} of {total} elements, most of it in {largest}"
 
 
-def drop_contradictions(module: nn.Module, plan: Plan) -> None:
+def drop_contradictions(module: nn.Module, plan: TensorPlan) -> None:
     """Takes blocks out that share a parameter with modules that need it otherwise."""
     while (odd := find_contradiction(module, plan)) is not None:
         block, name = odd
@@ -87,23 +89,23 @@ def drop_contradictions(module: nn.Module, plan: Plan) -> None:
         plan.notes[block.name] = f"stays whole: {name} is used elsewhere too, in another way"
 
 
-def find_contradiction(module: nn.Module, plan: Plan) -> tuple[Block, str] | None:
+def find_contradiction(module: nn.Module, plan: TensorPlan) -> tuple[SplitBlock, str] | None:
     """A block and its parameter that other modules have too and need otherwise."""
-    places: dict[int, set[tuple[int, str]]] = {}
+    owners: dict[int, set[tuple[int, str]]] = {}
     for part in module.modules():
         for key, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(id(parameter), set()).add((id(part), key))
-    found: dict[int, list[tuple[Block, str, tuple[Split, ...]]]] = {}
+            owners.setdefault(id(parameter), set()).add((id(part), key))
+    found: dict[int, list[tuple[SplitBlock, str, tuple[Split, ...]]]] = {}
     for block, name, splits in all_splits(module, plan):
         found.setdefault(id(module.get_parameter(name)), []).append((block, name, splits))
     for identity, uses in found.items():
-        known = {_place(module, name) for _, name, _ in uses}
-        if places[identity] != known or len({splits for _, _, splits in uses}) > 1:
+        known = {_owner(module, name) for _, name, _ in uses}
+        if owners[identity] != known or len({splits for _, _, splits in uses}) > 1:
             return uses[-1][0], uses[-1][1]
     return None
 
 
-def _place(module: nn.Module, name: str) -> tuple[int, str]:
+def _owner(module: nn.Module, name: str) -> tuple[int, str]:
     owner, _, key = name.rpartition(".")
     return id(module.get_submodule(owner)), key
 

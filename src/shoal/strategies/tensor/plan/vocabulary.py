@@ -9,13 +9,13 @@ from torch import nn
 from shoal.strategies.tensor.layers.embedding import may_split_rows
 from shoal.strategies.tensor.layers.linear import is_linear, sizes_of
 from shoal.strategies.tensor.plan.cut import Cut
-from shoal.strategies.tensor.plan.naming import OUTPUTS
-from shoal.strategies.tensor.plan.plan import Block, Layer, Style
+from shoal.strategies.tensor.plan.known_names import OUTPUTS
+from shoal.strategies.tensor.plan.tensor_plan import Layer, SplitBlock, Style
 
 
 def find_vocabularies(
     module: nn.Module, taken: Container[int], certified: Mapping[str, Style], num_ranks: int
-) -> Iterator[Block]:
+) -> Iterator[SplitBlock]:
     """Embeddings and heads of one vocabulary.
 
     An embedding without a head stays whole, unless the model itself says otherwise: many use its
@@ -46,6 +46,6 @@ def find_vocabularies(
             yield _alone(name, Style.COLUMN, size)
 
 
-def _alone(name: str, style: Style, size: int) -> Block:
+def _alone(name: str, style: Style, size: int) -> SplitBlock:
     gives_logits = style is Style.COLUMN
-    return Block(name, (Layer(name, style, Cut.of(size), True, name, gives_logits),))
+    return SplitBlock(name, (Layer(name, style, Cut.of(size), True, name, gives_logits),))

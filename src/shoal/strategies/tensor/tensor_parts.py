@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from shoal.comm import Backend
 from shoal.sharding.split import Split
 from shoal.strategies.ranks import Ownership
-from shoal.strategies.tensor.group import TensorGroup
-from shoal.strategies.tensor.plan.plan import Plan
+from shoal.strategies.tensor.plan.tensor_plan import TensorPlan
+from shoal.strategies.tensor.region import TensorGroup
 
 
 class TensorParts:
@@ -34,7 +34,7 @@ class TensorParts:
         self,
         module: nn.Module,
         group: TensorGroup,
-        plan: Plan,
+        plan: TensorPlan,
         splits: Mapping[str, tuple[Split, ...]],
     ) -> None:
         """``splits``: every rank's part of each parameter."""

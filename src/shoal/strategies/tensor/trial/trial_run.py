@@ -15,11 +15,12 @@ from torch.utils._pytree import tree_leaves
 from shoal.sharding.split import Split
 from shoal.strategies.layers.module_snapshot import Snapshot
 from shoal.strategies.tensor.layers.dropout import Undropped
-from shoal.strategies.tensor.trial.calling import Way, is_hugging_face
+from shoal.strategies.tensor.trial.trial_call import TrialCall, is_hugging_face
+from shoal.strategies.tensor.trial.watching import watching
 
 
 @dataclass(frozen=True)
-class Trial:
+class SplitTrial:
     """A way to split a block.
 
     Attributes:
@@ -39,7 +40,7 @@ class Trial:
     attends: bool = False
 
 
-class Unlike(Exception):
+class SplitDiffers(Exception):
     """The parts do not add up to the whole."""
 
 
@@ -48,10 +49,10 @@ class TrialRun:
 
     def __init__(
         self,
-        trial: Trial,
+        trial: SplitTrial,
         weights: dict[str, Tensor],
         call: dict[str, Any],
-        way: Way,
+        way: TrialCall,
         rank: int | None = None,
     ) -> None:
         self._trial, self._weights, self._call, self._rank = trial, weights, call, rank
@@ -71,7 +72,7 @@ class TrialRun:
 
         self._call_block(look)
         if len(seen) != 1:
-            raise Unlike
+            raise SplitDiffers
         return seen[0]
 
     def carry_out(self, total: Tensor | None = None) -> list[Tensor]:
@@ -93,7 +94,8 @@ class TrialRun:
             block.train(self._way.training)
             with self._hooked(at_row), self._undrawn(undropped):
                 buffers = {name: buffer.clone() for name, buffer in block.named_buffers()}
-                result = functional_call(block, {**self._weights, **buffers}, (), self._call)
+                with self._watched():
+                    result = functional_call(block, {**self._weights, **buffers}, (), self._call)
             kept = snapshot.new_tensors()
         finally:
             snapshot.restore()
@@ -102,6 +104,18 @@ class TrialRun:
         # Of Hugging Face's results only the first goes on; others are shown on request.
         seen = leaves[:1] if is_hugging_face(block) else [*leaves, *kept, *buffers.values()]
         return [leaf if leaf.is_floating_point() else leaf.to(torch.float64) for leaf in seen]
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """The whole block must not use what will be split without calling the layers."""
+        if self._rank is not None:
+            yield
+            return
+        guarded = {name: self._weights[name] for name in self._trial.splits}
+        with watching(self._trial.block, guarded) as guard:
+            yield
+        if guard.was_used:
+            raise SplitDiffers
 
     @contextlib.contextmanager
     def _undrawn(self, undropped: Undropped) -> Iterator[None]:
@@ -113,7 +127,7 @@ class TrialRun:
         with undropped:
             yield
         if not all(map(torch.equal, before, _generators())):
-            raise Unlike
+            raise SplitDiffers
 
     @property
     def drops(self) -> bool:
@@ -123,12 +137,12 @@ class TrialRun:
     def check_dropped(self, whole: TrialRun) -> None:
         """Raises if parts are dropped of something whose split dropout would not recognise."""
         if len(self._dropped) != len(whole._dropped):
-            raise Unlike
+            raise SplitDiffers
         for own, expected in zip(self._dropped, whole._dropped, strict=True):
             by_head = self._trial.attends and len(own) == 4
             split_dim = 1 if by_head else len(own) - 1
             if any(size != expected[dim] for dim, size in enumerate(own) if dim != split_dim):
-                raise Unlike
+                raise SplitDiffers
 
     def gradients(self, outputs: list[Tensor], signal: list[Tensor]) -> dict[str, Tensor | None]:
         """Of every parameter, with inputs of the region held fixed."""

@@ -1,10 +1,10 @@
-"""What the split layers of a model share: the ranks, and the ways in and out of a split region.
+"""What the split layers of a model share: the ranks, and how split regions are entered and left.
 
 [Note: regions]
 Between the columns of a block and its row every rank has other activations: its heads, its part of
 the hidden features. Outside all ranks of the group have the same, to the bit. A region is entered
-through `Entry`, which hands its input on and sums the gradients that come back, once for all layers
-that take the same input; it is left through the row, which sums the results.
+through `RegionEntry`, which hands its input on and sums the gradients that come back, once for all
+layers that take the same input; it is left through the row, which sums the results.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shoal.comm import Backend
 from shoal.comm import differentiable as collective
 from shoal.errors import ShoalError
+from shoal.strategies.tensor.split_parameter import ReadGuard
 
 
 @dataclass
@@ -24,11 +25,13 @@ class TensorGroup:
     """The ranks among which layers are split.
 
     Attributes:
-        backend: They.
+        backend: The ranks.
+        guard: Of the parameters that are split; see [Note: reads of parts].
         is_whole: Whether all parameters are whole right now, and nothing can be computed.
     """
 
     backend: Backend
+    guard: ReadGuard
     is_whole: bool = False
 
     def check(self) -> None:
@@ -40,7 +43,7 @@ class TensorGroup:
             )
 
 
-class Entry:
+class RegionEntry:
     """The way into a region and out of it; see [Note: regions].
 
     In a sequence-parallel stack (see `sequence`) what goes in is gathered along the positions, and
@@ -67,7 +70,7 @@ class Entry:
         self._num_calls = 0
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """The input for a layer of the region; the same for all layers that ask with the same."""
+        """The input for a layer of the region; all layers with the same input get the same."""
         self._group.check()
         self.is_inside = True
         has_graph = torch.is_grad_enabled()
@@ -87,13 +90,14 @@ class Entry:
         return collective.copy(tensor, self._group.backend) if tensor.requires_grad else tensor
 
     def watch(self, block: nn.Module) -> None:
-        """Only while this module is called, its layers hand parts to each other."""
+        """Counts the calls of a block: only in them its layers hand parts to each other."""
 
         def begin(*_: object) -> None:
             self._num_calls += 1
 
         def end(*_: object) -> None:
-            self._num_calls -= 1
+            # An earlier hook may have raised before the call was counted.
+            self._num_calls = max(0, self._num_calls - 1)
 
         self._block = block
         block.register_forward_pre_hook(begin)
@@ -101,7 +105,7 @@ class Entry:
 
     @property
     def is_bypassed(self) -> bool:
-        """Whether somebody calls a layer of the region on its own, and wants whole results.
+        """Whether a layer of the region is called outside of its block: results are whole.
 
         A backward recomputes what a forward did, and may begin in the middle of a block.
         """
@@ -127,6 +131,6 @@ class Entry:
         if self.sequence_dim is not None:
             dim = self.sequence_dim if dim is None else dim
             own = collective.reduce_scatter(partial, backend, dim)
-            # The strides of a single position say nothing, and others go by them: see `whole_mask`.
+            # `whole_mask` goes by strides, and those of a single position may be anything.
             return own.flatten().view(own.shape)
         return collective.reduce(partial, backend)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.strategies.tensor import draft
-from shoal.strategies.tensor.plan.wishes import fulfil
+from shoal.strategies.tensor.plan.user_plan import plan_from_patterns
 
 WIDTH, HIDDEN, LENGTH, ITEMS = 8, 12, 5, 3
 
@@ -225,9 +225,9 @@ def test_a_region_is_still_found_where_it_may_be() -> None:
 
 
 def test_a_plan_cannot_split_inside_of_a_region() -> None:
-    wishes = dict.fromkeys(("q", "k", "v", "mix.0"), "column") | {"o": "row", "mix.2": "row"}
+    patterns = dict.fromkeys(("q", "k", "v", "mix.0"), "column") | {"o": "row", "mix.2": "row"}
     with pytest.raises(ValueError, match=r"mix\.0 cannot be split: it is called between"):
-        fulfil(PerHead(), 2, wishes)
+        plan_from_patterns(PerHead(), 2, patterns)
 
 
 def test_trials_leave_caches_alone() -> None:

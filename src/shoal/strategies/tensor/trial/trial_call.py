@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.strategies.tensor.plan.naming import HEAD_SIZES
+from shoal.strategies.tensor.plan.known_names import HEAD_SIZES
 
 # Positions and batches, either alone, and pictures: what dimension 1 is depends on it.
 SHAPES = ((2, 3), (6,), (2, 3, 2))
@@ -19,7 +19,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 @dataclass(frozen=True)
-class Way:
+class TrialCall:
     """How a block may be called.
 
     Attributes:
@@ -33,6 +33,15 @@ class Way:
     flags: tuple[tuple[str, bool], ...] = ()
 
 
+def all_calls(block: nn.Module) -> Iterator[TrialCall]:
+    """Every combination of a shape with a mode or a switch."""
+    for shape in SHAPES:
+        yield TrialCall(shape)
+        yield TrialCall(shape, training=True)
+        for switch in switches(block):
+            yield TrialCall(shape, flags=(switch,))
+
+
 def switches(block: nn.Module) -> Iterator[tuple[str, bool]]:
     """Arguments that are on or off, turned the other way.
 
@@ -40,7 +49,7 @@ def switches(block: nn.Module) -> Iterator[tuple[str, bool]]:
     """
     if is_hugging_face(block):
         return
-    for parameter in list(inspect.signature(block.forward).parameters.values())[1:]:
+    for parameter in _parameters_of(block.forward)[1:]:
         if isinstance(parameter.default, bool):
             yield parameter.name, not parameter.default
 
@@ -81,7 +90,7 @@ def arguments(
     shape: tuple[int, ...] = SHAPES[0],
 ) -> dict[str, Any]:
     """One tensor for the first parameter of forward, and what Hugging Face's attention wants."""
-    known = list(inspect.signature(block.forward).parameters.values())
+    known = _parameters_of(block.forward)
     if not known:
         raise TypeError("forward takes nothing")
     generator = torch.Generator().manual_seed(1)
@@ -98,6 +107,14 @@ def arguments(
         elif parameter.default is parameter.empty and parameter.kind in _NAMED:
             raise TypeError(f"forward needs {parameter.name}")
     return call
+
+
+def _parameters_of(function: Any) -> list[inspect.Parameter]:
+    """None for what is not written in Python and does not say."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except ValueError:
+        return []
 
 
 def _head_size(block: nn.Module) -> int:

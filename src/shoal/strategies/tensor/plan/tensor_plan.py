@@ -63,7 +63,7 @@ class Adjustment:
 
 
 @dataclass(frozen=True)
-class Block:
+class SplitBlock:
     """Layers between which activations are split.
 
     Attributes:
@@ -88,7 +88,7 @@ class Block:
 
 
 @dataclass
-class Plan:
+class TensorPlan:
     """What is split; whatever is not in here every rank has whole.
 
     Example:
@@ -97,7 +97,7 @@ class Plan:
     """
 
     num_ranks: int
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[SplitBlock] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
     """Why something that might have been split is not, or is not split in the best way."""
     whole: str = ""

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.strategies.tensor import draft
-from shoal.strategies.tensor.plan.wishes import fulfil
+from shoal.strategies.tensor.plan.user_plan import plan_from_patterns
 from strategies.tensor.tasks import FeedForward
-from strategies.tensor.test_trials import HIDDEN, SEQUENCES, WIDTH, Pair, trained
+from strategies.tensor.trial.test_split_trial import HIDDEN, SEQUENCES, WIDTH, Pair, trained
 
 
 class Named(Pair):
@@ -183,16 +183,16 @@ def test_hooks_around_a_region_change_nothing() -> None:
 
 
 def test_a_plan_that_gives_hooks_parts_is_refused() -> None:
-    wishes = {"one": "column", "two": "row"}
+    patterns = {"one": "column", "two": "row"}
     module = hooked(Unknown, of_a_gradient)()
     with pytest.raises(ValueError, match="one cannot be split: its parameters have hooks"):
-        fulfil(module, 2, {"one": "column"})
+        plan_from_patterns(module, 2, {"one": "column"})
     with pytest.raises(ValueError, match="one cannot be split: its parameters have hooks"):
-        fulfil(module, 2, wishes)
+        plan_from_patterns(module, 2, patterns)
     several = TwoInputs()
     several.act.register_forward_hook(lambda _, inputs, output: scaled(output))
     with pytest.raises(ValueError, match="one and two cannot be split together: hooks"):
-        fulfil(several, 2, wishes)
+        plan_from_patterns(several, 2, patterns)
 
 
 class TwoInputs(Unknown):

@@ -1,8 +1,8 @@
-"""How a forward begins: the ranks of a tensor group have the same batch and the same dice.
+"""How a forward begins: with the same batch and the same random state on all ranks of a group.
 
-They compute every layer together. With different batches each rank would multiply its part of a
-weight with something else, and the sums would be numbers that belong to no batch at all. With
-different random numbers they would drop different activations, or sample different tokens.
+The ranks of a tensor group compute every layer together. With different batches each rank would
+multiply its part of a weight with other inputs, and the sums would belong to no batch at all. With
+different random numbers ranks would drop different activations, or sample different tokens.
 """
 
 from __future__ import annotations

@@ -7,39 +7,43 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from shoal.strategies.tensor.hooks import have_hooks, inner_modules, reason_to_stay_whole
 from shoal.strategies.tensor.layers.embedding import may_split_rows
 from shoal.strategies.tensor.layers.linear import is_linear, sizes_of
 from shoal.strategies.tensor.plan.candidates import Candidate
 from shoal.strategies.tensor.plan.cut import Cut
-from shoal.strategies.tensor.plan.drafting import (
-    Verdict,
-    between,
-    draft,
-    make_block,
-    try_proposal,
-)
-from shoal.strategies.tensor.plan.plan import Block, Layer, Plan, Style, parse_style
+from shoal.strategies.tensor.plan.draft import draft
 from shoal.strategies.tensor.plan.proposals import Proposal
-from shoal.strategies.tensor.plan.reading import reads_weights
+from shoal.strategies.tensor.plan.source_code import reads_weights
 from shoal.strategies.tensor.plan.splits import describe_rest, find_contradiction, join_names
+from shoal.strategies.tensor.plan.tensor_plan import (
+    Layer,
+    SplitBlock,
+    Style,
+    TensorPlan,
+    parse_style,
+)
+from shoal.strategies.tensor.plan.verdict import Verdict, between, make_block, try_proposal
+from shoal.strategies.tensor.trial.watching import uses_parameters
+from shoal.strategies.tensor.user_hooks import have_hooks, inner_modules, reason_to_stay_whole
 
-Wishes = Mapping[str, str]
+PlanPatterns = Mapping[str, str]
 
 
-def choose(module: nn.Module, num_ranks: int, wanted: Wishes | Plan | None) -> Plan:
+def make_plan(
+    module: nn.Module, num_ranks: int, wanted: PlanPatterns | TensorPlan | None
+) -> TensorPlan:
     """The plan that a user has, describes, or leaves to be found."""
     if wanted is None:
         return draft(module, num_ranks)
-    if not isinstance(wanted, Plan):
-        return fulfil(module, num_ranks, wanted)
+    if not isinstance(wanted, TensorPlan):
+        return plan_from_patterns(module, num_ranks, wanted)
     if wanted.num_ranks != num_ranks:
         raise ValueError(f"the plan is for {wanted.num_ranks} ranks; got {num_ranks}")
     return wanted
 
 
-def fulfil(module: nn.Module, num_ranks: int, wishes: Wishes) -> Plan:
-    """Exactly the layers that are wished for.
+def plan_from_patterns(module: nn.Module, num_ranks: int, patterns: PlanPatterns) -> TensorPlan:
+    """A plan with exactly the layers that fit the patterns.
 
     A block that would be found by itself is split as that would be. Other columns and rows of one
     module belong together if their sizes fit; what is between them is tried, if it can be called
@@ -50,10 +54,10 @@ def fulfil(module: nn.Module, num_ranks: int, wishes: Wishes) -> Plan:
             what is between a column and its row does not work on parts.
 
     Example:
-        >>> plan = fulfil(model, 2, {"layers.*.fc1": "column", "layers.*.fc2": "row"})
+        >>> plan = plan_from_patterns(model, 2, {"layers.*.fc1": "column", "layers.*.fc2": "row"})
     """
-    styles = _styles(module, wishes)
-    plan = Plan(num_ranks)
+    styles = _styles(module, patterns)
+    plan = TensorPlan(num_ranks)
     if num_ranks == 1:
         return plan
     found = draft(module, num_ranks)
@@ -80,9 +84,9 @@ def _is_table(module: nn.Module, layer: Layer) -> bool:
     return layer.style is Style.HEADS and isinstance(module.get_submodule(layer.name), nn.Embedding)
 
 
-def _styles(module: nn.Module, wishes: Wishes) -> dict[str, Style]:
+def _styles(module: nn.Module, patterns: PlanPatterns) -> dict[str, Style]:
     styles: dict[str, Style] = {}
-    for pattern, text in wishes.items():
+    for pattern, text in patterns.items():
         if text == "replicated":
             continue
         style = parse_style(text)
@@ -145,7 +149,7 @@ def _pairs(module: nn.Module, styles: Mapping[str, Style]) -> list[Candidate]:
     return pairs
 
 
-def _checked(module: nn.Module, candidate: Candidate, num_ranks: int) -> Block:
+def _checked(module: nn.Module, candidate: Candidate, num_ranks: int) -> SplitBlock:
     block = module.get_submodule(candidate.block)
     sizes = [sizes_of(block.get_submodule(path))[1] for path in candidate.columns]
     width = sizes_of(block.get_submodule(candidate.row))[0]
@@ -163,7 +167,7 @@ def _checked(module: nn.Module, candidate: Candidate, num_ranks: int) -> Block:
         _check_hooks(candidate, [block.get_submodule(path)], names)
     try:
         verdict = try_proposal(candidate, block, proposal, num_ranks)
-    except TypeError as error:  # it wants more than one tensor: whoever made the plan knows
+    except TypeError as error:  # it wants more than one tensor: the plan of the user is trusted
         if not proposal.is_plain:
             raise ValueError(
                 f"{names} gives several things at once, and where they are cut apart cannot be "
@@ -199,13 +203,15 @@ def _check_may_split(name: str, layer: nn.Module) -> None:
         )
 
 
-def _alone(module: nn.Module, name: str, style: Style, num_ranks: int) -> Block:
+def _alone(module: nn.Module, name: str, style: Style, num_ranks: int) -> SplitBlock:
     part = module.get_submodule(name)
     _check_may_split(name, part)
     if isinstance(part, nn.MultiheadAttention):
         raise ValueError(f"{name} has {part.num_heads} heads, too few for {num_ranks} ranks")
     parent = module.get_submodule(name.rpartition(".")[0])
-    if reads_weights(parent):
+    own = [f"{name.rpartition('.')[2]}.{key}" for key, _ in part.named_parameters()]
+    is_used = is_linear(part) and uses_parameters(parent, part, own)
+    if is_used or reads_weights(parent):
         raise ValueError(
             f"{name} cannot be split: the code of {type(parent).__name__} reads weights of its "
             "layers, and would get a part. Call the layers instead."
@@ -216,10 +222,10 @@ def _alone(module: nn.Module, name: str, style: Style, num_ranks: int) -> Block:
         size = sizes_of(part)[0 if style is Style.ROW else 1]
     if size < num_ranks:
         raise ValueError(f"{name} has {size} features to share out over {num_ranks} ranks")
-    return Block(name, (Layer(name, style, Cut.of(size), is_alone=True, block=name),))
+    return SplitBlock(name, (Layer(name, style, Cut.of(size), is_alone=True, block=name),))
 
 
-def _check_nesting(module: nn.Module, plan: Plan) -> None:
+def _check_nesting(module: nn.Module, plan: TensorPlan) -> None:
     inside = {module.get_submodule(name): block for block in plan.blocks for name in block.inside}
     for layer in plan.layers:
         outer = inside.get(module.get_submodule(layer.name))
@@ -231,7 +237,7 @@ def _check_nesting(module: nn.Module, plan: Plan) -> None:
             )
 
 
-def _check_ties(module: nn.Module, plan: Plan) -> None:
+def _check_ties(module: nn.Module, plan: TensorPlan) -> None:
     odd = find_contradiction(module, plan)
     if odd is not None:
         raise ValueError(

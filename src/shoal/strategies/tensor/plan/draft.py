@@ -1,52 +1,57 @@
-"""Drawing up a plan: what of a model can be split over so many ranks, and how.
+"""Finding a plan: which layers of a model can be split over a number of ranks, and how.
 
 [Note: never wrong]
 A block is split inside (columns, row, whatever is between them on parts) only if a trial says that
-this changes nothing, or somebody who knows says so. Layers of a block that is known by its names
+this changes nothing, or the model's own plan says so. Layers of a block that is known by its names
 but fails are split each on its own: outputs are joined, inputs are cut. That is right whatever the
 module does with them, and costs more communication. Anything else stays whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor, nn
 
-from shoal.sharding.split import Split
-from shoal.strategies.tensor.hooks import (
-    have_hooks,
-    have_reading_hooks,
-    hooks_of,
-    inner_modules,
-    reason_to_stay_whole,
-)
 from shoal.strategies.tensor.layers.linear import sizes_of
-from shoal.strategies.tensor.plan.candidates import Candidate, find_candidates
+from shoal.strategies.tensor.plan.candidates import Candidate, certified, find_candidates
 from shoal.strategies.tensor.plan.cut import Cut
-from shoal.strategies.tensor.plan.hugging_face import certified
-from shoal.strategies.tensor.plan.plan import Adjustment, Block, Layer, Plan, Style
-from shoal.strategies.tensor.plan.proposals import Proposal, propose
-from shoal.strategies.tensor.plan.reading import reads_weight_of, reads_weights
+from shoal.strategies.tensor.plan.proposals import propose
+from shoal.strategies.tensor.plan.source_code import (
+    has_own_forward,
+    reads_weight_of,
+    reads_weights,
+)
 from shoal.strategies.tensor.plan.splits import (
     describe_rest,
     drop_contradictions,
     join_names,
-    parameter_splits,
+)
+from shoal.strategies.tensor.plan.tensor_plan import (
+    Layer,
+    SplitBlock,
+    Style,
+    TensorPlan,
+)
+from shoal.strategies.tensor.plan.verdict import (
+    Verdict,
+    are_hooked,
+    between,
+    describe,
+    make_block,
+    try_proposal,
 )
 from shoal.strategies.tensor.plan.vocabulary import find_vocabularies
-from shoal.strategies.tensor.trial.probe import may_split
-from shoal.strategies.tensor.trial.run import Trial
+from shoal.strategies.tensor.trial.watching import uses_parameters
+from shoal.strategies.tensor.user_hooks import (
+    have_hooks,
+    have_reading_hooks,
+    inner_modules,
+    reason_to_stay_whole,
+)
 
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-# What torch keeps in every module, and the number of a layer among its like.
-_NOT_DESCRIBED = {*vars(nn.Module()), "layer_idx"}
 
-
-def draft(module: nn.Module, num_ranks: int) -> Plan:
+def draft(module: nn.Module, num_ranks: int) -> TensorPlan:
     """Finds what can be split; the same on every rank.
 
     Example:
@@ -55,35 +60,19 @@ def draft(module: nn.Module, num_ranks: int) -> Plan:
     return Draft(module, num_ranks).finish()
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """A way to split a block that is right.
-
-    Attributes:
-        proposal: The way.
-        partial: Parameters that get partial gradients, by name in the block.
-        inside: Modules that work on parts of activations, by name in the block.
-        drops: Whether something of parts of activations may be dropped in training.
-    """
-
-    proposal: Proposal
-    partial: tuple[str, ...] = ()
-    inside: tuple[str, ...] = ()
-    drops: bool = False
-
-
 class Draft:
     """A plan in the making."""
 
     def __init__(self, module: nn.Module, num_ranks: int) -> None:
         """Nothing is split yet."""
         self._module, self._num_ranks = module, num_ranks
-        self.plan = Plan(num_ranks)
+        self.plan = TensorPlan(num_ranks)
         self._claimed: set[int] = set()
         self._certified = certified(module)
         self._verdicts: dict[str, Verdict | None] = {}
+        self._uses: dict[str, bool] = {}
 
-    def finish(self) -> Plan:
+    def finish(self) -> TensorPlan:
         """Everything that is found in the model."""
         if self._num_ranks == 1:
             return self.plan
@@ -116,14 +105,14 @@ class Draft:
         reason = reason_to_stay_whole(attention)
         if reason is not None:
             self.plan.notes[name] = f"stays whole: {reason}"
-        elif type(attention) is not nn.MultiheadAttention:
+        elif type(attention) is not nn.MultiheadAttention or has_own_forward(attention):
             self.plan.notes[name] = "stays whole: it is a class of its own"
         elif attention.num_heads < self._num_ranks:
             self.plan.notes[name] = f"stays whole: {attention.num_heads} heads for more ranks"
         else:
             heads = Cut.of(attention.num_heads)
             layer = Layer(name, Style.HEADS, heads, block=name)
-            self.plan.blocks.append(Block(name, (layer,), heads=heads))
+            self.plan.blocks.append(SplitBlock(name, (layer,), heads=heads))
 
     def _add_feed_forward(self, name: str, layer: nn.Module) -> None:
         candidate = Candidate(name, ("linear1",), "linear2")
@@ -135,6 +124,10 @@ class Draft:
         block = self._module.get_submodule(candidate.block)
         layers = [block.get_submodule(path) for path in (*candidate.columns, candidate.row)]
         if not self._are_free(layers):
+            return
+        names = [join_names(candidate.block, path) for path in (*candidate.columns, candidate.row)]
+        if any(reads_weight_of(self._module, name, candidate.block) for name in names):
+            self.plan.notes[candidate.block] = "stays whole: its layers' weights are read elsewhere"
             return
         is_hooked = are_hooked(candidate, block)
         verdict = None if is_hooked else self._verdict(candidate, block, stand_in)
@@ -196,7 +189,7 @@ class Draft:
 
     def _add_alone(self, candidate: Candidate, block: nn.Module, is_hooked: bool) -> None:
         """See [Note: never wrong]."""
-        if any(map(reads_weights, _users(block, candidate))) or have_reading_hooks(block):
+        if self._uses_parameters(candidate, block):
             self.plan.notes[candidate.block] = "stays whole: its code reads its layers' weights"
             return
         alone = [
@@ -212,6 +205,17 @@ class Draft:
                 else "it does not work on parts of its features"
             )
 
+    def _uses_parameters(self, candidate: Candidate, block: nn.Module) -> bool:
+        """Whether anything in a block is known to use the layers' weights itself."""
+        if any(map(reads_weights, _users(block, candidate))) or have_reading_hooks(block):
+            return True
+        paths = (*candidate.columns, candidate.row)
+        names = [f"{p}.{key}" for p in paths for key, _ in _own_parameters(block.get_submodule(p))]
+        key = f"uses {names} {describe(block)}"
+        if key not in self._uses:
+            self._uses[key] = uses_parameters(block, block.get_submodule(paths[0]), names)
+        return self._uses[key]
+
     def _add_layer(self, name: str, *, is_row: bool) -> bool:
         """Splits a linear layer on its own, if it may be."""
         linear = self._module.get_submodule(name)
@@ -223,7 +227,7 @@ class Draft:
             return False
         style = Style.ROW if is_row else Style.COLUMN
         layer = Layer(name, style, Cut.of(size), is_alone=True, block=name)
-        self.plan.blocks.append(Block(name, (layer,)))
+        self.plan.blocks.append(SplitBlock(name, (layer,)))
         return True
 
 
@@ -244,109 +248,14 @@ class FeedForward(nn.Module):
         return fed
 
 
-def try_proposal(
-    candidate: Candidate,
-    block: nn.Module,
-    proposal: Proposal,
-    num_ranks: int,
-    stand_in: nn.Module | None = None,
-) -> Verdict | None:
-    """How the block may be split; None if it may not be split this way.
-
-    Raises:
-        TypeError: If the block cannot be called with one tensor, so that nothing is known.
-    """
-    layers = make_block(candidate, Verdict(proposal)).layers
-    prefix = f"{candidate.block}." if candidate.block else ""
-    splits: dict[str, tuple[Split, ...]] = {}
-    numbers = []
-    for layer in layers:
-        path = layer.name.removeprefix(prefix)
-        part = block.get_submodule(path)
-        for key, values in parameter_splits(part, layer, num_ranks).items():
-            splits[f"{path}.{key}"] = values
-        if hasattr(part, "nf") and layer.style is Style.COLUMN:
-            numbers.append((part, "nf", layer.cut))
-    numbers += [(block.get_submodule(p), name, cut) for p, name, cut in proposal.numbers]
-    trial = Trial(
-        stand_in or block,
-        [block.get_submodule(path) for path in candidate.columns],
-        block.get_submodule(candidate.row),
-        splits,
-        [
-            (m, name, [cut.length(r, num_ranks) for r in range(num_ranks)])
-            for m, name, cut in numbers
-        ],
-        attends=proposal.heads is not None,
-    )
-    found = may_split(trial, num_ranks)
-    if found is None:
-        return None
-    inside = [name for name, part in block.named_modules() if part in found.inside]
-    partial = [name for name, _ in block.named_parameters() if name in found.partial]
-    return Verdict(proposal, tuple(partial), tuple(inside), found.drops)
-
-
-def are_hooked(candidate: Candidate, block: nn.Module) -> bool:
-    """Whether hooks would get parts if a candidate were split; see [Note: hooks]."""
-    layers = [block.get_submodule(path) for path in (*candidate.columns, candidate.row)]
-    inside = [block.get_submodule(path) for path in candidate.inside]
-    return have_hooks([*layers, *inside]) or any(map(reason_to_stay_whole, layers))
-
-
-def between(block: nn.Module, candidate: Candidate) -> tuple[str, ...]:
-    """All parameters of a block but those of its columns and its row."""
-    layers = (*candidate.columns, candidate.row)
-    return tuple(
-        name for name, _ in block.named_parameters() if name.rpartition(".")[0] not in layers
-    )
-
-
-def make_block(candidate: Candidate, verdict: Verdict) -> Block:
-    """A candidate, split in a way that is right."""
-    name, proposal = candidate.block, verdict.proposal
-    layers = [
-        Layer(join_names(name, path), Style.COLUMN, cut, block=name)
-        for path, cut in zip(candidate.columns, proposal.columns, strict=True)
-    ]
-    layers.append(Layer(join_names(name, candidate.row), Style.ROW, proposal.row, block=name))
-    for path in proposal.tables:
-        assert proposal.heads is not None
-        layers.append(Layer(join_names(name, path), Style.HEADS, proposal.heads, block=name))
-    return Block(
-        name,
-        tuple(layers),
-        tuple(Adjustment(join_names(name, path), key, cut) for path, key, cut in proposal.numbers),
-        tuple(join_names(name, path) for path in verdict.partial),
-        proposal.heads,
-        tuple(join_names(name, path) for path in verdict.inside),
-        verdict.drops,
-    )
+def _own_parameters(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return layer.named_parameters(recurse=False)
 
 
 def _users(block: nn.Module, candidate: Candidate) -> list[nn.Module]:
     """The modules whose code has the layers at hand."""
     paths = [path.rpartition(".")[0] for path in (*candidate.columns, candidate.row)]
     return [block, *(block.get_submodule(path) for path in dict.fromkeys(paths))]
-
-
-def describe(block: nn.Module) -> str:
-    """Everything that decides how a block computes, but for its weights."""
-    parts = []
-    for name, part in block.named_modules():
-        own = {k: _described(v) for k, v in vars(part).items() if k not in _NOT_DESCRIBED}
-        shapes = [(key, tuple(p.shape)) for key, p in part.named_parameters(recurse=False)]
-        shapes += [(key, tuple(b.shape)) for key, b in part.named_buffers(recurse=False)]
-        hooks = [id(hook) for hook in hooks_of(part)]
-        parts.append(f"{name} {id(type(part))} {sorted(own.items())} {shapes} {hooks}")
-    return "\n".join(parts)
-
-
-def _described(value: Any) -> str:
-    """By value where it can be told; objects and functions are like themselves only."""
-    if isinstance(value, tuple | list):
-        return f"{type(value).__name__}{[_described(each) for each in value]}"
-    return repr(value) if isinstance(value, _PLAIN) else f"{type(value).__name__} {id(value)}"
 
 
 def _is_transformer_layer(module: nn.Module) -> bool:

@@ -6,7 +6,7 @@ but rounding may be done. Nothing is assumed about what happens between the laye
 features, a gate that is cut out of a joined projection or a view with a fixed number of heads is
 noticed, and the block is split in another way or not at all.
 
-Code may go other ways for other calls, so a block is called in every `Way` that is known.
+Code may take other branches for other inputs, so a block is called in every `TrialCall` there is.
 """
 
 from __future__ import annotations
@@ -21,8 +21,14 @@ from torch import Tensor, nn
 from shoal.sharding.split import Split
 from shoal.strategies.layers.module_snapshot import Snapshot
 from shoal.strategies.tensor.layers.linear import sizes_of
-from shoal.strategies.tensor.trial.calling import SHAPES, Way, arguments, random_weights, switches
-from shoal.strategies.tensor.trial.run import Trial, TrialRun, Unlike
+from shoal.strategies.tensor.trial.trial_call import (
+    SHAPES,
+    TrialCall,
+    arguments,
+    random_weights,
+    switches,
+)
+from shoal.strategies.tensor.trial.trial_run import SplitDiffers, SplitTrial, TrialRun
 from shoal.torch_support.random_state import RandomState
 
 # Relative to the largest number there is: what is zero but for rounding has no size of its own.
@@ -31,7 +37,7 @@ _LARGE = 1 << 24
 
 
 @dataclass(frozen=True)
-class Finding:
+class TrialFinding:
     """What a trial tells of a block that may be split.
 
     Attributes:
@@ -47,7 +53,7 @@ class Finding:
     drops: bool
 
 
-def may_split(trial: Trial, num_ranks: int) -> Finding | None:
+def may_split(trial: SplitTrial, num_ranks: int) -> TrialFinding | None:
     """What to know of the block if it is split this way; None if it may not be.
 
     Raises:
@@ -61,7 +67,7 @@ def may_split(trial: Trial, num_ranks: int) -> Finding | None:
                 found = list(_findings(trial, num_ranks, dtype, refusals))
                 if found:
                     return _together(found)
-    except Unlike:
+    except SplitDiffers:
         return None
     finally:
         snapshot.restore()
@@ -72,34 +78,34 @@ def may_split(trial: Trial, num_ranks: int) -> Finding | None:
 
 
 def _findings(
-    trial: Trial, num_ranks: int, dtype: torch.dtype, refusals: list[Exception]
-) -> Iterator[Finding]:
+    trial: SplitTrial, num_ranks: int, dtype: torch.dtype, refusals: list[Exception]
+) -> Iterator[TrialFinding]:
     """One for each way in which the whole block can be called."""
     weights = random_weights(trial.block, dtype)
     shape: tuple[int, ...] | None = None
     for shape in SHAPES:
-        found = _Comparison(trial, num_ranks, weights, Way(shape)).find(refusals)
+        found = _TrialComparison(trial, num_ranks, weights, TrialCall(shape)).find(refusals)
         if found is not None:
             yield found
             break
     else:
         return
-    others = [] if trial.attends else [Way(other) for other in SHAPES if other != shape]
-    flagged = [Way(shape, flags=((name, value),)) for name, value in switches(trial.block)]
-    for way in [Way(shape, training=True), *others, *flagged]:
-        found = _Comparison(trial, num_ranks, weights, way).find(refusals)
+    others = [] if trial.attends else [TrialCall(other) for other in SHAPES if other != shape]
+    flagged = [TrialCall(shape, flags=((name, value),)) for name, value in switches(trial.block)]
+    for way in [TrialCall(shape, training=True), *others, *flagged]:
+        found = _TrialComparison(trial, num_ranks, weights, way).find(refusals)
         if found is not None:
             yield found
 
 
-def _together(findings: Sequence[Finding]) -> Finding:
+def _together(findings: Sequence[TrialFinding]) -> TrialFinding:
     partial, whole, inside = (
         frozenset().union(*(getattr(found, name) for found in findings))
         for name in ("partial", "whole", "inside")
     )
     if partial & whole:  # to be summed for some calls, and not for others
-        raise Unlike
-    return Finding(partial, whole, inside, any(found.drops for found in findings))
+        raise SplitDiffers
+    return TrialFinding(partial, whole, inside, any(found.drops for found in findings))
 
 
 def _dtypes(block: nn.Module) -> list[torch.dtype]:
@@ -108,22 +114,28 @@ def _dtypes(block: nn.Module) -> list[torch.dtype]:
     return [torch.float32] if is_large else list(_TOLERANCES)
 
 
-class _Comparison:
+class _TrialComparison:
     """One process against the ranks, for one way to call the block."""
 
-    def __init__(self, trial: Trial, num_ranks: int, weights: dict[str, Tensor], way: Way) -> None:
+    def __init__(
+        self, trial: SplitTrial, num_ranks: int, weights: dict[str, Tensor], way: TrialCall
+    ) -> None:
         self._trial, self._num_ranks, self._weights, self._way = trial, num_ranks, weights, way
         self._dtype = next(iter(weights.values())).dtype
 
-    def find(self, refusals: list[Exception]) -> Finding | None:
-        """None, and an exception added, if it cannot be called this way; `Unlike` if it differs."""
+    def find(self, refusals: list[Exception]) -> TrialFinding | None:
+        """None, and an exception added, if the block cannot be called this way.
+
+        Raises:
+            SplitDiffers: If the ranks do not give what one process gives.
+        """
         trial, way = self._trial, self._way
         width, device = sizes_of(trial.columns[0])[0], _device(trial.block)
         call = arguments(trial.block, width, device, self._dtype, way.shape) | dict(way.flags)
         whole = TrialRun(trial, self._weights, call, way)
         try:
             outputs = whole.carry_out()
-        except Unlike:
+        except SplitDiffers:
             raise
         except Exception as error:
             refusals.append(error)
@@ -131,8 +143,8 @@ class _Comparison:
         try:
             partial, unsplit = self._compare(whole, outputs, call)
         except Exception as error:  # whatever the parts do, they do not do what the whole does
-            raise Unlike from error
-        return Finding(partial, unsplit - partial, frozenset(whole.inside), whole.drops)
+            raise SplitDiffers from error
+        return TrialFinding(partial, unsplit - partial, frozenset(whole.inside), whole.drops)
 
     def _compare(
         self, whole: TrialRun, outputs: list[Tensor], call: dict[str, Any]
@@ -163,10 +175,10 @@ class _Comparison:
 
     def _check_same(self, found: list[Tensor], expected: list[Tensor]) -> None:
         if len(found) != len(expected) or not expected:
-            raise Unlike
+            raise SplitDiffers
         for one, other in zip(found, expected, strict=True):
             if one.shape != other.shape or not self._is_close(one, other, _largest(other)):
-                raise Unlike
+                raise SplitDiffers
 
     def _is_partial(
         self, name: str, expected: Tensor | None, found: Sequence[Tensor | None]
@@ -175,7 +187,7 @@ class _Comparison:
         if expected is None and not known:
             return False
         if expected is None or len(known) < len(found):
-            raise Unlike
+            raise SplitDiffers
         if name in self._trial.splits:
             wanted = [split.take(expected) for split in self._trial.splits[name]]
         else:
@@ -186,7 +198,7 @@ class _Comparison:
             torch.stack(known).sum(0), expected, self._scale
         )
         if not is_sum:
-            raise Unlike
+            raise SplitDiffers
         return True
 
     def _is_close(self, one: Tensor, other: Tensor, scale: float) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.strategies.tensor.plan.reading import is_reading
+from shoal.strategies.tensor.plan.source_code import hook_reads_weights
 
 _KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -39,6 +39,8 @@ def reason_to_stay_whole(layer: nn.Module) -> str | None:
     """Why a layer must not be split in any way; None if its hooks allow for it."""
     if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in layer.parameters()):
         return "its parameters have hooks, which would get parts of gradients"
+    if any(type(p) is not nn.Parameter for p in layer.parameters()):
+        return "its parameters have a class of their own"
     if have_reading_hooks(layer):
         return "it has a hook that reads weights, and would get parts"
     return None
@@ -46,4 +48,4 @@ def reason_to_stay_whole(layer: nn.Module) -> str | None:
 
 def have_reading_hooks(module: nn.Module) -> bool:
     """Whether a hook of a module, or of one in it, uses weights itself."""
-    return any(is_reading(hook) for part in module.modules() for hook in hooks_of(part))
+    return any(hook_reads_weights(hook) for part in module.modules() for hook in hooks_of(part))

@@ -1,4 +1,4 @@
-"""Plans: what is found by itself, what users may wish for, what is refused."""
+"""Plans that are found: what is split, how, and what stays whole."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import shoal
-from shoal.strategies.tensor import Plan, draft
-from shoal.strategies.tensor.plan.wishes import fulfil
+from shoal.strategies.tensor import TensorPlan, draft
+from shoal.strategies.tensor.plan.user_plan import plan_from_patterns
 from strategies.models import GPT as OtherGPT
 from strategies.models import EncoderDecoder, OddMLP, has_transformers
-from strategies.tensor.tasks import BUILDERS, GPT, Block, FeedForward, NormedInside
+from strategies.tensor.tasks import BUILDERS, GPT, FeedForward, NormedInside
 
 needs_transformers = pytest.mark.skipif(not has_transformers(), reason="needs transformers")
 
 
-def styles(plan: Plan) -> dict[str, str]:
+def styles(plan: TensorPlan) -> dict[str, str]:
     return {
         layer.name: layer.style.value + (" alone" if layer.is_alone else "")
         for layer in plan.layers
@@ -139,7 +138,7 @@ def test_weights_that_are_read_stay_whole() -> None:
     assert not plan.layers
     assert "reads its layers' weights" in plan.notes[""]
     with pytest.raises(ValueError, match="code of Reader reads weights of its layers"):
-        fulfil(Reader(), 2, {"q_proj": "column"})
+        plan_from_patterns(Reader(), 2, {"q_proj": "column"})
 
 
 def test_trials_leave_buffers_alone() -> None:
@@ -191,7 +190,7 @@ def test_hugging_faces_own_plan_is_trusted_where_nothing_can_be_tried(
     def refuse(*_: object) -> None:
         raise TypeError("forward needs more")
 
-    monkeypatch.setattr("shoal.strategies.tensor.plan.drafting.may_split", refuse)
+    monkeypatch.setattr("shoal.strategies.tensor.plan.verdict.may_split", refuse)
     plan = draft(BUILDERS["qwen3"](), 2)
     assert styles(plan)["model.layers.0.self_attn.q_proj"] == "column"
     assert "model.layers.0.self_attn.q_norm.weight" in plan.blocks[0].partial
@@ -207,24 +206,6 @@ def test_their_plan_means_neighbours() -> None:
     assert layers["gpt_neox.layers.0.attention.query_key_value"].cut.runs(0, 2) == ((0, 24),)
 
 
-def test_the_plan_prints_as_a_table() -> None:
-    text = str(draft(nn.Sequential(*(FeedForward(4, 7) for _ in range(3))), 2))
-    assert text.splitlines()[0] == "tensor parallel over 2 ranks: 9 layers split"
-    assert "*.gate_proj (3)  column      4/3 of 7" in text
-    assert "note: blocks.2.mlp is computed whole" in str(draft(GPT(), 2))
-    assert "whole on every rank: 100.0% of 20 elements, most of it in weight, bias" in str(
-        draft(nn.Linear(4, 4), 2)
-    )
-
-    def show() -> str:
-        return str(shoal.as_distributed(GPT(), strategy="tensor").plan)
-
-    assert shoal.run(show, 2, "memory")[1] == str(draft(GPT(), 2))
-
-
-# Wishes ------------------------------------------------------------------------------------------
-
-
 class Pair(nn.Module):
     """Names that nobody knows; what is between them may need all features."""
 
@@ -235,79 +216,3 @@ class Pair(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.three(self.two(self.between(self.one(x))))
-
-
-def test_a_pair_by_pattern() -> None:
-    module = nn.Sequential(Pair(), Pair())
-    plan = fulfil(module, 2, {"*.one": "column", "*.two": "row"})
-    assert styles(plan) == {
-        "0.one": "column", "0.two": "row", "1.one": "column", "1.two": "row",
-    }  # fmt: skip
-
-
-def test_a_column_without_a_row_is_joined_and_a_row_without_a_column_cut() -> None:
-    assert styles(fulfil(Pair(), 2, {"one": "column"})) == {"one": "column alone"}
-    assert styles(fulfil(Pair(), 2, {"two": "rowwise"})) == {"two": "row alone"}
-
-
-def test_only_what_is_wished_for_is_split() -> None:
-    plan = fulfil(GPT(), 2, {"blocks.0.mlp.*_proj": "replicated", "blocks.1.mlp.fc1": "column"})
-    assert styles(plan) == {"blocks.1.mlp.fc1": "column alone"}
-    found = draft(GPT(), 2)
-    wishes = {layer.name: layer.style.value for layer in found.layers}
-    assert styles(fulfil(GPT(), 2, wishes)) == styles(found)
-
-
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [
-        (
-            {"nothing.*": "column"},
-            "pattern 'nothing.*' fits no module; there are, for example, one",
-        ),
-        ({"one": "colum"}, "split by column, row, vocabulary, heads, replicated; got 'colum'"),
-        ({"one": "vocabulary"}, "a plain nn.Embedding .* one is a Linear"),
-        ({"one": "column", "o*": "row"}, "splits one by column and by row"),
-        ({"one": "heads"}, "a plain nn.MultiheadAttention; one is a Linear"),
-    ],
-)
-def test_wrong_plans_are_refused(plan: dict[str, str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        fulfil(Pair(), 2, plan)
-
-
-def test_a_pair_that_does_not_work_on_parts_is_refused() -> None:
-    module = Pair(lambda x: F.layer_norm(x, x.shape[-1:]))
-    with pytest.raises(ValueError, match=r"needs all features. Leave the row out"):
-        fulfil(module, 2, {"one": "column", "two": "row"})
-    with pytest.raises(ValueError, match="4 features between one and two do not divide by the 3"):
-        fulfil(Pair(width=4), 3, {"one": "column", "two": "row"})
-
-
-def test_half_of_a_tie_is_refused() -> None:
-    with pytest.raises(ValueError, match="shared with a layer that the plan splits in another way"):
-        fulfil(GPT(), 2, {"tokens": "vocabulary"})
-
-
-def test_whoever_knows_is_trusted() -> None:
-    class Masked(Pair):
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            return super().forward(x * mask)
-
-    plan = fulfil(Masked(), 2, {"one": "column", "two": "row"})
-    assert styles(plan) == {"one": "column", "two": "row"}
-    joined = Masked()
-    joined.one = nn.Linear(4, 12)
-    with pytest.raises(ValueError, match="where they are cut apart cannot be found out"):
-        fulfil(joined, 2, {"one": "column", "two": "row"})
-
-
-def test_a_refused_plan_changes_nothing() -> None:
-    def attempt() -> None:
-        module = Block(nn.Identity(), FeedForward(24, 6))
-        with pytest.raises(ValueError, match="fits no module"):
-            shoal.as_distributed(module, strategy="tensor", plan={"what": "row"})
-        assert module.mlp.gate_proj.weight.shape == (6, 24)
-        assert type(module.mlp.gate_proj) is nn.Linear
-
-    shoal.run(attempt, 2, "memory")
