@@ -18,6 +18,7 @@ import cloudpickle
 import pytest
 
 import leaks
+import shoal
 from shoal.errors import RemoteError
 from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.launch.function.outcome import Outcome
@@ -25,7 +26,7 @@ from shoal.launch.function.processes import run_processes
 
 pytestmark = pytest.mark.timeout(180)
 
-SOURCE = str(Path(__file__).resolve().parents[2] / "src")
+SOURCE = str(Path(shoal.__file__).resolve().parents[1])
 WORKER = """
 import os, signal
 from shoal.launch.function.call import decode_call
