@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from shoal.comm.control.page.memory import Page
 from shoal.comm.control.page.page import PageControl, is_supported
 from shoal.errors import DeadlineError, PeerError, ShoalError
+from shoal.system.rank_names import name_ranks
 from shoal.torch_support.process_memory import can_read, probe_address
 
 if TYPE_CHECKING:
@@ -108,12 +109,12 @@ class StoreBootstrap(Bootstrap):
                 raise failure
             if now - begin > self.timeout:
                 raise DeadlineError(
-                    f"rank {self.rank} waited {self.timeout:.0f} s for {_named(missing)} of "
+                    f"rank {self.rank} waited {self.timeout:.0f} s for {name_ranks(missing)} of "
                     f"{self.size} to join. Are they all started, and do they reach the same store?"
                 )
             if now > warn_at:
                 warn_at = now + 2 * (now - begin)
-                logger.warning("still waiting for %s to join", _named(missing))
+                logger.warning("still waiting for %s to join", name_ranks(missing))
             time.sleep(pause)
             pause = min(pause * 1.5, 0.1)
 
@@ -134,11 +135,6 @@ def report_failure(news: Store, rank: int, reason: str) -> None:
     """Tells ranks that are joining, or will, of one that does not; the first report counts."""
     report = json.dumps({"rank": rank, "reason": reason})
     news.compare_set(_FAILURE_KEY, "", report)
-
-
-def _named(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 @dataclass(frozen=True)

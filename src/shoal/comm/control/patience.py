@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from shoal.comm.control.plane import HIDDEN, Control, Failure
 from shoal.errors import DeadlineError, PeerError
 from shoal.system.cores import num_cores
+from shoal.system.rank_names import name_ranks
 
 logger = logging.getLogger("shoal")
 
@@ -118,15 +119,10 @@ class Patience:
         arrived = [rank for rank in self._ranks if rank not in set(late)]
         lines = [
             f"{self._what()}, for {now - self._begin:.1f} s",
-            f"  arrived: {_listed(arrived)}; missing: {_listed(late)}",
+            f"  arrived: {name_ranks(arrived)}; missing: {name_ranks(late)}",
         ]
         lines += [f"  rank {rank} was last in {self._whereabouts(rank)}" for rank in late]
         return "\n".join(lines)
 
     def _whereabouts(self, rank: int) -> str:
         return self._control.whereabouts(rank).partition(HIDDEN)[0]
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    noun = "rank" if len(ranks) == 1 else "ranks"
-    return f"{noun} {', '.join(map(str, ranks))}" if ranks else "nobody"

@@ -19,6 +19,7 @@ from shoal.comm.control.patience import FIRST_WARNING_S
 from shoal.comm.control.plane import Failure
 from shoal.comm.memory.meeting import Meeting
 from shoal.errors import DeadlineError, DeadlockError, PeerError
+from shoal.system.rank_names import name_ranks
 from shoal.system.site import is_ours
 from shoal.torch_support.random_state import RandomState
 
@@ -133,8 +134,8 @@ class Simulator:
     def _deadlock_report(self) -> str:
         lines = ["no rank can go on, each waits for another:"]
         for rank, meeting in sorted(self._waiting.items()):
-            missing = ", ".join(map(str, meeting.missing()))
-            lines.append(f"  rank {rank} waits for rank {missing} in {self.notes[rank]}")
+            missing = name_ranks(meeting.missing())
+            lines.append(f"  rank {rank} waits for {missing} in {self.notes[rank]}")
         return "\n".join(lines)
 
     # Deadlines: a rank that keeps the baton is late for all the others ------------------

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from shoal.comm.bootstrap.store import Bootstrap
 from shoal.comm.mpi import runtime
 from shoal.errors import DeadlineError
+from shoal.system.rank_names import name_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -65,7 +66,7 @@ class MPIBootstrap(Bootstrap):
 
     def _late(self, missing: Sequence[int]) -> DeadlineError:
         return DeadlineError(
-            f"rank {self.rank} waited {self.timeout:.0f} s for {len(missing)} of {self.size} ranks "
-            f"of the MPI job to join: {', '.join(map(str, missing[:16]))}. "
+            f"rank {self.rank} waited {self.timeout:.0f} s for {name_ranks(missing)} of "
+            f"{self.size} in the MPI job to join. "
             "Do all of them call shoal.init()?"
         )

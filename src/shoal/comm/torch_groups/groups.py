@@ -21,6 +21,7 @@ from shoal.comm.control.plane import Control
 from shoal.comm.torch_groups.watchdog import Flight, Watchdog
 from shoal.comm.work import PendingWork
 from shoal.errors import DeadlineError, ShoalError, TransportError
+from shoal.system.rank_names import name_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -76,7 +77,7 @@ class Links:
         timeout = timedelta(seconds=self.timeout + _SPARE_S)
         work = PendingWork(partial(self.make, store, rank, len(ranks), timeout), name)
         work.start_thread("shoal-connect")
-        return self._await(work, f"making the process group of {_shown(ranks)}", ranks)
+        return self._await(work, f"making the process group of {name_ranks(ranks)}", ranks)
 
     def _await(self, work: PendingWork[Any], what: str, ranks: Sequence[int]) -> ProcessGroup:
         others = [rank for rank in ranks if rank != self.control.rank]
@@ -92,10 +93,6 @@ class Links:
                 verdict = flight.await_verdict() or TransportError(f"{what} failed: {error}")
             if verdict is not None:
                 raise verdict
-
-
-def _shown(ranks: Sequence[int]) -> str:
-    return f"ranks {', '.join(map(str, ranks))}"
 
 
 def find_group(kind: type, device: str, bootstrap: Bootstrap) -> ProcessGroup | None:

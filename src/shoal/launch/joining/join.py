@@ -16,7 +16,7 @@ from shoal.comm.control.page.page import is_supported
 from shoal.comm.memory.backend import InMemoryBackend
 from shoal.errors import BackendUnavailableError, LaunchError
 from shoal.launch.joining.environment import RankInfo, discover
-from shoal.system.failure import describe
+from shoal.system.site import describe
 
 if TYPE_CHECKING:
     from torch.distributed import Store

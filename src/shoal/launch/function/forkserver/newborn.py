@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
@@ -23,21 +22,10 @@ from typing import NoReturn
 
 from shoal.launch.function.forkserver import stdio
 from shoal.launch.function.forkserver.request import Descriptors, Request
+from shoal.system.libc import die_with_parent
 from shoal.system.memory_file import MemoryFile
 
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
-
 Entry = Callable[[socket.socket, bytes], int | None]
-
-
-def die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when `parent`, its parent process, ends."""
-    if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
-    if os.getppid() != parent:  # it ended before the kernel knew of our wish
-        os._exit(1)
 
 
 def live(descriptors: Descriptors, server: int) -> NoReturn:
