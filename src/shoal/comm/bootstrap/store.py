@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import time
 from abc import ABC, abstractmethod
@@ -14,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from shoal.comm.control.page.memory import Page
 from shoal.comm.control.page.page import PageControl, is_supported
-from shoal.errors import DeadlineError, PeerError, ShoalError
-from shoal.system.rank_names import name_ranks
+from shoal.errors import PeerError, ShoalError
+from shoal.system.deadline import Deadline, joining_text, pauses, wait_until
 from shoal.torch_support.process_memory import can_read, probe_address
 
 if TYPE_CHECKING:
@@ -23,13 +22,10 @@ if TYPE_CHECKING:
 
     from shoal.comm.control.plane import Control
 
-logger = logging.getLogger("shoal")
-
 _FAILURE_KEY = "shoal/failed-before-joining"
 _JOINED = "shoal/joined"
 _LINGER_S = 5.0
-_FIRST_WARNING_S = 10.0
-_POLL_S = 0.005
+_POLL_S, _LONGEST_POLL_S = 0.005, 0.1
 _MAPPED, _READS = b"mapped the page", b"mapped the page, can read the others"
 
 
@@ -83,40 +79,29 @@ class StoreBootstrap(Bootstrap):
         return [self.store.get(self._key(rank)) for rank in range(self.size)]
 
     def joined(self) -> None:
-        """Counts this rank, for whoever holds the store."""
+        """Counts this rank, for the rank that holds the store."""
         self.store.add(_JOINED, 1)
 
     def close(self) -> None:
         """Keeps a store that lives in this process until nobody needs it to join any more."""
-        deadline = time.monotonic() + _LINGER_S
-        while self._holds_store and self.store.add(_JOINED, 0) < self.size:
-            if time.monotonic() > deadline:
-                return
-            time.sleep(_POLL_S)
+        if self._holds_store:
+            wait_until(lambda: self.store.add(_JOINED, 0) >= self.size, _LINGER_S, _POLL_S)
 
     def _key(self, rank: int) -> str:
         return f"shoal/{self._round}/{rank}"
 
     def _await_all(self) -> None:
-        begin = time.monotonic()
-        warn_at = begin + min(_FIRST_WARNING_S, self.timeout / 2)
-        pause = _POLL_S
-        while missing := self._missing():
-            now = time.monotonic()
+        deadline = Deadline(self.timeout)
+        question = "Are they all started, and do they reach the same store?"
+        for pause in pauses(_POLL_S, _LONGEST_POLL_S):
+            if not self._missing():
+                return
             failure = self._failure()
-            # Whoever ended may have joined first: what counts is whether somebody is missing.
+            # The rank that ended may have joined before that: what counts is who is missing.
             if failure is not None and self._missing():
                 raise failure
-            if now - begin > self.timeout:
-                raise DeadlineError(
-                    f"rank {self.rank} waited {self.timeout:.0f} s for {name_ranks(missing)} of "
-                    f"{self.size} to join. Are they all started, and do they reach the same store?"
-                )
-            if now > warn_at:
-                warn_at = now + 2 * (now - begin)
-                logger.warning("still waiting for %s to join", name_ranks(missing))
+            deadline.enforce(joining_text, self.rank, self.size, self._missing, question)
             time.sleep(pause)
-            pause = min(pause * 1.5, 0.1)
 
     def _missing(self) -> list[int]:
         keys = [self._key(rank) for rank in range(self.size)]

@@ -16,7 +16,6 @@ results of one window travel together with the inputs of the next.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -36,6 +35,7 @@ from shoal.comm.operation.partition import offsets, split_sizes
 from shoal.comm.operation.reduction import reduce_into
 from shoal.comm.process_backend import ProcessBackend
 from shoal.errors import BackendUnavailableError, ShoalError, TransportError
+from shoal.system.deadline import wait_until
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -207,11 +207,8 @@ class MPIBackend(ProcessBackend):
                         patience.pause(missing)
                     patience.made_progress()
         except ShoalError:
-            give_up_at = time.monotonic() + _LAST_BYTES_S
-            while missing():
-                if time.monotonic() > give_up_at:
-                    raise
-                time.sleep(1e-3)
+            if not wait_until(lambda: not missing(), _LAST_BYTES_S, poll_s=1e-3):
+                raise
 
     def _pieces(self, tensor: Tensor, counts: Sequence[int]) -> list[Piece]:
         """The others' parts of a tensor that has a part for each rank."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Control, Failure
 from shoal.errors import PeerError, ShoalError
+from shoal.system.deadline import wait_until
 
 _LOOK_EVERY_S = 0.05
 # A rank may fail right after its part of a transfer. What the others still need of it is on
@@ -47,7 +48,7 @@ class Flight:
         self._begin = time.monotonic()
 
     def examine(self) -> ShoalError | None:
-        """Why there is no point in waiting any longer, if there is none."""
+        """The error that makes further waiting pointless, or None."""
         if time.monotonic() - self._begin < _GRACE_S:
             return None
         try:
@@ -58,10 +59,12 @@ class Flight:
 
     def await_verdict(self) -> ShoalError | None:
         """Why the transport failed, if the news of it comes soon."""
-        deadline = time.monotonic() + _NEWS_S
-        while self.verdict is None and time.monotonic() < deadline:
-            self.verdict = self.examine()
-            time.sleep(0.01)
+
+        def is_known() -> bool:
+            self.verdict = self.verdict or self.examine()
+            return self.verdict is not None
+
+        wait_until(is_known, _NEWS_S, poll_s=0.01)
         return self.verdict
 
     def cut_short(self, verdict: ShoalError) -> None:

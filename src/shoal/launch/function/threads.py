@@ -18,6 +18,7 @@ from shoal.comm.world import World, set_current
 from shoal.errors import DeadlineError
 from shoal.launch.function.call import copy_call
 from shoal.launch.function.outcome import Outcome
+from shoal.system.deadline import wait_until
 from shoal.torch_support.random_state import RandomState
 
 # How long ranks get to come to their next operation, where they end, after an interrupt.
@@ -89,11 +90,9 @@ def _join(threads: list[threading.Thread], simulator: Simulator) -> None:
         while thread.is_alive():
             thread.join(1.0)
             if simulator.is_abandoned(thread.is_alive() for thread in threads):
-                raise DeadlineError(simulator.abandonment())
+                raise simulator.abandoned()
 
 
 def _join_for(threads: list[threading.Thread], seconds: float) -> None:
     """Waits for a while. An interrupted `join` may take a running thread for a stopped one."""
-    deadline = time.monotonic() + seconds
-    while set(threads) & set(threading.enumerate()) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
+    wait_until(lambda: not set(threads) & set(threading.enumerate()), seconds, _POLL_S)
