@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
 
-from shoal.launch.function.frames import FrameReader
 from shoal.launch.function.outcome import ERROR, Outcome, decode_frame
+from shoal.launch.function.result_frames import FrameReader
 
 # How long the kernel gets to end a killed process before it is given up as unkillable.
 _REAP_SECONDS = 10.0

@@ -10,11 +10,11 @@ from typing import Any
 from shoal.comm.bootstrap.store import report_failure, store_for_one_host
 from shoal.launch.function.command.connect_back import run_command
 from shoal.launch.function.outcome import Outcome
-from shoal.launch.function.processes import run_processes
-from shoal.launch.function.threads import run_threads
+from shoal.launch.function.rank_processes import run_processes
+from shoal.launch.function.rank_threads import run_threads
 from shoal.launch.joining.join import news_of_run
 from shoal.launch.mpi import mpiexec
-from shoal.launch.script.glibc import tunables
+from shoal.launch.rank_settings import tunables
 from shoal.system.cores import num_cores
 
 

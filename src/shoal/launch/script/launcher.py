@@ -27,7 +27,7 @@ from shoal.launch.script.output import console
 from shoal.launch.script.rank import Rank, start_rank
 from shoal.launch.script.rank_output import FileOutput, RankOutput, ScreenOutput
 from shoal.launch.script.signals import Signals
-from shoal.launch.script.store import Store, listen
+from shoal.launch.script.store_process import Store, listen
 from shoal.launch.script.summary import Ending, first_failure, read_record, summarize
 from shoal.launch.script.variables import common_variables, own_variables
 

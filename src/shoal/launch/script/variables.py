@@ -10,8 +10,8 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
+from shoal.launch.rank_settings import tunables
 from shoal.launch.script.config import LaunchConfig
-from shoal.launch.script.glibc import tunables
 from shoal.system.cores import num_cores
 
 

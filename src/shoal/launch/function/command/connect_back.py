@@ -22,14 +22,14 @@ from typing import Any
 from shoal.errors import LaunchError
 from shoal.launch.function.call import encode_call
 from shoal.launch.function.collector import Collector
-from shoal.launch.function.command.door import HELLO, Door
-from shoal.launch.function.command.tail import Tail
+from shoal.launch.function.command.listener import HELLO, Door
+from shoal.launch.function.command.stderr import Tail
 from shoal.launch.function.forkserver.child import Child
+from shoal.launch.function.forkserver.child_main import resolve
 from shoal.launch.function.forkserver.forkserver import fork_server
-from shoal.launch.function.forkserver.newborn import resolve
 from shoal.launch.function.forkserver.request import Request
 from shoal.launch.function.outcome import Outcome
-from shoal.launch.function.processes import WORKER
+from shoal.launch.function.rank_processes import WORKER
 from shoal.launch.joining.environment import discover
 from shoal.system.libc import die_with_parent
 from shoal.system.memory_file import MemoryFile

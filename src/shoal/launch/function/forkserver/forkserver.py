@@ -29,7 +29,7 @@ from shoal.launch.function.forkserver.request import (
     import_path,
     send_packet,
 )
-from shoal.launch.script.glibc import tunables
+from shoal.launch.rank_settings import tunables
 from shoal.system.memory_file import MemoryFile
 
 # The first child waits for the server's imports: seconds on an idle machine, more on a busy one.

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shoal.launch.function.forkserver import newborn
+from shoal.launch.function.forkserver import child_main
 from shoal.launch.function.forkserver.request import (
     SIGNAL,
     SPAWN,
@@ -111,7 +111,7 @@ class Server:
             pid = -(error.errno or 1)
         if pid == 0:
             self._leave_to_child(descriptors.status)
-            newborn.live(descriptors, server)
+            child_main.run(descriptors, server)
         for fd in descriptors[1:]:
             os.close(fd)
         _tell(descriptors.status, pid)

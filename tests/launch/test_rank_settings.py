@@ -10,7 +10,7 @@ import leaks
 import shoal
 from shoal.comm.bootstrap.store import store_for_one_host
 from shoal.launch.function.forkserver.forkserver import fork_server
-from shoal.launch.script.glibc import tunables
+from shoal.launch.rank_settings import tunables
 
 _LENGTH = "glibc.cpu.x86_non_temporal_threshold"
 

@@ -28,7 +28,7 @@ from shoal.system.memory_file import MemoryFile
 Entry = Callable[[socket.socket, bytes], int | None]
 
 
-def live(descriptors: Descriptors, server: int) -> NoReturn:
+def run(descriptors: Descriptors, server: int) -> NoReturn:
     """Runs a whole child, from just after the fork to its exit."""
     code = 1
     try:
