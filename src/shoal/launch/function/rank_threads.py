@@ -25,7 +25,7 @@ from shoal.torch_support.random_state import RandomState
 _GRACE_S = 2.0
 _POLL_S = 0.001
 
-Call = tuple[Callable[..., Any], tuple[Any, ...]]
+_Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def run_threads(
@@ -59,7 +59,7 @@ def run_threads(
     return outcomes
 
 
-def _run_rank(call: Call, simulator: Simulator, outcome: Outcome, timeout: float) -> None:
+def _run_rank(call: _Call, simulator: Simulator, outcome: Outcome, timeout: float) -> None:
     ranks = range(simulator.size)
     world = World(InMemoryBackend(WorldState(timeout=timeout), simulator, ranks, outcome.rank))
     set_current(world, process_wide=False)
