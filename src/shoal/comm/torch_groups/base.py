@@ -96,7 +96,7 @@ class ProcessGroupBackend(ProcessBackend):
         """Whether the process group's own arithmetic will do."""
 
     @abstractmethod
-    def _elsewhere(self, origin: Origin, task: Callable[[], Any]) -> Any:
+    def _on_worker(self, origin: Origin, task: Callable[[], Any]) -> Any:
         """Runs a task in a thread that is not the caller's, as if on the caller's stream."""
 
     # Streams --------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class ProcessGroupBackend(ProcessBackend):
     def _in_order(self, operation: Operation, task: Callable[[], Any], eager: bool) -> Any:
         """What is not eager runs in a thread of its own, which has other streams."""
         origin = None if eager else self._origins.get(operation)
-        return task() if origin is None else self._elsewhere(origin, task)
+        return task() if origin is None else self._on_worker(origin, task)
 
     # Collectives ----------------------------------------------------------------------------
 

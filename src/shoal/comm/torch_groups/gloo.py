@@ -106,7 +106,7 @@ class GlooBackend(ProcessGroupBackend):
             assert staged.target is not None
             payload.target.copy_(staged.target)
 
-    def _elsewhere(self, origin: Origin, task: Callable[[], Any]) -> Any:
+    def _on_worker(self, origin: Origin, task: Callable[[], Any]) -> Any:
         with torch.cuda.stream(origin.stream):
             return task()
 

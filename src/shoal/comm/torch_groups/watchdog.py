@@ -36,7 +36,7 @@ class Flight:
         *,
         is_stubborn: bool = False,
     ) -> None:
-        """``others`` are the world ranks it needs; ``is_over`` is for those nobody waits for.
+        """``others`` are the world ranks it needs; ``is_over`` is for those nothing waits for.
 
         One that ``is_stubborn`` may survive an abort that comes at a bad moment, so it is aborted
         again and again until it is released.
@@ -68,7 +68,7 @@ class Flight:
         return self.verdict
 
     def cut_short(self, verdict: ShoalError) -> None:
-        """Makes whoever waits for the transfer return, with an error of the transport's own."""
+        """Makes threads that wait for the transfer return, with an error of the transport's own."""
         self.verdict = verdict
         if time.monotonic() >= self._abort_again_at:
             self._abort(verdict)
