@@ -1,4 +1,4 @@
-"""The first words between ranks that do not know each other yet."""
+"""How ranks that do not know each other yet exchange a few bytes, and become a control plane."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class StoreBootstrap(Bootstrap):
         self.store.add(_JOINED, 1)
 
     def close(self) -> None:
-        """Keeps a store that lives in this process until nobody needs it to join any more."""
+        """Keeps a store that lives in this process until all ranks have joined."""
         if self._holds_store:
             wait_until(lambda: self.store.add(_JOINED, 0) >= self.size, _LINGER_S, _POLL_S)
 
@@ -195,7 +195,7 @@ def _connect_page(bootstrap: Bootstrap, identities: Sequence[Identity]) -> PageC
 
 
 def store_for_one_host() -> tuple[Store, int]:
-    """A store on this host's loopback that nobody else reaches, and its port."""
+    """A store on this host's loopback that no other host reaches, and its port."""
     import socket
 
     from torch.distributed import TCPStore

@@ -40,7 +40,7 @@ logger = logging.getLogger("shoal")
 LOCK = threading.Lock()
 _LONGEST_PAUSE_S = 5e-3
 _SEGMENTS = ("/dev/shm/mpich_shm_", "/dev/shm/sm_segment.")
-# MPI may still write into the buffers of a request that nobody waits for any more, at any time
+# MPI may still write into the buffers of a request that no thread waits for any more, at any time
 # until the process ends; a request cannot be taken back once its peer is dead.
 _abandoned: list[Any] = []
 
@@ -145,7 +145,7 @@ def watch(pids: Sequence[int]) -> None:
 
 
 def keep(*things: Any) -> None:
-    """Keeps requests and their buffers for ever, because nobody will wait for them."""
+    """Keeps requests and their buffers for ever, because no thread will wait for them."""
     _abandoned.append(things)
     _Ending.has_failed = True
 

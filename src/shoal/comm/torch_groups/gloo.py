@@ -78,7 +78,7 @@ class GlooBackend(ProcessGroupBackend):
         if num_bytes > _MAX_KEPT_BYTES:
             return super()._scratch(numel, like)
         if self._kept.numel() < num_bytes:
-            with torch.inference_mode(mode=False):  # whoever is next may not be in it
+            with torch.inference_mode(mode=False):  # the next caller may not be in it
                 self._kept = torch.empty(num_bytes, dtype=torch.uint8)
         return self._kept[:num_bytes].view(like.dtype)
 

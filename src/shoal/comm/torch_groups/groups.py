@@ -103,8 +103,9 @@ def find_group(kind: type, device: str, bootstrap: Bootstrap) -> ProcessGroup | 
         group = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device))
     except RuntimeError:  # none for this device
         return None
-    place = (bootstrap.rank, bootstrap.size)
-    return group if isinstance(group, kind) and (group.rank(), group.size()) == place else None
+    position = (bootstrap.rank, bootstrap.size)
+    is_same = isinstance(group, kind) and (group.rank(), group.size()) == position
+    return group if is_same else None
 
 
 def link(

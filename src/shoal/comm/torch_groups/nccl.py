@@ -134,7 +134,7 @@ class NCCLBackend(ProcessGroupBackend):
             group = self._pair_groups.get(key)
         if group is None:
             pair = [self.ranks[sender], self.ranks[receiver]]
-            group = self._links.connect(f"{self._place}/{ticket}-{pair[0]}-{pair[1]}", pair)
+            group = self._links.connect(f"{self._group_name}/{ticket}-{pair[0]}-{pair[1]}", pair)
             with self._pair_groups_lock:
                 self._pair_groups[key] = group
         return group

@@ -63,8 +63,8 @@ def _run_rank(call: _Call, simulator: Simulator, outcome: Outcome, timeout: floa
     ranks = range(simulator.size)
     world = World(InMemoryBackend(WorldState(timeout=timeout), simulator, ranks, outcome.rank))
     set_current(world, process_wide=False)
-    # Until somebody asks, matrix products of a new thread take another number of threads than was
-    # set, and round differently.
+    # Until a new thread has asked for it, its matrix products take another number of threads than
+    # was set, and round differently.
     torch.get_num_threads()
     # Autograd has one backward thread per device. Ranks that are threads would share it, and
     # a hook that waits for another rank there would stop that rank's backward as well.

@@ -64,7 +64,8 @@ class Guard:
 def adopting_orphans() -> Iterator[None]:
     """Makes this process the parent of what a dead rank leaves, instead of process 1; Linux only.
 
-    In a container process 1 often reaps nobody, and a group of zombies looks like one that lives.
+    In a container process 1 often reaps no process, and a group of zombies looks like one that
+    lives.
     """
     libc.adopt_orphans(True)
     try:

@@ -167,7 +167,7 @@ def _stop(launcher: Child) -> None:
 def _complete(
     outcomes: list[Outcome], ranks: int, stderr: CapturedStderr, complaint: str
 ) -> list[Outcome]:
-    """Adds an outcome for each rank that never came, or raises if nobody knows why."""
+    """Adds an outcome for each rank that never came, or raises if no rank has said why."""
     found = {outcome.rank: outcome for outcome in outcomes}
     if len(found) < ranks and not any(outcome.error for outcome in outcomes):
         raise LaunchError(

@@ -100,7 +100,7 @@ class ForkServer:
         """Starts a process that calls `entry(channel, payload)` and exits with what it returns.
 
         Args:
-            entry: The function's place, as `module:function`.
+            entry: Where the function is, as `module:function`.
             payload: Any number of bytes; several children may share one file.
             env: The child's whole environment.
             streams: Descriptors of the caller that become the child's 0, 1 and 2.
