@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -194,20 +195,24 @@ def _connect_page(bootstrap: Bootstrap, identities: Sequence[Identity]) -> PageC
     return PageControl(page, bootstrap.rank, pids, ranks_read_directly=all_read)
 
 
-def store_for_one_host() -> tuple[Store, int]:
-    """A store on this host's loopback that no other host reaches, and its port."""
-    import socket
-
+def host_store(address: str, port: int = 0, timeout: float = 300.0) -> tuple[Store, int]:
+    """A store in this process that is reached at one address only, and its port."""
     from torch.distributed import TCPStore
 
-    listener = socket.create_server(("127.0.0.1", 0))
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, port), family=family)
     port = listener.getsockname()[1]
     store = TCPStore(
-        "127.0.0.1",
+        address,
         port,
         is_master=True,
         wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
         master_listen_fd=listener.detach(),
-        timeout=timedelta(seconds=60),
     )
     return store, port
+
+
+def store_for_one_host() -> tuple[Store, int]:
+    """A store on this host's loopback that no other host reaches, and its port."""
+    return host_store("127.0.0.1", timeout=60.0)

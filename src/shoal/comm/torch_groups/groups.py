@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shoal.comm.bootstrap.store import Bootstrap, StoreBootstrap
+from shoal.comm.bootstrap.store import Bootstrap, StoreBootstrap, host_store
 from shoal.comm.control.addresses import LOOPBACK, own_address, settled_address
 from shoal.comm.control.page.page import PageControl
 from shoal.comm.control.patience import Patience
@@ -143,10 +142,4 @@ def _open_store(bootstrap: Bootstrap, address: str) -> tuple[Store | None, int]:
         return bootstrap.store, 0
     if bootstrap.rank != 0:
         return None, 0
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, 0), family=family)
-    port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-    return store, port
+    return host_store(address)

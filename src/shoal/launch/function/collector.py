@@ -14,7 +14,6 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Protocol, Self
 
 from shoal.launch.function.outcome import ERROR, Outcome, decode_frame
@@ -195,11 +194,6 @@ class Collector:
         """Itself, closed at the end of the block."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         """Leaves nothing running."""
         self.close()
