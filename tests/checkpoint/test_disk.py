@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.checkpoint.disk import file_hints
 from shoal.checkpoint.disk import removal as letting_go
 from shoal.checkpoint.disk.filesystem import DISK, FileSystem, remove_tree
 from shoal.checkpoint.disk.store import Store
+from shoal.system import libc
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_no_room(tmp_path: Path) -> None:
 
 def test_where_hints_are_not_known() -> None:
     reader, writer = os.pipe()
-    file_hints.reserve(writer, 100)
-    file_hints.start_writing(writer, 0, 100)
+    libc.reserve_blocks(writer, 100)
+    libc.start_writing(writer, 0, 100)
     os.close(reader)
     os.close(writer)

@@ -17,6 +17,7 @@ from shoal.comm import Backend
 from shoal.comm.bootstrap import store as bootstrap
 from shoal.comm.bootstrap.connect import connect_backend
 from shoal.comm.bootstrap.store import StoreBootstrap, store_for_one_host
+from shoal.system import libc
 from shoal.torch_support import process_memory as direct
 
 KIB = 256  # floats
@@ -136,8 +137,8 @@ def who_reads() -> list[tuple[bool, bool]] | str:
     backend: Any = shoal.world().backend
     if not backend._page_control.ranks_read_directly:
         return FORBIDDEN
-    seen, really_read = [], direct._read
-    direct._read = lambda *args: (reads.append(args), really_read(*args))  # type: ignore[assignment]
+    seen, really_read = [], libc.read_process_memory
+    libc.read_process_memory = lambda *args: (reads.append(args), really_read(*args))  # type: ignore[assignment]
     try:
         for kind, length in (
             ("all_reduce", 1 << 20),
@@ -148,7 +149,7 @@ def who_reads() -> list[tuple[bool, bool]] | str:
             getattr(backend, kind)(torch.ones(length))
             seen.append(tuple(backend.all_gather_object(bool(reads))))
     finally:
-        direct._read = really_read
+        libc.read_process_memory = really_read
     return seen
 
 

@@ -119,7 +119,7 @@ def test_a_rank_that_never_comes_is_named_at_the_deadline(
 
 
 def start_all_but_one(fn: Any, args: Any, options: Any) -> Any:
-    from shoal.launch.function.processes import run_processes
+    from shoal.launch.function.rank_processes import run_processes
 
     return run_processes(fn, args, 2, **options)
 

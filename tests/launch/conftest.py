@@ -27,7 +27,7 @@ def idle_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Spares tests that need no store the import of torch that would run beside them."""
     path = tmp_path / "idle.py"
     path.write_text("import sys; sys.stdin.readline()")
-    monkeypatch.setattr("shoal.launch.script.store._HOST_SCRIPT", path)
+    monkeypatch.setattr("shoal.launch.script.store_process._HOST_SCRIPT", path)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from torch import Tensor
 from shoal.comm import objects
 from shoal.comm.backend import Backend
 from shoal.errors import MismatchError
+from shoal.system.rank_names import name_ranks
 
 WAYS = ("any", "all", "same", "max", "min", "mean", "first")
 _FOR_ANYTHING = ("same", "first")
@@ -110,11 +111,7 @@ def by_rank(values: Sequence[Any], ranks: Sequence[int] | None = None) -> str:
         holders.setdefault(_shortened(value), []).append(rank)
     if len(holders) == 1:  # they differ where the text does not show it
         return f"all print as {next(iter(holders))}"
-    parts = [
-        f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}: {text}"
-        for text, who in holders.items()
-    ]
-    return "; ".join(parts)
+    return "; ".join(f"{name_ranks(who)}: {text}" for text, who in holders.items())
 
 
 def _shortened(value: Any, longest: int = 200) -> str:

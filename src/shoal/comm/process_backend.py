@@ -29,8 +29,7 @@ from shoal.comm.operation import Operation, Payload
 from shoal.comm.operation.header import Header, check_equal, decode, encode
 from shoal.comm.work import PendingWork, Work, WorkQueue
 from shoal.errors import DeadlineError, MismatchError, PeerError, ShoalError, TransportError
-from shoal.system.failure import describe
-from shoal.system.site import call_site
+from shoal.system.site import call_site, describe
 
 # How long to wait for the news of a rank's death after the transport already failed over it.
 _NEWS_S = 3.0

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from shoal.errors import DeadlineError
+from shoal.system.deadline import under_way_error
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ class PendingWork(Work[T]):
     def wait(self, timeout: float | None = None) -> T:
         """Waits for the thread. The task itself keeps the world's deadline."""
         if not self._done.wait(timeout):
-            raise DeadlineError(f"{self._what} is still under way after {timeout} s")
+            raise under_way_error(self._what, timeout)
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]

@@ -13,7 +13,7 @@ from shoal.comm.agreement import agree
 from shoal.comm.backend import Backend
 from shoal.comm.operation.reduction import ReduceOp
 from shoal.errors import ClosedError, PeerError
-from shoal.system.failure import describe
+from shoal.system.site import describe
 
 
 class World:

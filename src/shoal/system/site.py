@@ -1,4 +1,4 @@
-"""Where in the user's code a call came from."""
+"""Where in the user's code a call or an error came from, and an error as text with that place."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import os
 import sys
 from functools import lru_cache
 from types import FrameType, TracebackType
+
+from shoal.errors import PeerError
 
 # Where torch is, without loading it.
 _SPEC = importlib.util.find_spec("torch")
@@ -57,3 +59,10 @@ def error_site(traceback: TracebackType | None) -> str:
             site = f"{filename}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
     return theirs if site == "<unknown>" else site
+
+
+def describe(error: BaseException) -> str:
+    """Type, text and place of an exception; of a `PeerError` the reason that it passes on."""
+    if isinstance(error, PeerError):
+        return error.reason
+    return f"{type(error).__name__}: {error} ({error_site(error.__traceback__)})"

@@ -10,20 +10,17 @@ Where that file cannot be read, the bytes are compared.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.system import libc
 from shoal.torch_support.raw import as_bytes
 
-_MAP_FIXED = 0x10
-_FAILED = ctypes.c_void_p(-1).value
 _ENTRY_BYTES = 8
 # Bits of an entry: the page is in memory or in swap; it is a file's and no copy.
 _IS_THERE, _IS_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
@@ -89,23 +86,7 @@ def _map_privately(path: str, offset: int, num_bytes: int) -> mmap.mmap:
     memory = mmap.mmap(-1, num_bytes + -num_bytes % mmap.PAGESIZE, flags=mmap.MAP_PRIVATE)
     fd = os.open(path, os.O_RDWR)
     try:
-        address = as_bytes(memory).data_ptr()
-        flags = mmap.MAP_PRIVATE | _MAP_FIXED
-        access = mmap.PROT_READ | mmap.PROT_WRITE
-        if _mmap()(address, len(memory), access, flags, fd, offset) == _FAILED:
-            number = ctypes.get_errno()
-            raise OSError(number, f"mapping {num_bytes} bytes failed: {os.strerror(number)}")
+        libc.map_over(as_bytes(memory).data_ptr(), len(memory), fd, offset)
     finally:
         os.close(fd)
     return memory
-
-
-@cache
-def _mmap() -> Any:
-    function = ctypes.CDLL(None, use_errno=True).mmap
-    function.restype = ctypes.c_void_p
-    number = ctypes.c_int
-    function.argtypes = (
-        ctypes.c_void_p, ctypes.c_size_t, number, number, number, ctypes.c_long,
-    )  # fmt: skip
-    return function

@@ -12,28 +12,23 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from functools import cache
-from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from shoal.system import libc
+
 _WORD = b"shoal!\n\0"
 _probed = ctypes.create_string_buffer(_WORD, len(_WORD))
-_PR_SET_PTRACER = 0x59616D61
 # By process, for a fork is another one: to whom it has granted the right to read it.
 _granted: dict[int, int] = {}
 
 
-class _Range(ctypes.Structure):
-    _fields_ = (("address", ctypes.c_void_p), ("num_bytes", ctypes.c_size_t))
-
-
 def probe_address() -> int:
-    """Where others can try to read a word of this process; from here on they may."""
+    """Address of the probe word. Side effect: under Yama, lets sibling processes trace this one."""
     if _is_for_ancestors_only():
         parent = _granted[os.getpid()] = os.getppid()
-        _libc().prctl(_PR_SET_PTRACER, ctypes.c_ulong(parent), 0, 0, 0)
+        libc.allow_tracing_by(parent)
     return ctypes.addressof(_probed)
 
 
@@ -53,7 +48,7 @@ def can_read(pid: int, address: int) -> bool:
     """Whether this process finds another one's word."""
     found = ctypes.create_string_buffer(len(_WORD))
     try:
-        _read(pid, address, ctypes.addressof(found), len(_WORD))
+        libc.read_process_memory(pid, address, ctypes.addressof(found), len(_WORD))
     except (OSError, AttributeError):  # forbidden, or a system without the call
         return False
     return found.raw == _WORD
@@ -61,27 +56,6 @@ def can_read(pid: int, address: int) -> bool:
 
 def read_into(target: Tensor, pid: int, address: int) -> None:
     """Fills flat CPU memory with what another process has at an address."""
-    _read(pid, address, target.data_ptr(), target.nbytes)
+    libc.read_process_memory(pid, address, target.data_ptr(), target.nbytes)
     if not target.is_inference():
         increment_version(target)  # nobody else tells autograd
-
-
-def _read(pid: int, address: int, place: int, num_bytes: int) -> None:
-    done = 0
-    while done < num_bytes:
-        here = _Range(place + done, num_bytes - done)
-        there = _Range(address + done, num_bytes - done)
-        count = _libc().process_vm_readv(
-            pid, ctypes.byref(here), 1, ctypes.byref(there), 1, ctypes.c_ulong(0)
-        )
-        if count <= 0:
-            error = ctypes.get_errno()
-            raise OSError(error, f"cannot read memory of process {pid}: {os.strerror(error)}")
-        done += count
-
-
-@cache
-def _libc() -> Any:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.process_vm_readv.restype = ctypes.c_ssize_t
-    return libc

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal.comm.world import World, current
 from shoal.strategies.layers.precision import parse_precision
+from shoal.system.rank_names import name_ranks
 from shoal.verification.judge import Difference, Judge, default_tolerance
 from shoal.verification.trainees.member import Member
 from shoal.verification.trainees.single import SplitBatch, WholeBatch
@@ -103,8 +104,7 @@ def _compare_ranks(
 
 
 def _who(sides: list[list[int]]) -> str:
-    names = [f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" for ranks in sides]
-    return " and ".join(names)
+    return " and ".join(map(name_ranks, sides))
 
 
 def _copies(reference: WholeBatch | None) -> list[Tensor]:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from shoal.checkpoint.disk import file_hints
 from shoal.checkpoint.disk import removal as letting_go
+from shoal.system import libc
 
 Buffer = memoryview | bytes
 # As much is written before the disk begins with it, so that there is little to wait for in the end.
@@ -184,7 +184,7 @@ class _WrittenFile:
         self._num_bytes = self._num_begun = 0
 
     def reserve(self, num_bytes: int) -> None:
-        file_hints.reserve(self._descriptor, num_bytes)
+        libc.reserve_blocks(self._descriptor, num_bytes)
 
     def write(self, data: Buffer) -> None:
         rest = memoryview(data).cast("B")
@@ -194,7 +194,7 @@ class _WrittenFile:
             rest = rest[count:]
         new_bytes = self._num_bytes - self._num_begun
         if new_bytes >= _EARLY_BYTES:
-            file_hints.start_writing(self._descriptor, self._num_begun, new_bytes)
+            libc.start_writing(self._descriptor, self._num_begun, new_bytes)
             self._num_begun = self._num_bytes
 
     def sync(self) -> None:

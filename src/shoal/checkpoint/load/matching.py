@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shoal.errors import CheckpointMismatchError
+from shoal.system.rank_names import list_names
 
 _MOST_NAMES = 30
 PREFIX = "model/"
@@ -89,15 +90,15 @@ class Misfits:
     def _lines(self) -> list[str]:
         lines = []
         if self.missing:
-            lines.append(f"missing in the checkpoint: {_listed(self.missing)}")
+            lines.append(f"missing in the checkpoint: {list_names(self.missing, _MOST_NAMES)}")
         if self.unexpected:
-            lines.append(f"not in the model: {_listed(self.unexpected)}")
+            lines.append(f"not in the model: {list_names(self.unexpected, _MOST_NAMES)}")
         if self.misshapen:
             texts = [
                 f"{name} ({tuple(old)} in the checkpoint, {tuple(new)} in the model)"
                 for name, (old, new) in self.misshapen.items()
             ]
-            lines.append(f"of another shape: {_listed(texts)}")
+            lines.append(f"of another shape: {list_names(texts, _MOST_NAMES)}")
         return lines
 
 
@@ -124,9 +125,3 @@ def compare(
     missing = dict.fromkeys(name for each in matches for name in each.missing)
     misshapen = {name: (old, new) for each in matches for name, old, new in each.misshapen}
     return Misfits(list(missing), unexpected, misshapen, bool(found) or not known)
-
-
-def _listed(names: Sequence[str]) -> str:
-    text = ", ".join(names[:_MOST_NAMES])
-    rest = len(names) - _MOST_NAMES
-    return f"{text} and {rest} more" if rest > 0 else text

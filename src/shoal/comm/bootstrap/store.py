@@ -1,10 +1,10 @@
-"""The first words between ranks that do not know each other yet."""
+"""How ranks that do not know each other yet exchange a few bytes, and become a control plane."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
+import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from shoal.comm.control.page.memory import Page
 from shoal.comm.control.page.page import PageControl, is_supported
-from shoal.errors import DeadlineError, PeerError, ShoalError
+from shoal.errors import PeerError, ShoalError
+from shoal.system.deadline import Deadline, joining_text, pauses, wait_until
 from shoal.torch_support.process_memory import can_read, probe_address
 
 if TYPE_CHECKING:
@@ -22,13 +23,10 @@ if TYPE_CHECKING:
 
     from shoal.comm.control.plane import Control
 
-logger = logging.getLogger("shoal")
-
 _FAILURE_KEY = "shoal/failed-before-joining"
 _JOINED = "shoal/joined"
 _LINGER_S = 5.0
-_FIRST_WARNING_S = 10.0
-_POLL_S = 0.005
+_POLL_S, _LONGEST_POLL_S = 0.005, 0.1
 _MAPPED, _READS = b"mapped the page", b"mapped the page, can read the others"
 
 
@@ -82,40 +80,29 @@ class StoreBootstrap(Bootstrap):
         return [self.store.get(self._key(rank)) for rank in range(self.size)]
 
     def joined(self) -> None:
-        """Counts this rank, for whoever holds the store."""
+        """Counts this rank, for the rank that holds the store."""
         self.store.add(_JOINED, 1)
 
     def close(self) -> None:
-        """Keeps a store that lives in this process until nobody needs it to join any more."""
-        deadline = time.monotonic() + _LINGER_S
-        while self._holds_store and self.store.add(_JOINED, 0) < self.size:
-            if time.monotonic() > deadline:
-                return
-            time.sleep(_POLL_S)
+        """Keeps a store that lives in this process until all ranks have joined."""
+        if self._holds_store:
+            wait_until(lambda: self.store.add(_JOINED, 0) >= self.size, _LINGER_S, _POLL_S)
 
     def _key(self, rank: int) -> str:
         return f"shoal/{self._round}/{rank}"
 
     def _await_all(self) -> None:
-        begin = time.monotonic()
-        warn_at = begin + min(_FIRST_WARNING_S, self.timeout / 2)
-        pause = _POLL_S
-        while missing := self._missing():
-            now = time.monotonic()
+        deadline = Deadline(self.timeout)
+        question = "Are they all started, and do they reach the same store?"
+        for pause in pauses(_POLL_S, _LONGEST_POLL_S):
+            if not self._missing():
+                return
             failure = self._failure()
-            # Whoever ended may have joined first: what counts is whether somebody is missing.
+            # The rank that ended may have joined before that: what counts is who is missing.
             if failure is not None and self._missing():
                 raise failure
-            if now - begin > self.timeout:
-                raise DeadlineError(
-                    f"rank {self.rank} waited {self.timeout:.0f} s for {_named(missing)} of "
-                    f"{self.size} to join. Are they all started, and do they reach the same store?"
-                )
-            if now > warn_at:
-                warn_at = now + 2 * (now - begin)
-                logger.warning("still waiting for %s to join", _named(missing))
+            deadline.enforce(joining_text, self.rank, self.size, self._missing, question)
             time.sleep(pause)
-            pause = min(pause * 1.5, 0.1)
 
     def _missing(self) -> list[int]:
         keys = [self._key(rank) for rank in range(self.size)]
@@ -134,11 +121,6 @@ def report_failure(news: Store, rank: int, reason: str) -> None:
     """Tells ranks that are joining, or will, of one that does not; the first report counts."""
     report = json.dumps({"rank": rank, "reason": reason})
     news.compare_set(_FAILURE_KEY, "", report)
-
-
-def _named(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 @dataclass(frozen=True)
@@ -213,20 +195,24 @@ def _connect_page(bootstrap: Bootstrap, identities: Sequence[Identity]) -> PageC
     return PageControl(page, bootstrap.rank, pids, ranks_read_directly=all_read)
 
 
-def store_for_one_host() -> tuple[Store, int]:
-    """A store on this host's loopback that nobody else reaches, and its port."""
-    import socket
-
+def host_store(address: str, port: int = 0, timeout: float = 300.0) -> tuple[Store, int]:
+    """A store in this process that is reached at one address only, and its port."""
     from torch.distributed import TCPStore
 
-    listener = socket.create_server(("127.0.0.1", 0))
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, port), family=family)
     port = listener.getsockname()[1]
     store = TCPStore(
-        "127.0.0.1",
+        address,
         port,
         is_master=True,
         wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
         master_listen_fd=listener.detach(),
-        timeout=timedelta(seconds=60),
     )
     return store, port
+
+
+def store_for_one_host() -> tuple[Store, int]:
+    """A store on this host's loopback that no other host reaches, and its port."""
+    return host_store("127.0.0.1", timeout=60.0)

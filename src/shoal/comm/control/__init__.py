@@ -1,1 +1,1 @@
-"""The control plane: how ranks agree on what they do, and learn of each other's fate."""
+"""The control plane: how ranks compare what they do, and learn which of them failed or left."""

@@ -18,15 +18,15 @@ ADDRESS_VARIABLE = "SHOAL_HOST_ADDR"
 LOOPBACK = "127.0.0.1"
 _DISCARD_PORT = 9
 # An address of no host: the way there is the default route.
-_ELSEWHERE = "192.0.2.1"
+_UNREACHABLE = "192.0.2.1"
 
 
 def own_address(bootstrap: Bootstrap) -> str:
-    """This host's address towards the place where the ranks meet, the loopback if that is here."""
+    """This host's address towards the one where the ranks meet; the loopback if that is here."""
     named = os.environ.get(ADDRESS_VARIABLE)
     if named:
         return _resolved(named)
-    found = [address for place in _meeting_places(bootstrap) if (address := address_towards(place))]
+    found = [address for host in _meeting_hosts(bootstrap) if (address := address_towards(host))]
     if not found:
         found = [address for address in _guesses() if address]
     public = [address for address in found if not is_loopback(address)]
@@ -44,11 +44,10 @@ def settled_address(own: str, everybody: Sequence[str]) -> str:
 def address_towards(host: str) -> str | None:
     """The address from which this host would send to another. Nothing is sent."""
     with contextlib.suppress(OSError):
-        family, kind, _, _, place = socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)[
-            0
-        ]
+        found = socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)
+        family, kind, _, _, target = found[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(place)
+            probe.connect(target)
             return str(probe.getsockname()[0])
     return None
 
@@ -58,7 +57,7 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def _meeting_places(bootstrap: Bootstrap) -> Iterator[str]:
+def _meeting_hosts(bootstrap: Bootstrap) -> Iterator[str]:
     """Hosts that all ranks reach."""
     store: Any = getattr(bootstrap, "store", None)
     while hasattr(store, "underlying_store"):  # a prefix around the store proper
@@ -71,7 +70,7 @@ def _meeting_places(bootstrap: Bootstrap) -> Iterator[str]:
 def _guesses() -> Iterator[str | None]:
     with contextlib.suppress(OSError):
         yield socket.getaddrinfo(socket.gethostname(), None)[0][4][0]  # type: ignore[misc]
-    yield address_towards(_ELSEWHERE)
+    yield address_towards(_UNREACHABLE)
 
 
 def _resolved(host: str) -> str:

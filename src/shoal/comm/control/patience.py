@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Sequence
 
 from shoal.comm.control.plane import HIDDEN, Control, Failure
-from shoal.errors import DeadlineError, PeerError
+from shoal.errors import PeerError
 from shoal.system.cores import num_cores
-
-logger = logging.getLogger("shoal")
+from shoal.system.deadline import Deadline, operation_text
 
 # With a core for each rank an answer is microseconds away, so spinning pays; with fewer
 # cores than ranks it only keeps the rank we wait for from running.
@@ -21,10 +19,9 @@ _YIELDS = 400
 _FIRST_SLEEP_S = 20e-6
 _LONGEST_SLEEP_S = 1e-3
 _LOOK_EVERY_S = 0.02
-FIRST_WARNING_S = 10.0
 
 
-class Patience:
+class Patience(Deadline):
     """The wait of one rank in one operation.
 
     `pause` is called after each fruitless poll. It decides how to pass the time, looks
@@ -32,8 +29,7 @@ class Patience:
     """
 
     __slots__ = (
-        "_begin", "_control", "_deadline", "_first_poll", "_next_look", "_polls", "_ranks",
-        "_sleep", "_spins", "_warn_at", "_what",
+        "_control", "_first_poll", "_next_look", "_polls", "_ranks", "_sleep", "_spins", "_what",
     )  # fmt: skip
 
     def __init__(
@@ -50,13 +46,11 @@ class Patience:
         A wait that is not ``eager`` sleeps at once: a background thread that spins would keep
         the interpreter from the thread that computes.
         """
+        super().__init__(timeout)
         self._control = control
         self._what = what
         self._ranks = ranks
-        self._begin = begin = time.monotonic()
-        self._deadline = begin + timeout
-        self._warn_at = begin + (FIRST_WARNING_S if timeout > 2 * FIRST_WARNING_S else timeout / 2)
-        self._next_look = begin + _LOOK_EVERY_S
+        self._next_look = self.begin + _LOOK_EVERY_S
         self._sleep = _FIRST_SLEEP_S
         self._spins = _SPINS if len(ranks) <= _CORES else 0
         self._first_poll = 0 if eager else self._spins + _YIELDS
@@ -92,20 +86,16 @@ class Patience:
 
     def look(self, missing: Callable[[], Sequence[int]]) -> None:
         """Raises if the wait is pointless or too long; warns if it is getting long."""
-        now = time.monotonic()
-        self._next_look = now + _LOOK_EVERY_S
+        self._next_look = time.monotonic() + _LOOK_EVERY_S
         failure = self._control.failure() or self._absence(missing)
-        # Whoever failed or left may have arrived first: what counts is whether it is missing.
+        # A rank that failed or left may have arrived before that: what counts is who is missing.
         late = missing()
         if not late:
             return
         if failure is not None:
-            raise PeerError(failure.rank, failure.reason, self._described(late, now))
-        if now >= self._deadline:
-            raise DeadlineError(self._described(late, now) + "\nThe deadline has passed.")
-        if now >= self._warn_at:
-            self._warn_at = now + 2 * (now - self._begin)
-            logger.warning("still waiting: %s", self._described(late, now))
+            waited = time.monotonic() - self.begin
+            raise PeerError(failure.rank, failure.reason, self._text(waited, late))
+        self.enforce(self._text, late)
 
     def _absence(self, missing: Callable[[], Sequence[int]]) -> Failure | None:
         for rank in missing():
@@ -114,19 +104,8 @@ class Patience:
                 return Failure(rank, reason, 0)
         return None
 
-    def _described(self, late: Sequence[int], now: float) -> str:
-        arrived = [rank for rank in self._ranks if rank not in set(late)]
-        lines = [
-            f"{self._what()}, for {now - self._begin:.1f} s",
-            f"  arrived: {_listed(arrived)}; missing: {_listed(late)}",
-        ]
-        lines += [f"  rank {rank} was last in {self._whereabouts(rank)}" for rank in late]
-        return "\n".join(lines)
+    def _text(self, waited: float, late: Sequence[int]) -> str:
+        return operation_text(waited, self._what(), self._ranks, late, self._whereabouts)
 
     def _whereabouts(self, rank: int) -> str:
         return self._control.whereabouts(rank).partition(HIDDEN)[0]
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    noun = "rank" if len(ranks) == 1 else "ranks"
-    return f"{noun} {', '.join(map(str, ranks))}" if ranks else "nobody"

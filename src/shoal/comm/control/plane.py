@@ -47,11 +47,11 @@ class Control(ABC):
     rank: int
     size: int
     is_private: bool = True
-    """Whether nobody but this run's own ranks can take part, so that their pickles may be read."""
+    """Whether only this run's own ranks can take part, so that their pickles may be read."""
 
     @abstractmethod
-    def channel(self, slot: int, ranks: Sequence[int]) -> Channel:
-        """The channel of a group; its members agreed on ``slot``, new to each of them."""
+    def channel(self, group_id: int, ranks: Sequence[int]) -> Channel:
+        """The channel of a group; its members know it by ``group_id``, new to each of them."""
 
     @abstractmethod
     def publish(self, failure: Failure) -> None:
@@ -75,7 +75,7 @@ class Control(ABC):
 
     @abstractmethod
     def leave(self) -> None:
-        """Says goodbye: whoever waits for this rank from now on is told so at once."""
+        """Says goodbye: ranks that wait for this one from now on are told so at once."""
 
     @abstractmethod
     def close(self) -> None:
@@ -112,7 +112,7 @@ class Channel(ABC):
     def unsettled(self, number: int) -> list[int]:
         """The world ranks that have not settled as many transfers.
 
-        A rank asks before it goes: whoever is not through yet may still need something of it.
+        A rank asks before it goes: those that are not through yet may still need something of it.
         """
 
 

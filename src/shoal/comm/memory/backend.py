@@ -19,8 +19,7 @@ from shoal.comm.operation import Operation
 from shoal.comm.operation.header import Header
 from shoal.comm.work import Work
 from shoal.errors import DeadlineError, DeadlockError, ShoalError
-from shoal.system.failure import describe
-from shoal.system.site import call_site
+from shoal.system.site import call_site, describe
 
 
 class InMemoryBackend(Backend):

@@ -9,23 +9,22 @@ random numbers are shared by all threads of a process, so they are swapped with 
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
 
-from shoal.comm.control.patience import FIRST_WARNING_S
 from shoal.comm.control.plane import Failure
 from shoal.comm.memory.meeting import Meeting
 from shoal.errors import DeadlineError, DeadlockError, PeerError
+from shoal.system.deadline import Deadline, abandoned_error, turn_text
+from shoal.system.rank_names import name_ranks
 from shoal.system.site import is_ours
 from shoal.torch_support.random_state import RandomState
 
-logger = logging.getLogger("shoal")
-
 # How long a rank that is late may still take to end by itself once the others gave up on it.
 _GRACE_S = 2.0
+_LOOK_EVERY_S = 1.0
 _LEFT = "it has left: it returned without taking part"
 
 
@@ -133,35 +132,30 @@ class Simulator:
     def _deadlock_report(self) -> str:
         lines = ["no rank can go on, each waits for another:"]
         for rank, meeting in sorted(self._waiting.items()):
-            missing = ", ".join(map(str, meeting.missing()))
-            lines.append(f"  rank {rank} waits for rank {missing} in {self.notes[rank]}")
+            missing = name_ranks(meeting.missing())
+            lines.append(f"  rank {rank} waits for {missing} in {self.notes[rank]}")
         return "\n".join(lines)
 
     # Deadlines: a rank that keeps the baton is late for all the others ------------------
 
     def _await_turn(self, rank: int, meeting: Meeting | None) -> None:
-        begin = time.monotonic()
-        warn_after = min(FIRST_WARNING_S, self._timeout / 2)
-        while not self._turns[rank].acquire(timeout=min(1.0, warn_after)):
-            held = time.monotonic() - max(begin, self._turn_began)
-            if held >= self._timeout and self._holder != rank:
-                raise DeadlineError(self._late_report(rank, meeting, held))
-            if held >= warn_after and self._holder != rank:
-                warn_after += 2 * held
-                logger.warning("still waiting: %s", self._late_report(rank, meeting, held))
+        deadline = Deadline(self._timeout)
+        while not self._turns[rank].acquire(timeout=min(_LOOK_EVERY_S, self._timeout / 2)):
+            if self._holder != rank:
+                deadline.enforce(self._late_text, rank, meeting, since=self._turn_began)
 
-    def _late_report(self, rank: int, meeting: Meeting | None, held: float) -> str:
+    def _late_text(self, waited: float, rank: int, meeting: Meeting | None) -> str:
         if meeting is None:
             waits = "to start"
         elif meeting.is_over:
             waits = f"for its turn, after {self.notes[rank]}"
         else:
             waits = f"in {self.notes[rank]}; arrived: {meeting.arrived()}"
-        return (
-            f"rank {rank} waits {waits}; missing: rank {self._holder}, "
-            f"which has been running for {held:.1f} s and is at {self._position(self._holder)} "
-            f"(its last operation: {self.notes[self._holder]})"
-        )
+        return turn_text(waited, rank, waits, self._holder, self._doing)
+
+    def _doing(self) -> str:
+        rank = self._holder
+        return f"{self._position(rank)} (its last operation: {self.notes[rank]})"
 
     def _position(self, rank: int) -> str:
         frame = sys._current_frames().get(self._threads.get(rank, -1))
@@ -199,10 +193,6 @@ class Simulator:
         known_for = time.monotonic() - self.failure.time_ns / 1e9
         return held > self._timeout and known_for > _GRACE_S
 
-    def abandonment(self) -> str:
-        """What the rank that was given up is doing."""
-        rank = self._holder
-        return (
-            f"rank {rank} did not end within {self._timeout:g} s and is at {self._position(rank)} "
-            f"(its last operation: {self.notes[rank]}); its thread cannot be stopped and goes on"
-        )
+    def abandoned(self) -> DeadlineError:
+        """Names the rank that was given up, and what it is doing."""
+        return abandoned_error(self._timeout, self._holder, self._doing())

@@ -16,7 +16,6 @@ results of one window travel together with the inputs of the next.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -36,6 +35,7 @@ from shoal.comm.operation.partition import offsets, split_sizes
 from shoal.comm.operation.reduction import reduce_into
 from shoal.comm.process_backend import ProcessBackend
 from shoal.errors import BackendUnavailableError, ShoalError, TransportError
+from shoal.system.deadline import wait_until
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _FIRST_GROUP_TAG = 1024
 # A count is an int in MPI 3, so longer tensors travel as several messages.
 _LONGEST_BYTES = 1 << 30
-# Up to here everybody sends everything to whoever needs it: more bytes, but fewer rounds.
+# Up to here all ranks send everything to those that need it: more bytes, but fewer rounds.
 _SMALL_BYTES = 1 << 20
 _WINDOW_BYTES = 2 << 20
 # A rank that left, or died, may have left its last bytes on the way.
@@ -56,7 +56,7 @@ _LAST_BYTES_S = 0.2
 def connect_mpi(bootstrap: Bootstrap, state: WorldState) -> MPIBackend:
     """The world of an MPI job; its ranks are MPI's."""
     mpi = runtime.load(bootstrap.timeout)
-    _check_place(mpi.COMM_WORLD, bootstrap)
+    _check_position(mpi.COMM_WORLD, bootstrap)
     control = connect(bootstrap)
     if isinstance(control, PageControl):
         runtime.watch(control.pids)
@@ -68,7 +68,7 @@ def connect_mpi(bootstrap: Bootstrap, state: WorldState) -> MPIBackend:
     return MPIBackend(state, control, range(bootstrap.size), comm)
 
 
-def _check_place(world: MPI.Comm, bootstrap: Bootstrap) -> None:
+def _check_position(world: MPI.Comm, bootstrap: Bootstrap) -> None:
     if (world.rank, world.size) != (bootstrap.rank, bootstrap.size):
         raise BackendUnavailableError(
             f"backend='mpi' needs ranks that mpiexec started: this process is rank "
@@ -120,22 +120,24 @@ class MPIBackend(ProcessBackend):
         control: Control,
         ranks: Sequence[int],
         comm: MPI.Comm,
-        slot: int = 0,
+        group_id: int = 0,
     ) -> None:
-        """``comm`` is the world's and shared by its groups; ``slot`` is the group's number."""
-        super().__init__(state, control, control.channel(slot, ranks), ranks)
-        self._comm, self._tag = comm, _FIRST_GROUP_TAG + slot
-        self._owns_comm = slot == 0
+        """``comm`` is the world's and shared by its groups; ``group_id`` tells them apart."""
+        super().__init__(state, control, control.channel(group_id, ranks), ranks)
+        self._comm, self._tag = comm, _FIRST_GROUP_TAG + group_id
+        self._owns_comm = group_id == 0
         self._as_buffer = runtime.load(state.timeout).buffer.fromaddress
         self._others = [rank for rank in range(self.size) if rank != self.rank]
         self._scratch: Tensor | None = None
         self._is_broken = False
         if self._tag >= BOOTSTRAP_TAG:
-            raise TransportError(f"this world has made {slot} groups; make groups once, keep them")
+            raise TransportError(
+                f"this world has made {group_id} groups; make groups once, keep them"
+            )
 
-    def _make_group(self, members: Sequence[int], slot: int) -> MPIBackend:
+    def _make_group(self, members: Sequence[int], group_id: int) -> MPIBackend:
         ranks = [self.ranks[member] for member in members]
-        return MPIBackend(self._state, self._control, ranks, self._comm, slot)
+        return MPIBackend(self._state, self._control, ranks, self._comm, group_id)
 
     def _close_transport(self) -> None:
         if self._control.failure() is not None:
@@ -164,14 +166,14 @@ class MPIBackend(ProcessBackend):
         requests: list[tuple[int, MPI.Request]] = []
         try:
             with runtime.LOCK:
-                self._post(self._comm.Irecv, receives, tag, requests)
-                self._post(self._comm.Isend, sends, tag, requests)
+                self._start_requests(self._comm.Irecv, receives, tag, requests)
+                self._start_requests(self._comm.Isend, sends, tag, requests)
             self._await(requests, patience)
         except BaseException:
             runtime.keep(requests, receives, sends)
             raise
 
-    def _post(
+    def _start_requests(
         self,
         start: Callable[..., MPI.Request],
         pieces: Sequence[Piece],
@@ -207,11 +209,8 @@ class MPIBackend(ProcessBackend):
                         patience.pause(missing)
                     patience.made_progress()
         except ShoalError:
-            give_up_at = time.monotonic() + _LAST_BYTES_S
-            while missing():
-                if time.monotonic() > give_up_at:
-                    raise
-                time.sleep(1e-3)
+            if not wait_until(lambda: not missing(), _LAST_BYTES_S, poll_s=1e-3):
+                raise
 
     def _pieces(self, tensor: Tensor, counts: Sequence[int]) -> list[Piece]:
         """The others' parts of a tensor that has a part for each rank."""
@@ -254,7 +253,7 @@ class MPIBackend(ProcessBackend):
             inputs = self._inputs(mine)
             sends = [(rank, parts[rank]) for rank in self._others]
             self._exchange([*results[0], *inputs.items()], [*results[1], *sends], patience)
-            # The last place: windows only get shorter, so the next one's inputs end before it.
+            # The last index: windows only get shorter, so the next one's inputs end before it.
             out = mine if self.rank in receivers else self._room(mine, self.size - 1)
             self._reduce_inputs(payload, inputs, mine, out)
             arriving = sends if self.rank in receivers else []
@@ -276,16 +275,16 @@ class MPIBackend(ProcessBackend):
 
     def _inputs(self, like: Tensor) -> dict[int, Tensor]:
         """Room for what each of the others contributes to one reduction."""
-        return {rank: self._room(like, place) for place, rank in enumerate(self._others)}
+        return {rank: self._room(like, index) for index, rank in enumerate(self._others)}
 
-    def _room(self, like: Tensor, place: int) -> Tensor:
-        """One of as many places as there are ranks, in memory that later operations use again."""
+    def _room(self, like: Tensor, index: int) -> Tensor:
+        """One of as many buffers as there are ranks, in memory that later operations use again."""
         stride = -(-like.nbytes // 64) * 64
         scratch = self._scratch
         if scratch is None or scratch.device != like.device or scratch.numel() < stride * self.size:
             scratch = torch.empty(stride * self.size, dtype=torch.uint8, device=like.device)
             self._scratch = scratch
-        return scratch[place * stride : place * stride + like.nbytes].view(like.dtype)
+        return scratch[index * stride : index * stride + like.nbytes].view(like.dtype)
 
     def _reduce_inputs(
         self, payload: Payload, inputs: dict[int, Tensor], mine: Tensor, out: Tensor
@@ -306,12 +305,12 @@ class MPIBackend(ProcessBackend):
 
     def _broadcast_whole(self, whole: Tensor, root: int, patience: Patience) -> None:
         """Down a binomial tree: a rank gets it from the one without its lowest bit."""
-        place = (self.rank - root) % self.size
-        lowest = place & -place or 1 << (self.size - 1).bit_length()
-        if place:
-            self._exchange([((place - lowest + root) % self.size, whole)], [], patience)
+        position = (self.rank - root) % self.size
+        lowest = position & -position or 1 << (self.size - 1).bit_length()
+        if position:
+            self._exchange([((position - lowest + root) % self.size, whole)], [], patience)
         bits = [1 << bit for bit in reversed(range(lowest.bit_length() - 1))]
-        children = [place + bit for bit in bits if place + bit < self.size]
+        children = [position + bit for bit in bits if position + bit < self.size]
         self._exchange([], [((child + root) % self.size, whole) for child in children], patience)
 
     def _broadcast_slices(self, whole: Tensor, root: int, patience: Patience) -> None:

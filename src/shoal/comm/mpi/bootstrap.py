@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shoal.comm.bootstrap.store import Bootstrap
 from shoal.comm.mpi import runtime
 from shoal.errors import DeadlineError
+from shoal.system.deadline import Deadline, joining_text
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -34,16 +35,21 @@ class MPIBootstrap(Bootstrap):
         with runtime.LOCK:
             open_ = {rank: [self._world.Isend(data, rank, BOOTSTRAP_TAG)] for rank in others}
         found: dict[int, bytes | bytearray] = {self.rank: data}
-        deadline = time.monotonic() + self.timeout
-        for pause in runtime.pauses():
-            missing = [rank for rank in others if not self._is_through(rank, found, open_[rank])]
-            if not missing:
-                break
-            if time.monotonic() > deadline:
-                runtime.keep(open_, found)
-                raise self._late(missing)
-            time.sleep(pause)
+        self._await(lambda: [r for r in others if not self._is_through(r, found, open_[r])])
         return [bytes(found[rank]) for rank in range(self.size)]
+
+    def _await(self, missing: Callable[[], list[int]]) -> None:
+        deadline = Deadline(self.timeout)
+        question = "Do all ranks of the MPI job call shoal.init()?"
+        try:
+            for pause in runtime.pauses():
+                if not missing():
+                    return
+                deadline.enforce(joining_text, self.rank, self.size, missing, question)
+                time.sleep(pause)
+        except DeadlineError:
+            runtime.keep(missing)  # and with it the requests and their buffers
+            raise
 
     def joined(self) -> None:
         """All have heard from all, so each has mapped what it shares with the others."""
@@ -62,10 +68,3 @@ class MPIBootstrap(Bootstrap):
                 found[rank] = bytearray(status.Get_count(self._mpi.BYTE))
                 requests.append(message.Irecv(found[rank]))
             return all(request.Test() for request in requests)
-
-    def _late(self, missing: Sequence[int]) -> DeadlineError:
-        return DeadlineError(
-            f"rank {self.rank} waited {self.timeout:.0f} s for {len(missing)} of {self.size} ranks "
-            f"of the MPI job to join: {', '.join(map(str, missing[:16]))}. "
-            "Do all of them call shoal.init()?"
-        )

@@ -24,12 +24,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from shoal.errors import BackendUnavailableError, DeadlineError
+from shoal.errors import BackendUnavailableError
+from shoal.system import deadline
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -37,10 +38,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("shoal")
 
 LOCK = threading.Lock()
-_FIRST_WARNING_S = 10.0
 _LONGEST_PAUSE_S = 5e-3
 _SEGMENTS = ("/dev/shm/mpich_shm_", "/dev/shm/sm_segment.")
-# MPI may still write into the buffers of a request that nobody waits for any more, at any time
+# MPI may still write into the buffers of a request that no thread waits for any more, at any time
 # until the process ends; a request cannot be taken back once its peer is dead.
 _abandoned: list[Any] = []
 
@@ -99,16 +99,10 @@ def _start(module: ModuleType, timeout: float) -> None:
     arguments = (None, None, module.THREAD_MULTIPLE, ctypes.byref(provided))
     thread = threading.Thread(target=library.MPI_Init_thread, args=arguments, daemon=True)
     thread.start()
-    quiet = min(_FIRST_WARNING_S, timeout / 2)
-    thread.join(quiet)
-    if thread.is_alive():
-        logger.warning("MPI is still starting: it waits until every rank of the job has come here")
-        thread.join(timeout - quiet)
-    if thread.is_alive():
-        raise DeadlineError(
-            f"MPI did not start within {timeout:.0f} s: some rank of this job died, or has not "
-            "come to shoal.init()"
-        )
+    limit = deadline.Deadline(timeout)
+    while thread.is_alive():
+        limit.enforce(deadline.start_text, "MPI")
+        thread.join(_LONGEST_PAUSE_S)
     module.COMM_WORLD.Set_errhandler(module.ERRORS_RETURN)
 
 
@@ -151,7 +145,7 @@ def watch(pids: Sequence[int]) -> None:
 
 
 def keep(*things: Any) -> None:
-    """Keeps requests and their buffers for ever, because nobody will wait for them."""
+    """Keeps requests and their buffers for ever, because no thread will wait for them."""
     _abandoned.append(things)
     _Ending.has_failed = True
 
@@ -197,9 +191,9 @@ def _all_at_end(world: MPI.Comm) -> bool:
 
 
 def _await_end(request: MPI.Request) -> bool:
-    deadline = time.monotonic() + _Ending.timeout
+    end = time.monotonic() + _Ending.timeout
     for pause in pauses():
-        is_over = time.monotonic() > deadline or any(map(_is_gone, _Ending.pids))
+        is_over = time.monotonic() > end or any(map(_is_gone, _Ending.pids))
         with LOCK:
             if request.Test():
                 return True
@@ -217,9 +211,6 @@ def _is_gone(pid: int) -> bool:
         return True
 
 
-def pauses() -> Iterable[float]:
-    """How long to sleep between looks at something that may take long: longer and longer."""
-    pause = 1e-4
-    while True:
-        yield pause
-        pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+def pauses() -> Iterator[float]:
+    """How long to sleep between looks at MPI, which makes progress only while it is called."""
+    return deadline.pauses(1e-4, _LONGEST_PAUSE_S)

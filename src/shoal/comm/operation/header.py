@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from shoal.errors import MismatchError
+from shoal.system.rank_names import name_ranks
 
 _LENGTHS = struct.Struct("<HHHH")
 _MAX_SITE_BYTES = 240
@@ -82,12 +83,6 @@ def mismatch(headers: Sequence[Header], ranks: Sequence[int], problem: str) -> M
         callers.setdefault((header.signature, header.site), []).append(rank)
     lines = [f"{problem}; nothing was moved:"]
     for (signature, site), members in callers.items():
-        who = f"rank {members[0]}" if len(members) == 1 else f"ranks {_listed(members)}"
-        lines.append(f"  {who}: {signature} at {site}")
+        lines.append(f"  {name_ranks(members)}: {signature} at {site}")
     lines.append("Make every rank of the group issue the same operations in the same order.")
     return MismatchError("\n".join(lines))
-
-
-def _listed(ranks: Sequence[int], limit: int = 16) -> str:
-    shown = ", ".join(map(str, ranks[:limit]))
-    return shown if len(ranks) <= limit else f"{shown}, ... ({len(ranks)} ranks)"

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 # From here on the C library's copy, which writes past the cache (where shoal started the rank, see
-# `shoal.launch.script.glibc`), is clearly ahead of torch's: two ranks that copied 8 MiB at once
+# `shoal.launch.rank_settings`), is clearly ahead of torch's: two ranks that copied 8 MiB at once
 # took 0.9 instead of 1.7 ms on the machine where it was measured.
 _LARGE_BYTES = 1 << 20
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from shoal.comm.control.page.message import ANSWERED, FINISHED, PageMessage
 from shoal.comm.control.patience import Patience
 from shoal.comm.work import Work
-from shoal.errors import DeadlineError
+from shoal.system.deadline import under_way_error
 
 
 class Courier(NamedTuple):
@@ -57,7 +57,7 @@ class PostedSend(Work[None]):
             patience = self._courier.patience()
             self._courier.or_fail(self._await_answer, patience, timeout)
             if not self._message.has_reached(ANSWERED):
-                raise DeadlineError(f"{self._what} is still under way after {timeout} s")
+                raise under_way_error(self._what, timeout)
             self._courier.or_fail(self._end, patience)
         if self._error is not None:
             raise self._error

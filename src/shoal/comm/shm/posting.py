@@ -16,15 +16,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from shoal.comm.control.page.memory import SLOTS
+from shoal.comm.control.page.memory import RING
 from shoal.comm.control.page.page import PageChannel
 from shoal.comm.control.patience import Patience
 from shoal.comm.operation import Operation
 from shoal.comm.work import Work
-from shoal.errors import DeadlineError
+from shoal.system.deadline import under_way_error
 
-# One slot is for the operation that comes next, one for whoever is still at the one before.
-_MOST_POSTED = SLOTS - 2
+# One header is for the operation that comes next, one for ranks still at the one before.
+_MOST_POSTED = RING - 2
 
 
 class Posted(Work[Any]):
@@ -127,8 +127,7 @@ class Postbox:
         until = math.inf if timeout is None else time.monotonic() + timeout
         self._carrier.or_fail(self._wait, posted, until)
         if not posted.is_over:
-            what = posted.operation.signature
-            raise DeadlineError(f"{what} is still under way after {timeout} s")
+            raise under_way_error(posted.operation.signature, timeout)
 
     def _wait(self, posted: Posted, until: float) -> None:
         patience = self._carrier.patience(posted.operation, posted.number)

@@ -31,7 +31,7 @@ from shoal.comm.torch_groups.groups import Links, ProcessGroup
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
 
-# A process group that kept a deadline of its own would fail without naming anybody.
+# A process group that kept a deadline of its own would fail without naming a rank.
 NEVER = timedelta(days=30)
 
 _REDUCE_OPS = {
@@ -53,7 +53,7 @@ class Origin(NamedTuple):
 class ProcessGroupBackend(ProcessBackend):
     """A backend whose transport is a process group of torch's."""
 
-    _place = "world"
+    _group_name = "world"
     """What tells this group from all others of the world."""
 
     def __init__(
@@ -72,13 +72,13 @@ class ProcessGroupBackend(ProcessBackend):
         self._origins: WeakKeyDictionary[Operation, Origin] = WeakKeyDictionary()
         self._settle()  # connected: from here on the others can do without the store
 
-    def _make_group(self, members: Sequence[int], slot: int) -> Self:
+    def _make_group(self, members: Sequence[int], group_id: int) -> Self:
         ranks = [self.ranks[member] for member in members]
-        channel = self._control.channel(slot, ranks)
-        place = f"{slot}-{ranks[0]}"
-        group = self._links.connect(place, ranks)
+        channel = self._control.channel(group_id, ranks)
+        name = f"{group_id}-{ranks[0]}"
+        group = self._links.connect(name, ranks)
         made = type(self)(self._state, channel, ranks, self._links, group)
-        made._place = place
+        made._group_name = name
         return made
 
     # What a kind of process group adds ----------------------------------------------------
@@ -96,7 +96,7 @@ class ProcessGroupBackend(ProcessBackend):
         """Whether the process group's own arithmetic will do."""
 
     @abstractmethod
-    def _elsewhere(self, origin: Origin, task: Callable[[], Any]) -> Any:
+    def _on_worker(self, origin: Origin, task: Callable[[], Any]) -> Any:
         """Runs a task in a thread that is not the caller's, as if on the caller's stream."""
 
     # Streams --------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class ProcessGroupBackend(ProcessBackend):
     def _in_order(self, operation: Operation, task: Callable[[], Any], eager: bool) -> Any:
         """What is not eager runs in a thread of its own, which has other streams."""
         origin = None if eager else self._origins.get(operation)
-        return task() if origin is None else self._elsewhere(origin, task)
+        return task() if origin is None else self._on_worker(origin, task)
 
     # Collectives ----------------------------------------------------------------------------
 

@@ -78,7 +78,7 @@ class GlooBackend(ProcessGroupBackend):
         if num_bytes > _MAX_KEPT_BYTES:
             return super()._scratch(numel, like)
         if self._kept.numel() < num_bytes:
-            with torch.inference_mode(mode=False):  # whoever is next may not be in it
+            with torch.inference_mode(mode=False):  # the next caller may not be in it
                 self._kept = torch.empty(num_bytes, dtype=torch.uint8)
         return self._kept[:num_bytes].view(like.dtype)
 
@@ -106,7 +106,7 @@ class GlooBackend(ProcessGroupBackend):
             assert staged.target is not None
             payload.target.copy_(staged.target)
 
-    def _elsewhere(self, origin: Origin, task: Callable[[], Any]) -> Any:
+    def _on_worker(self, origin: Origin, task: Callable[[], Any]) -> Any:
         with torch.cuda.stream(origin.stream):
             return task()
 

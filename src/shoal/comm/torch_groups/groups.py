@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shoal.comm.bootstrap.store import Bootstrap, StoreBootstrap
+from shoal.comm.bootstrap.store import Bootstrap, StoreBootstrap, host_store
 from shoal.comm.control.addresses import LOOPBACK, own_address, settled_address
 from shoal.comm.control.page.page import PageControl
 from shoal.comm.control.patience import Patience
@@ -21,6 +20,7 @@ from shoal.comm.control.plane import Control
 from shoal.comm.torch_groups.watchdog import Flight, Watchdog
 from shoal.comm.work import PendingWork
 from shoal.errors import DeadlineError, ShoalError, TransportError
+from shoal.system.rank_names import name_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -76,7 +76,7 @@ class Links:
         timeout = timedelta(seconds=self.timeout + _SPARE_S)
         work = PendingWork(partial(self.make, store, rank, len(ranks), timeout), name)
         work.start_thread("shoal-connect")
-        return self._await(work, f"making the process group of {_shown(ranks)}", ranks)
+        return self._await(work, f"making the process group of {name_ranks(ranks)}", ranks)
 
     def _await(self, work: PendingWork[Any], what: str, ranks: Sequence[int]) -> ProcessGroup:
         others = [rank for rank in ranks if rank != self.control.rank]
@@ -94,10 +94,6 @@ class Links:
                 raise verdict
 
 
-def _shown(ranks: Sequence[int]) -> str:
-    return f"ranks {', '.join(map(str, ranks))}"
-
-
 def find_group(kind: type, device: str, bootstrap: Bootstrap) -> ProcessGroup | None:
     """The process group that the script made of the same ranks, if it has one of that kind."""
     if not (dist.is_available() and dist.is_initialized()):
@@ -106,8 +102,9 @@ def find_group(kind: type, device: str, bootstrap: Bootstrap) -> ProcessGroup | 
         group = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device))
     except RuntimeError:  # none for this device
         return None
-    place = (bootstrap.rank, bootstrap.size)
-    return group if isinstance(group, kind) and (group.rank(), group.size()) == place else None
+    position = (bootstrap.rank, bootstrap.size)
+    is_same = isinstance(group, kind) and (group.rank(), group.size()) == position
+    return group if is_same else None
 
 
 def link(
@@ -145,10 +142,4 @@ def _open_store(bootstrap: Bootstrap, address: str) -> tuple[Store | None, int]:
         return bootstrap.store, 0
     if bootstrap.rank != 0:
         return None, 0
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, 0), family=family)
-    port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-    return store, port
+    return host_store(address)

@@ -1,16 +1,16 @@
 """`NCCLBackend`: a GPU for every rank, data moves between GPUs.
 
-[Note: nobody waits]
+[Note: the host does not wait]
 A collective that was called (not ``async_op``) returns once it is in the GPU's queue: what the
 caller puts there next waits for it, the host does not. The watchdog aborts what cannot end any
 more; the GPU then goes on, with results that mean nothing, and the next operation raises why.
 An asynchronous operation runs on a stream of its own, beside what the caller computes, and its
 `Work` is done when the result is there.
 
-[Note: lanes]
+[Note: pair groups]
 NCCL pairs sends with receives by their order alone, and messages of several tags may be under
 way at once in another order on either side. So each open message between two ranks has a
-process group of these two to itself, its lane, which is kept for the next one.
+process group of these two to itself, its pair group, which is kept for the next one.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class NCCLBackend(ProcessGroupBackend):
         self._side: torch.cuda.Stream | None = None
         self._verdict: BaseException | None = None
         self._num_begun = self._num_settled
-        self._lanes: dict[tuple[int, int, int], ProcessGroup] = {}
-        self._lanes_lock = threading.Lock()
+        self._pair_groups: dict[tuple[int, int, int], ProcessGroup] = {}
+        self._pair_groups_lock = threading.Lock()
 
     @property
     def device(self) -> torch.device:
@@ -118,30 +118,30 @@ class NCCLBackend(ProcessGroupBackend):
     def _send(self, payload: Payload, message: Message, patience: Patience) -> None:
         assert payload.source is not None
         data, peer = as_bytes(payload.source), payload.root
-        lane = self._lane(message.ticket, self.rank, peer)
-        self._carry_one(lambda: lane.send([data], 1, 0), patience, peer)
+        group = self._pair_group(message.ticket, self.rank, peer)
+        self._carry_one(lambda: group.send([data], 1, 0), patience, peer)
 
     def _recv(self, payload: Payload, message: Message, patience: Patience) -> None:
         assert payload.target is not None
         data, peer = as_bytes(payload.target), payload.root
-        lane = self._lane(message.ticket, peer, self.rank)
-        self._carry_one(lambda: lane.recv([data], 0, 0), patience, peer)
+        group = self._pair_group(message.ticket, peer, self.rank)
+        self._carry_one(lambda: group.recv([data], 0, 0), patience, peer)
 
-    def _lane(self, ticket: int, sender: int, receiver: int) -> ProcessGroup:
-        """See [Note: lanes]. Both ranks have agreed on the message, so both will be here."""
+    def _pair_group(self, ticket: int, sender: int, receiver: int) -> ProcessGroup:
+        """See [Note: pair groups]. Both ranks know of the message, so both will come here."""
         key = (ticket, sender, receiver)
-        with self._lanes_lock:
-            lane = self._lanes.get(key)
-        if lane is None:
+        with self._pair_groups_lock:
+            group = self._pair_groups.get(key)
+        if group is None:
             pair = [self.ranks[sender], self.ranks[receiver]]
-            lane = self._links.connect(f"{self._place}/{ticket}-{pair[0]}-{pair[1]}", pair)
-            with self._lanes_lock:
-                self._lanes[key] = lane
-        return lane
+            group = self._links.connect(f"{self._group_name}/{ticket}-{pair[0]}-{pair[1]}", pair)
+            with self._pair_groups_lock:
+                self._pair_groups[key] = group
+        return group
 
     # Streams --------------------------------------------------------------------------------
 
-    def _elsewhere(self, origin: Origin, task: Callable[[], Any]) -> Any:
+    def _on_worker(self, origin: Origin, task: Callable[[], Any]) -> Any:
         if self._side is None:
             self._side = torch.cuda.Stream(self._device)
         with torch.cuda.device(self._device), torch.cuda.stream(self._side):
@@ -154,7 +154,7 @@ class NCCLBackend(ProcessGroupBackend):
         return result
 
     def _carry(self, works: Iterable[Work], patience: Patience, peer: int | None = None) -> None:
-        """See [Note: nobody waits]."""
+        """See [Note: the host does not wait]."""
         self._check_verdict()
         begun = list(works)
         for work in begun:
@@ -186,8 +186,8 @@ class NCCLBackend(ProcessGroupBackend):
             group.abort()
 
     def _groups(self) -> list[ProcessGroup]:
-        with self._lanes_lock:
-            groups = [self._group, *self._lanes.values()]
+        with self._pair_groups_lock:
+            groups = [self._group, *self._pair_groups.values()]
         return [group for group in groups if group is not None]
 
     # The end --------------------------------------------------------------------------------
@@ -201,9 +201,9 @@ class NCCLBackend(ProcessGroupBackend):
             time.sleep(_POLL_S)
 
     def _close_transport(self) -> None:
-        for lane in self._lanes.values():
-            self._close_group(lane)
-        self._lanes.clear()
+        for group in self._pair_groups.values():
+            self._close_group(group)
+        self._pair_groups.clear()
         super()._close_transport()
 
     def _close_group(self, group: ProcessGroup | None) -> None:

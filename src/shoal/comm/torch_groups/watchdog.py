@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Control, Failure
 from shoal.errors import PeerError, ShoalError
+from shoal.system.deadline import wait_until
 
 _LOOK_EVERY_S = 0.05
 # A rank may fail right after its part of a transfer. What the others still need of it is on
@@ -35,7 +36,7 @@ class Flight:
         *,
         is_stubborn: bool = False,
     ) -> None:
-        """``others`` are the world ranks it needs; ``is_over`` is for those nobody waits for.
+        """``others`` are the world ranks it needs; ``is_over`` is for those nothing waits for.
 
         One that ``is_stubborn`` may survive an abort that comes at a bad moment, so it is aborted
         again and again until it is released.
@@ -47,7 +48,7 @@ class Flight:
         self._begin = time.monotonic()
 
     def examine(self) -> ShoalError | None:
-        """Why there is no point in waiting any longer, if there is none."""
+        """The error that makes further waiting pointless, or None."""
         if time.monotonic() - self._begin < _GRACE_S:
             return None
         try:
@@ -58,14 +59,16 @@ class Flight:
 
     def await_verdict(self) -> ShoalError | None:
         """Why the transport failed, if the news of it comes soon."""
-        deadline = time.monotonic() + _NEWS_S
-        while self.verdict is None and time.monotonic() < deadline:
-            self.verdict = self.examine()
-            time.sleep(0.01)
+
+        def is_known() -> bool:
+            self.verdict = self.verdict or self.examine()
+            return self.verdict is not None
+
+        wait_until(is_known, _NEWS_S, poll_s=0.01)
         return self.verdict
 
     def cut_short(self, verdict: ShoalError) -> None:
-        """Makes whoever waits for the transfer return, with an error of the transport's own."""
+        """Makes threads that wait for the transfer return, with an error of the transport's own."""
         self.verdict = verdict
         if time.monotonic() >= self._abort_again_at:
             self._abort(verdict)

@@ -14,11 +14,10 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Protocol, Self
 
-from shoal.launch.function.frames import FrameReader
 from shoal.launch.function.outcome import ERROR, Outcome, decode_frame
+from shoal.launch.function.result_frames import FrameReader
 
 # How long the kernel gets to end a killed process before it is given up as unkillable.
 _REAP_SECONDS = 10.0
@@ -195,11 +194,6 @@ class Collector:
         """Itself, closed at the end of the block."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         """Leaves nothing running."""
         self.close()

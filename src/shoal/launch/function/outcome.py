@@ -12,7 +12,7 @@ from typing import Any
 import cloudpickle
 
 from shoal.errors import RemoteError
-from shoal.launch.function.frames import Frame, send_frame
+from shoal.launch.function.result_frames import Frame, send_frame
 
 VALUE, ERROR = 1, 2
 

@@ -10,12 +10,11 @@ from typing import Any
 from shoal.comm.bootstrap.store import report_failure, store_for_one_host
 from shoal.launch.function.command.connect_back import run_command
 from shoal.launch.function.outcome import Outcome
-from shoal.launch.function.processes import run_processes
-from shoal.launch.function.threads import run_threads
+from shoal.launch.function.rank_processes import run_processes
+from shoal.launch.function.rank_threads import run_threads
 from shoal.launch.joining.join import news_of_run
 from shoal.launch.mpi import mpiexec
-from shoal.launch.script.glibc import tunables
-from shoal.system.cores import num_cores
+from shoal.launch.rank_settings import rank_settings
 
 
 def run_outcomes(
@@ -33,14 +32,12 @@ def run_outcomes(
 
 
 def _settings(ranks: int, backend: str, timeout: float) -> dict[str, str]:
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, num_cores() // ranks))
     return {
         "SHOAL_BACKEND": backend,
         "SHOAL_TIMEOUT": str(timeout),
         "SHOAL_RUN_ID": secrets.token_hex(8),
         "SHOAL_TOKEN": secrets.token_hex(16),
-        "OMP_NUM_THREADS": threads,
-        **tunables(os.environ),
+        **rank_settings(ranks, os.environ),
     }
 
 

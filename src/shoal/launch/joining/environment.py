@@ -114,7 +114,7 @@ _DIALECTS = (
 
 
 def discover(env: Environment = os.environ) -> RankInfo:
-    """Finds this process's place in the world; alone when no launcher left a trace.
+    """Finds which rank this process is, of how many; alone when no launcher left a trace.
 
     Ranks without local numbers are taken to share a host when the master is on loopback or not
     named, and to have a host each otherwise.
@@ -123,7 +123,7 @@ def discover(env: Environment = os.environ) -> RankInfo:
         env: The variables to read.
 
     Returns:
-        The place, checked: ranks lie inside their sizes and ports exist.
+        The numbers, checked: ranks lie inside their sizes and ports exist.
 
     Raises:
         LaunchError: If variables are missing, no numbers, out of range or contradict each other.

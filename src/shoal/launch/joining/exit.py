@@ -1,4 +1,4 @@
-"""The end of a rank that joined with `shoal.init`: nobody may be left waiting for it."""
+"""The end of a rank that joined with `shoal.init`: no other rank may be left waiting for it."""
 
 from __future__ import annotations
 

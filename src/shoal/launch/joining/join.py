@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from shoal.comm.backend import Backend
 from shoal.comm.bootstrap.connect import NAMES, connect_backend
-from shoal.comm.bootstrap.store import Bootstrap, StoreBootstrap, report_failure
+from shoal.comm.bootstrap.store import Bootstrap, StoreBootstrap, host_store, report_failure
 from shoal.comm.control.page.page import is_supported
 from shoal.comm.memory.backend import InMemoryBackend
 from shoal.errors import BackendUnavailableError, LaunchError
 from shoal.launch.joining.environment import RankInfo, discover
-from shoal.system.failure import describe
+from shoal.system.site import describe
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -146,13 +145,5 @@ def _tcp_store(host: str, port: int, timeout: float, is_master: bool) -> Store:
 
     wait = timedelta(seconds=timeout)
     if is_master and host in ("127.0.0.1", "localhost"):  # else it would listen everywhere
-        listener = socket.create_server(("127.0.0.1", port))
-        return TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=wait,
-            master_listen_fd=listener.detach(),
-        )
+        return host_store("127.0.0.1", port, timeout)[0]
     return TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=wait)

@@ -15,7 +15,7 @@ from shoal.errors import LaunchError
 # ids at the very top of 32 bits.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
-# Below the range from which systems draw ephemeral ports, so nobody is given one by chance.
+# Below the range from which systems draw ephemeral ports, so no process is given one by chance.
 _FIRST_PORT, _NUM_PORTS = 15_000, 16_000
 
 
@@ -93,7 +93,7 @@ def _tasks_here(counts: list[int], node: str) -> int:
 
 
 def _port(env: Mapping[str, str]) -> int:
-    """A port that all tasks of a step agree on and two steps of a job seldom share."""
+    """A port that all tasks of a step arrive at and two steps of a job seldom share."""
     job, step = (
         int(text) if text.isdecimal() else 0
         for text in (env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", ""))

@@ -58,7 +58,7 @@ def _start(link: socket.socket, command: tuple[str, ...]) -> subprocess.Popen[by
 
 
 def _hold(link: socket.socket, child: subprocess.Popen[bytes]) -> None:
-    """The launcher let go: the rank, if it still runs, has nobody left to run for."""
+    """Ends the rank, if it still runs, once the launcher has closed the socket."""
     if not link.recv(1):
         _end(child, signal.SIGKILL)
 

@@ -8,17 +8,13 @@ the launcher holds open, kills whole process groups, but learns of a rank a mome
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import signal
 import subprocess
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
+from shoal.system import libc
 
 # Each line replaces the list of groups. Reading on to the end of input means: the launcher died.
 _SHELL = """
@@ -68,14 +64,14 @@ class Guard:
 def adopting_orphans() -> Iterator[None]:
     """Makes this process the parent of what a dead rank leaves, instead of process 1; Linux only.
 
-    In a container process 1 often reaps nobody, and a group of zombies looks like one that lives.
+    In a container process 1 often reaps no process, and a group of zombies looks like one that
+    lives.
     """
-    prctl = ctypes.CDLL(None).prctl if sys.platform.startswith("linux") else lambda *_: None
-    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    libc.adopt_orphans(True)
     try:
         yield
     finally:
-        prctl(_PR_SET_CHILD_SUBREAPER, 0)
+        libc.adopt_orphans(False)
 
 
 def spawn(
@@ -103,19 +99,5 @@ def spawn(
             env=env,
             pass_fds=pass_fds,
             start_new_session=True,
-            preexec_fn=_die_with_parent(),
+            preexec_fn=libc.killed_with(os.getpid()),
         )
-
-
-def _die_with_parent() -> Callable[[], None] | None:
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None).prctl  # looked up here: after the fork, only plain calls are safe
-    parent = os.getpid()
-
-    def before_exec() -> None:
-        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        if os.getppid() != parent:  # it died before we asked
-            os._exit(1)
-
-    return before_exec

@@ -23,11 +23,10 @@ from shoal.errors import LaunchError
 from shoal.launch.mpi.job import MpiJob
 from shoal.launch.script.config import LaunchConfig
 from shoal.launch.script.guard import Guard, adopting_orphans
-from shoal.launch.script.output import console
+from shoal.launch.script.output import FileOutput, RankOutput, ScreenOutput, console
 from shoal.launch.script.rank import Rank, start_rank
-from shoal.launch.script.rank_output import FileOutput, RankOutput, ScreenOutput
 from shoal.launch.script.signals import Signals
-from shoal.launch.script.store import Store, listen
+from shoal.launch.script.store_process import StoreProcess, listen
 from shoal.launch.script.summary import Ending, first_failure, read_record, summarize
 from shoal.launch.script.variables import common_variables, own_variables
 
@@ -83,7 +82,7 @@ class _Launch:
             stack.enter_context(signals.forwarded())
             stack.push_async_callback(self._clean_up)
             await self._start(self._config.port if listener is None else _port_of(listener))
-            store = Store(self._config, listener, self._folder / "store.log")
+            store = StoreProcess(self._config, listener, self._folder / "store.log")
             stack.callback(store.close)
             if listener is not None:
                 listener.close()  # the store has it now: if that dies, ranks are refused at once
@@ -136,7 +135,7 @@ class _Launch:
         for rank in self._ranks:
             rank.end(-signal.SIGKILL)  # the kernel has it, and may never let go
 
-    def _report(self, signals: Signals, store: Store) -> int:
+    def _report(self, signals: Signals, store: StoreProcess) -> int:
         endings = [
             Ending(
                 rank.number,
@@ -158,7 +157,7 @@ class _Launch:
             self._err.say(f"  The store had ended before: {complaint}")
         return first.exit_code
 
-    async def _wait_for_nodes(self, signals: Signals, store: Store, *, failed: bool) -> None:
+    async def _wait_for_nodes(self, signals: Signals, store: StoreProcess, *, failed: bool) -> None:
         """The store of several nodes must outlive the ranks of all, whose are not ours to see."""
         if self._config.nodes == 1 or signals.stop.is_set():
             return

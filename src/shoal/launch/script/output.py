@@ -1,8 +1,8 @@
-"""The output of many ranks on one screen: whole lines, each with the name of its rank.
+"""Where the output of ranks goes: on one screen, whole lines with the name of their rank, or files.
 
-A rank's bytes go `pipe -> Source -> Sink`. A source cuts them into lines. A sink knows whose line
-is unfinished on the screen, so that another rank's line never lands inside it. Bytes stay bytes:
-whatever a rank writes, in whatever encoding, comes out as it went in.
+On the screen, a rank's bytes go `pipe -> PipeReader -> Screen`. A reader cuts them into lines. A
+screen knows whose line is unfinished on it, so that another rank's line never lands inside. Bytes
+stay bytes: they come out as they went in, whatever their encoding.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import os
 import re
-from typing import IO, BinaryIO, NamedTuple
+from pathlib import Path
+from typing import IO, BinaryIO, NamedTuple, Protocol
 
 _PALETTE = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
@@ -23,21 +24,21 @@ _TAIL_BYTES = 64 * 1024
 _CARRIAGE_RETURN = re.compile(rb"(?=\r(?!\n))")
 
 
-class Voice(NamedTuple):
+class Speaker(NamedTuple):
     """Whose line it is: the label shown before it, and which of the rank's two streams."""
 
     label: str
     channel: str
 
 
-class Sink:
+class Screen:
     r"""One stream of the launcher, shared by all ranks.
 
     Example:
-        >>> sink = Sink(io.BytesIO(), colour=False)
-        >>> sink.write(Voice("rank 0", "stdout"), b"half a li")
-        >>> sink.write(Voice("rank 1", "stdout"), b"whole\n")
-        >>> sink.stream.getvalue()
+        >>> screen = Screen(io.BytesIO(), colour=False)
+        >>> screen.write(Speaker("rank 0", "stdout"), b"half a li")
+        >>> screen.write(Speaker("rank 1", "stdout"), b"whole\n")
+        >>> screen.stream.getvalue()
         b'[rank 0] half a li\n[rank 1] whole\n'
     """
 
@@ -45,10 +46,10 @@ class Sink:
         """Writes to `stream`, with ANSI colours if asked."""
         self.stream = stream
         self._colour = colour
-        self._owner: Voice | None = None  # whose unfinished line is on the screen
+        self._owner: Speaker | None = None  # whose unfinished line is on the screen
         self._broken = False
 
-    def write(self, owner: Voice, piece: bytes) -> None:
+    def write(self, owner: Speaker, piece: bytes) -> None:
         """Writes a line, or a part of one, of `owner`; a leading CR begins its line anew."""
         start = b""
         if self._owner not in (None, owner):
@@ -61,7 +62,7 @@ class Sink:
         self._owner = None if piece.endswith(b"\n") else owner
         self._put(start + piece)
 
-    def finish(self, owner: Voice) -> None:
+    def finish(self, owner: Speaker) -> None:
         """Ends the line that `owner` left unfinished, if it did."""
         if self._owner == owner:
             self._owner = None
@@ -87,7 +88,7 @@ class Sink:
         except (OSError, ValueError):
             self._broken = True
 
-    def _prefix(self, owner: Voice) -> bytes:
+    def _prefix(self, owner: Speaker) -> bytes:
         if not self._colour:
             return f"[{owner.label}] ".encode()
         number = re.sub(r"\D", "", owner.label) or "0"
@@ -95,12 +96,12 @@ class Sink:
         return f"\x1b[{colour}m[{owner.label}]\x1b[0m ".encode()
 
 
-class Source:
-    """One output stream of one rank, read from the pipe `fd` (which it owns) into a sink."""
+class PipeReader:
+    """One output stream of one rank, read from the pipe `fd` (which it owns) into a screen."""
 
-    def __init__(self, owner: Voice, fd: int, sink: Sink) -> None:
+    def __init__(self, owner: Speaker, fd: int, screen: Screen) -> None:
         """Starts reading in the running event loop."""
-        self._owner, self._fd, self._sink = owner, fd, sink
+        self._owner, self._fd, self._screen = owner, fd, screen
         self._rest = b""
         self._tail = bytearray()
         self._timer: asyncio.TimerHandle | None = None
@@ -143,7 +144,7 @@ class Source:
             self._timer.cancel()
             self._timer = None
         for line in lines:
-            self._sink.write(self._owner, line)
+            self._screen.write(self._owner, line)
         if len(rest) > _CHUNK_BYTES:
             self._flush_rest()
         elif rest:
@@ -154,13 +155,13 @@ class Source:
         shown = self._rest.removesuffix(b"\r")
         self._rest = self._rest[len(shown) :]
         if shown:
-            self._sink.write(self._owner, shown)
+            self._screen.write(self._owner, shown)
 
     def _stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._flush_rest()
-        self._sink.finish(self._owner)
+        self._screen.finish(self._owner)
         self._loop.remove_reader(self._fd)
         os.close(self._fd)
         self._fd = -1
@@ -181,12 +182,77 @@ def split_lines(data: bytes) -> list[bytes]:
     return [*pieces, *(piece for piece in overwritten if piece), rest]
 
 
-def console(out: IO[str], err: IO[str]) -> tuple[Sink, Sink]:
-    """Sinks for stdout and stderr: a single one when both lead to the same place."""
-    first = Sink(out.buffer, colour=_wants_colour(out))  # type: ignore[attr-defined]
+class RankOutput(Protocol):
+    """The two ends of a rank's output: descriptors that it inherits, and what became of them."""
+
+    fds: tuple[int, int]
+    """The rank's stdout and stderr."""
+
+    def started(self) -> None:
+        """The rank has its own copies: closes ours, so that its end is the end of the stream."""
+
+    def tail(self) -> bytes:
+        """The last of what the rank wrote to stderr."""
+
+    def close(self) -> None:
+        """The rank has ended: passes on what is left."""
+
+
+class ScreenOutput:
+    """Lines on the launcher's own stdout and stderr, with a label before each."""
+
+    def __init__(self, label: str, out: Screen, err: Screen) -> None:
+        """Opens a pipe for each stream and begins to read."""
+        read_out, write_out = os.pipe()
+        read_err, write_err = os.pipe()
+        self.fds = (write_out, write_err)
+        self._out = PipeReader(Speaker(label, "stdout"), read_out, out)
+        self._err = PipeReader(Speaker(label, "stderr"), read_err, err)
+
+    def started(self) -> None:
+        """Closes the ends that the rank writes to."""
+        for fd in self.fds:
+            os.close(fd)
+
+    def tail(self) -> bytes:
+        """The last of what came through stderr."""
+        return self._err.tail()
+
+    def close(self) -> None:
+        """Prints what is left in the pipes and closes them."""
+        self._out.close()
+        self._err.close()
+
+
+class FileOutput:
+    """A file that gets both streams in the order they were written; no launcher in between."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens the file afresh."""
+        self._path = path
+        self._file = path.open("wb")
+        self.fds = (self._file.fileno(), self._file.fileno())
+
+    def started(self) -> None:
+        """Closes the file here."""
+        self._file.close()
+
+    def tail(self) -> bytes:
+        """The end of the file."""
+        with self._path.open("rb") as file:
+            file.seek(max(0, self._path.stat().st_size - _TAIL_BYTES))
+            return file.read()
+
+    def close(self) -> None:
+        """Nothing is left to pass on."""
+
+
+def console(out: IO[str], err: IO[str]) -> tuple[Screen, Screen]:
+    """Screens for stdout and stderr: a single one when both lead to the same place."""
+    first = Screen(out.buffer, colour=_wants_colour(out))  # type: ignore[attr-defined]
     if _is_same_file(out, err):
         return first, first
-    return first, Sink(err.buffer, colour=_wants_colour(err))  # type: ignore[attr-defined]
+    return first, Screen(err.buffer, colour=_wants_colour(err))  # type: ignore[attr-defined]
 
 
 def _wants_colour(stream: IO[str]) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from shoal.errors import LaunchError
 from shoal.launch.script.guard import spawn
-from shoal.launch.script.rank_output import RankOutput
+from shoal.launch.script.output import RankOutput
 
 _SWEEP_SECONDS = 5.0
 _POLL_SECONDS = 0.02

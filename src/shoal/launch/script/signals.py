@@ -32,7 +32,7 @@ class Signals:
         self.stop = asyncio.Event()
         """Set by the first SIGINT or SIGTERM."""
         self.hurry = asyncio.Event()
-        """Set by a second SIGINT: whoever asks twice does not want to wait."""
+        """Set by a second SIGINT: the grace period is skipped."""
 
     @contextlib.contextmanager
     def forwarded(self) -> Iterator[None]:

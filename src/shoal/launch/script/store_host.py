@@ -1,4 +1,4 @@
-"""The process that holds the store where ranks meet; run by its path, and alone in needing torch.
+"""The process that holds the store where ranks meet; run by its path, and alone in loading torch.
 
 A process of its own, because importing torch takes seconds: here that goes on while the ranks do
 the same, the launcher stays small and quick to its signals, and the store can be ended at any
@@ -23,7 +23,7 @@ _ENDED = "shoal/launch/nodes-ended"
 
 
 def main(role: str, *rest: str) -> None:
-    """Holds the store, or a place in it, until the launcher lets go."""
+    """Holds the store, or a connection to it, until the launcher closes standard input."""
     store = _host(int(rest[0]), int(rest[1])) if role == "host" else _join(rest[0], int(rest[1]))
     seconds = sys.stdin.readline()
     if not seconds:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.system.rank_names import name_ranks
+
 _MARKS = ("Traceback (most recent call last)", "Fatal Python error")
 _MAX_LINES = 60
 _LAST_WORDS = 10
@@ -116,10 +118,7 @@ def _others(endings: Sequence[Ending]) -> list[str]:
     for ending in sorted(endings, key=lambda ending: ending.rank):
         kind = f"{ending.record.type}, " if ending.record else ""
         alike.setdefault(f"{kind}{ending.cause}", []).append(ending.rank)
-    return [
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {cause}"
-        for cause, ranks in alike.items()
-    ]
+    return [f"{name_ranks(ranks)}: {cause}" for cause, ranks in alike.items()]
 
 
 def _signal_name(number: int) -> str:

@@ -10,9 +10,8 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
+from shoal.launch.rank_settings import rank_settings
 from shoal.launch.script.config import LaunchConfig
-from shoal.launch.script.glibc import tunables
-from shoal.system.cores import num_cores
 
 
 def common_variables(
@@ -36,8 +35,7 @@ def common_variables(
         # The launcher has the store; without this, rank 0 of torch would try to host another.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS") or str(_threads(config.ranks)),
-        **tunables(env),
+        **rank_settings(config.ranks, env),
     }
     if config.backend is not None:
         variables["SHOAL_BACKEND"] = config.backend
@@ -59,8 +57,3 @@ def _token(config: LaunchConfig, env: Mapping[str, str]) -> str | None:
     """A secret of this run. Launchers of several nodes share only one that the user exported."""
     exported = env.get("SHOAL_TOKEN")
     return exported or (secrets.token_hex(16) if config.nodes == 1 else None)
-
-
-def _threads(ranks: int) -> int:
-    """An equal share of the cores that this process may use."""
-    return max(1, num_cores() // ranks)

@@ -12,7 +12,7 @@ from shoal.errors import ShoalError
 LINE = 64
 WORD = 8
 MAX_GROUPS = 1024
-SLOTS = 8
+RING = 8  # headers that a rank keeps in each group, see [Note: the ring of headers]
 MESSAGES = 256
 MESSAGE_HEADER = 768
 _ROSTER_ROW = 8192
@@ -26,7 +26,7 @@ class PageLayout:
         """Sizes everything by the number of ranks."""
         self.size = size
         self.header_bytes = 1024 + 16 * size
-        self.channel_row = 2 * LINE + SLOTS * self.header_bytes
+        self.channel_row = 2 * LINE + RING * self.header_bytes
         self.channel_row += -self.channel_row % LINE
         self._message_row = LINE + 2 * MESSAGE_HEADER
         self._roster = LINE
@@ -39,9 +39,9 @@ class PageLayout:
         """Offset of a rank's row of the roster."""
         return self._roster + rank * _ROSTER_ROW
 
-    def channel(self, slot: int, rank: int) -> int:
+    def channel(self, group_id: int, rank: int) -> int:
         """Offset of a rank's row in a group's channel."""
-        return self._channels + (slot * self.size + rank) * self.channel_row
+        return self._channels + (group_id * self.size + rank) * self.channel_row
 
     def message(self, source: int, destination: int, index: int) -> int:
         """Offset of one of the open messages from one rank to another."""

@@ -23,7 +23,7 @@ class PageMessage(Message):
         self._receiver = pair[1]
 
     def claim(self) -> bool:
-        """Takes the place if it is free. Only threads of the sender compete for it."""
+        """Takes the entry if it is free. Only threads of the sender compete for it."""
         with self._page.lock:
             is_free = self._words[self._state] == FREE
             if is_free:
@@ -59,7 +59,7 @@ class PageMessage(Message):
         self.theirs = self._page.read(self._offset + LINE + MESSAGE_HEADER)
 
     def finish(self, patience: Patience) -> None:
-        """The receiver marks it finished; the sender then frees the place."""
+        """The receiver marks it finished; the sender then frees the entry."""
         if self._is_sender:
             self.await_state(FINISHED, patience, self._receiver)
             self._words[self._state] = FREE
@@ -67,6 +67,6 @@ class PageMessage(Message):
             self._words[self._state] = FINISHED
 
     def abandon(self) -> None:
-        """The sender frees the place; the receiver has read what it needs."""
+        """The sender frees the entry; the receiver has read what it needs."""
         if self._is_sender:
             self._words[self._state] = FREE

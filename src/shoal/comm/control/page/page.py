@@ -6,12 +6,12 @@ Nothing in Python fences memory, so this is right only where the processor keeps
 order and loads in order. x86 does; ARM does not, and there the page refuses to start.
 No step relies on a store being seen before a later load (the one order x86 gives up).
 
-[Note: slots]
-A rank writes the header of operation n into slot n % SLOTS. Ranks that carry out one operation
-after the other would need two: the slot is written again for n + 2, which a rank begins only
+[Note: the ring of headers]
+A rank writes the header of operation n at index n % RING. Ranks that carry out one operation
+after the other would need two: the index is written again for n + 2, which a rank begins only
 after seeing all headers of n + 1, and a rank shows that header only when it is done with n. The
-others are for operations that are shown ahead; whoever does that sees to it that everybody is
-done with n - SLOTS. So nobody reads a slot while it is rewritten.
+others are for operations that are shown ahead. A rank that shows one ahead makes sure that all
+ranks are done with n - RING, so no rank reads a header while it is rewritten.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 
-from shoal.comm.control.page.memory import LINE, MAX_GROUPS, MESSAGES, SLOTS, WORD, Page
+from shoal.comm.control.page.memory import LINE, MAX_GROUPS, MESSAGES, RING, WORD, Page
 from shoal.comm.control.page.message import ANSWERED, FREE, OFFERED, PageMessage
 from shoal.comm.control.page.process_watch import DeathWatch, spent_if_stopped
 from shoal.comm.control.patience import Patience
@@ -65,14 +65,14 @@ class PageControl(Control):
     def _set_state(self, state: int) -> None:
         self._words[self._row // WORD + _STATE] = state
 
-    def channel(self, slot: int, ranks: Sequence[int]) -> PageChannel:
+    def channel(self, group_id: int, ranks: Sequence[int]) -> PageChannel:
         """A row per member in the channel area; no communication needed."""
-        if slot >= MAX_GROUPS:
+        if group_id >= MAX_GROUPS:
             raise ShoalError(
                 f"this world has made {MAX_GROUPS} groups, which is all there is room for: "
                 "make groups once and keep them instead of making them in a loop"
             )
-        return PageChannel(self._page, slot, ranks, self.rank)
+        return PageChannel(self._page, group_id, ranks, self.rank)
 
     def publish(self, failure: Failure) -> None:
         """Writes the failure into this rank's row, then raises the world's alarm."""
@@ -94,7 +94,7 @@ class PageControl(Control):
         self._words[0] = 1
 
     def failure(self) -> Failure | None:
-        """The first failure; ranks that died without a word are written up here."""
+        """The first failure; deaths of ranks are recorded here."""
         now = time.monotonic()
         if now >= self._next_look_for_deaths:
             self._next_look_for_deaths = now + _LOOK_FOR_DEATHS_EVERY_S
@@ -167,32 +167,32 @@ class PageControl(Control):
 class PageChannel(Channel):
     """A group's headers and counters on the page."""
 
-    def __init__(self, page: Page, slot: int, ranks: Sequence[int], rank: int) -> None:
+    def __init__(self, page: Page, group_id: int, ranks: Sequence[int], rank: int) -> None:
         """``ranks`` are world ranks in group order, ``rank`` is this one's."""
         self.ranks = ranks
-        self._page, self._words, self._slot, self._rank = page, page.words, slot, rank
+        self._page, self._words, self._group_id, self._rank = page, page.words, group_id, rank
         layout = page.layout
-        self._rows = [layout.channel(slot, member) for member in ranks]
+        self._rows = [layout.channel(group_id, member) for member in ranks]
         self._numbers = [row // WORD for row in self._rows]
         self._steps = [(row + LINE) // WORD for row in self._rows]
         self._settled = [step + 1 for step in self._steps]
         self._mine = list(ranks).index(rank)
         self._step = 0
-        self._written = [b""] * SLOTS
+        self._written = [b""] * RING
 
     def exchange(self, number: int, header: bytes, patience: Patience) -> list[bytes]:
-        """See [Note: slots]."""
+        """See [Note: the ring of headers]."""
         self.show(number, header)
         self._wait(self._numbers, number, patience)
         return self.shown(number)
 
     def show(self, number: int, header: bytes) -> None:
         """Shows a header without waiting for those of the others."""
-        page, slot = self._page, number % SLOTS
-        if header != self._written[slot]:
-            place = self._rows[self._mine] + self._place(number)
-            page.write(place, header, page.layout.header_bytes)
-            self._written[slot] = header
+        page, index = self._page, number % RING
+        if header != self._written[index]:
+            offset = self._rows[self._mine] + self._offset(number)
+            page.write(offset, header, page.layout.header_bytes)
+            self._written[index] = header
         self._words[self._numbers[self._mine]] = number
 
     def unshown(self, number: int) -> list[int]:
@@ -201,11 +201,11 @@ class PageChannel(Channel):
 
     def shown(self, number: int) -> list[bytes]:
         """Everybody's header of an operation that everybody has shown."""
-        place = self._place(number)
-        return [self._page.read(row + place) for row in self._rows]
+        offset = self._offset(number)
+        return [self._page.read(row + offset) for row in self._rows]
 
-    def _place(self, number: int) -> int:
-        return 2 * LINE + (number % SLOTS) * self._page.layout.header_bytes
+    def _offset(self, number: int) -> int:
+        return 2 * LINE + (number % RING) * self._page.layout.header_bytes
 
     def settle(self, number: int) -> None:
         """A counter beside the one of `sync`."""
@@ -218,7 +218,8 @@ class PageChannel(Channel):
     def sync(self, patience: Patience) -> None:
         """A barrier inside an operation, for transports that move data through memory.
 
-        Whoever gives up has not been there: it may change at once what a late rank still reads.
+        A rank that times out withdraws its arrival: it may overwrite its data while a late rank
+        would read it.
         """
         mine, step = self._steps[self._mine], self._step + 1
         self._words[mine] = step
@@ -247,18 +248,18 @@ class PageChannel(Channel):
     def offer(
         self, peer: int, key: tuple[int, int], header: bytes, patience: Patience
     ) -> PageMessage:
-        """Takes a free place among the open messages to the peer and waits for its header."""
+        """Takes a free entry among the open messages to the peer and waits for its header."""
         receiver = self.ranks[peer]
         message = self._free_message(receiver, patience)
-        message.write_offer((self._slot, *key), header)
+        message.write_offer((self._group_id, *key), header)
         message.await_state(ANSWERED, patience, receiver)
         return message
 
     def post(self, peer: int, key: tuple[int, int], header: bytes) -> PageMessage | None:
-        """Shows the peer a message without waiting; None if there is no free place for it."""
+        """Shows the peer a message without waiting; None if no entry is free for it."""
         message = self._claim(self.ranks[peer])
         if message is not None:
-            message.write_offer((self._slot, *key), header)
+            message.write_offer((self._group_id, *key), header)
         return message
 
     def _free_message(self, receiver: int, patience: Patience) -> PageMessage:
@@ -283,7 +284,7 @@ class PageChannel(Channel):
     ) -> PageMessage:
         """Finds the offer with the key, waiting for it, and answers with our header."""
         sender = self.ranks[peer]
-        wanted = (self._slot, *key)
+        wanted = (self._group_id, *key)
         while (message := self._find_offer(sender, wanted)) is None:
             patience.pause(lambda: [sender])
         message.write_answer(header)

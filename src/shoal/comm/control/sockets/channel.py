@@ -19,30 +19,32 @@ if TYPE_CHECKING:
 class SocketChannel(Channel):
     """A group's headers and messages over the world's sockets."""
 
-    def __init__(self, control: SocketControl, slot: int, ranks: Sequence[int]) -> None:
+    def __init__(self, control: SocketControl, group_id: int, ranks: Sequence[int]) -> None:
         """``ranks`` are world ranks in group order."""
         self.ranks = ranks
-        self._control, self._slot = control, slot
+        self._control, self._group_id = control, group_id
         self._peers = [rank for rank in ranks if rank != control.rank]
 
     def exchange(self, number: int, header: bytes, patience: Patience) -> list[bytes]:
         """Everybody sends its header to everybody."""
-        control, slot = self._control, self._slot
-        frame = frames.encode_letter(frames.HEADER, (slot, number), header)
+        control, group_id = self._control, self._group_id
+        frame = frames.encode_addressed(frames.HEADER, (group_id, number), header)
         control.tell(self._peers, frame)
-        wanted: dict[Key, int] = {(frames.HEADER, peer, slot, number): peer for peer in self._peers}
-        headers = control.mailbox.collect(wanted, patience)
+        wanted: dict[Key, int] = {
+            (frames.HEADER, peer, group_id, number): peer for peer in self._peers
+        }
+        headers = control.inbox.collect(wanted, patience)
         headers[control.rank] = header
         return [headers[rank] for rank in self.ranks]
 
     def settle(self, number: int) -> None:
         """Tells the others."""
-        self._control.tell(self._peers, frames.encode_settled(self._slot, number))
+        self._control.tell(self._peers, frames.encode_settled(self._group_id, number))
 
     def unsettled(self, number: int) -> list[int]:
         """Who has not told as much."""
         settled = self._control.settled
-        return [peer for peer in self._peers if settled(self._slot, peer) < number]
+        return [peer for peer in self._peers if settled(self._group_id, peer) < number]
 
     def offer(
         self, peer: int, key: tuple[int, int], header: bytes, patience: Patience
@@ -50,8 +52,8 @@ class SocketChannel(Channel):
         """The offer carries a ticket, under which the receiver answers."""
         receiver = self.ranks[peer]
         ticket = self._control.tickets(receiver).take()
-        self._control.tell([receiver], frames.encode_offer((self._slot, *key), ticket, header))
-        answer = self._control.letter(frames.ANSWER, receiver, (ticket,), patience)
+        self._control.tell([receiver], frames.encode_offer((self._group_id, *key), ticket, header))
+        answer = self._control.await_frame(frames.ANSWER, receiver, (ticket,), patience)
         return SocketMessage(self._control, receiver, ticket, answer, is_sender=True)
 
     def accept(
@@ -59,9 +61,9 @@ class SocketChannel(Channel):
     ) -> SocketMessage:
         """Waits for the offer with the key and answers it."""
         sender = self.ranks[peer]
-        offer = self._control.letter(frames.OFFER, sender, (self._slot, *key), patience)
+        offer = self._control.await_frame(frames.OFFER, sender, (self._group_id, *key), patience)
         ticket, theirs = frames.split_offer(offer)
-        self._control.tell([sender], frames.encode_letter(frames.ANSWER, (ticket,), header))
+        self._control.tell([sender], frames.encode_addressed(frames.ANSWER, (ticket,), header))
         return SocketMessage(self._control, sender, ticket, theirs, is_sender=False)
 
 
@@ -78,10 +80,10 @@ class SocketMessage(Message):
     def finish(self, patience: Patience) -> None:
         """The receiver says so; the sender then has its ticket back."""
         if self._is_sender:
-            self._control.letter(frames.FINISHED, self._peer, (self.ticket,), patience)
+            self._control.await_frame(frames.FINISHED, self._peer, (self.ticket,), patience)
             self._control.tickets(self._peer).give_back(self.ticket)
         else:
-            frame = frames.encode_letter(frames.FINISHED, (self.ticket,))
+            frame = frames.encode_addressed(frames.FINISHED, (self.ticket,))
             self._control.tell([self._peer], frame)
 
     def abandon(self) -> None:
@@ -103,7 +105,7 @@ class Tickets:
         self._num_made = 0
 
     def take(self) -> int:
-        """A ticket that is nobody's."""
+        """A ticket that no open message has."""
         with self._lock:
             if self._returned:
                 return heapq.heappop(self._returned)

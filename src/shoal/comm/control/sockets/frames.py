@@ -1,7 +1,8 @@
 """What travels over a control socket: frames of a length, a kind and a body.
 
-Letters (`HEADER`, `OFFER`, `ANSWER`, `FINISHED`) are addressed by whole numbers and kept for the
-thread that waits for them. News (`SETTLED`, `FAILURE`, `WHERE`, `BYE`) is for whoever asks.
+Addressed frames (`HEADER`, `OFFER`, `ANSWER`, `FINISHED`) carry whole numbers by which they are
+kept for the thread that waits for them. News (`SETTLED`, `FAILURE`, `WHERE`, `BYE`) has no reader
+of its own: the control plane keeps the latest.
 Nothing here is pickled, and a frame that makes no sense raises `FrameError`.
 """
 
@@ -19,19 +20,19 @@ _MAX_REASON_BYTES = 16 << 10
 _MAX_NOTE_BYTES = 1 << 10
 
 _PREFIX = struct.Struct("<IB")
-_SETTLED = struct.Struct("<2q")  # slot, number
+_SETTLED = struct.Struct("<2q")  # group_id, number
 _FAILURE = struct.Struct("<qqB")
-# By kind: the numbers that address a letter, besides who sent it.
+# By kind: the numbers that address a frame, besides the rank that sent it.
 _ADDRESSES = {
-    HEADER: struct.Struct("<2q"),  # slot, number
-    OFFER: struct.Struct("<3q"),  # slot, tag, number
+    HEADER: struct.Struct("<2q"),  # group_id, number
+    OFFER: struct.Struct("<3q"),  # group_id, tag, number
     ANSWER: struct.Struct("<q"),  # ticket
     FINISHED: struct.Struct("<q"),  # ticket
 }
 _TICKET = struct.Struct("<q")
 
 Key = tuple[int, ...]
-"""Where a letter is kept: its kind, the world rank it came from, its address."""
+"""Where an addressed frame is kept: its kind, the world rank it came from, its address."""
 
 
 class FrameError(Exception):
@@ -48,14 +49,14 @@ def encode(kind: int, body: bytes = b"") -> bytes:
     return _PREFIX.pack(len(body), kind) + body
 
 
-def encode_letter(kind: int, address: tuple[int, ...], content: bytes = b"") -> bytes:
-    """The frame of a letter."""
+def encode_addressed(kind: int, address: tuple[int, ...], content: bytes = b"") -> bytes:
+    """An addressed frame."""
     return encode(kind, _ADDRESSES[kind].pack(*address) + content)
 
 
 def encode_offer(address: tuple[int, ...], ticket: int, header: bytes) -> bytes:
     """The frame of an offer, whose content begins with the ticket to answer under."""
-    return encode_letter(OFFER, address, _TICKET.pack(ticket) + header)
+    return encode_addressed(OFFER, address, _TICKET.pack(ticket) + header)
 
 
 def split_offer(content: bytes) -> tuple[int, bytes]:
@@ -64,9 +65,9 @@ def split_offer(content: bytes) -> tuple[int, bytes]:
     return ticket, content[_TICKET.size :]
 
 
-def encode_settled(slot: int, number: int) -> bytes:
+def encode_settled(group_id: int, number: int) -> bytes:
     """The frame of how many of a group's transfers a rank is through with."""
-    return encode(SETTLED, _SETTLED.pack(slot, number))
+    return encode(SETTLED, _SETTLED.pack(group_id, number))
 
 
 def encode_failure(failure: Failure) -> bytes:
@@ -80,27 +81,27 @@ def encode_note(where: str) -> bytes:
     return encode(WHERE, where.encode(errors="replace")[:_MAX_NOTE_BYTES])
 
 
-def is_letter(kind: int) -> bool:
-    """Whether somebody will wait for this frame."""
+def is_addressed(kind: int) -> bool:
+    """Whether a thread will wait for this frame."""
     return kind in _ADDRESSES
 
 
-def decode_letter(kind: int, source: int, body: bytes) -> tuple[Key, bytes]:
-    """Where to keep a letter, and what it says."""
+def decode_addressed(kind: int, source: int, body: bytes) -> tuple[Key, bytes]:
+    """Where to keep a frame, and its content."""
     address = _ADDRESSES[kind]
     content_bytes = len(body) - address.size
     if content_bytes < (_TICKET.size if kind == OFFER else 0):
-        raise FrameError(f"a letter of {len(body)} bytes, too few for its address")
+        raise FrameError(f"an addressed frame of {len(body)} bytes, too few for its address")
     return (kind, source, *address.unpack_from(body)), body[address.size :]
 
 
 def decode_settled(body: bytes) -> tuple[int, int]:
-    """The slot of a group, and how many of its transfers a rank is through with."""
+    """The id of a group, and how many of its transfers a rank is through with."""
     try:
-        slot, number = _SETTLED.unpack(body)
+        group_id, number = _SETTLED.unpack(body)
     except struct.error as error:
         raise FrameError(f"a count of {len(body)} bytes") from error
-    return slot, number
+    return group_id, number
 
 
 def decode_failure(body: bytes, size: int) -> Failure:

@@ -1,4 +1,4 @@
-"""Letters that have arrived, and the threads that wait for them."""
+"""Addressed frames that have arrived, and the threads that wait for them."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from shoal.errors import ClosedError
 _LOOK_EVERY_S = 0.02
 
 
-class Mailbox:
-    """Hands each letter to the thread that waits for its key, now or later."""
+class Inbox:
+    """Hands each frame's content to the thread that waits for its key, now or later."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._letters: dict[Key, bytes] = {}
+        self._contents: dict[Key, bytes] = {}
         self._waits: dict[Key, _Wait] = {}
         self._is_closed = False
 
-    def put(self, key: Key, letter: bytes) -> None:
-        """Takes a letter in; wakes its reader once nothing else is missing to it."""
+    def put(self, key: Key, content: bytes) -> None:
+        """Keeps a content; wakes the thread that waits for it once that misses nothing else."""
         with self._lock:
             wait = self._waits.pop(key, None)
             if wait is None:
-                self._letters[key] = letter
+                self._contents[key] = content
             else:
-                wait.take(key, letter)
+                wait.take(key, content)
 
     def collect(self, wanted: Mapping[Key, int], patience: Patience) -> dict[int, bytes]:
-        """Waits for letters, one from each of some ranks; ``wanted`` names the ranks by key."""
+        """Waits for contents, one from each of some ranks; ``wanted`` names the ranks by key."""
         wait = self._begin(wanted)
         try:
             while wait.missing:
@@ -42,7 +42,7 @@ class Mailbox:
                     patience.look(lambda: self._missing(wait))
         finally:
             self._end(wait)
-        return wait.letters
+        return wait.contents
 
     def alarm(self) -> None:
         """Wakes every waiting thread, so that it looks around now."""
@@ -59,11 +59,11 @@ class Mailbox:
         wait = _Wait(wanted)
         with self._lock:
             for key in wanted:
-                letter = self._letters.pop(key, None)
-                if letter is None:
+                content = self._contents.pop(key, None)
+                if content is None:
                     self._waits[key] = wait
                 else:
-                    wait.take(key, letter)
+                    wait.take(key, content)
         return wait
 
     def _end(self, wait: _Wait) -> None:
@@ -85,17 +85,17 @@ class Mailbox:
 class _Wait:
     """One thread's wait. A bare lock wakes it: half the time of a condition or an event."""
 
-    __slots__ = ("letters", "missing", "wake")
+    __slots__ = ("contents", "missing", "wake")
 
     def __init__(self, wanted: Mapping[Key, int]) -> None:
         self.missing = dict(wanted)
-        self.letters: dict[int, bytes] = {}
+        self.contents: dict[int, bytes] = {}
         self.wake = threading.Lock()
         self.wake.acquire()
 
-    def take(self, key: Key, letter: bytes) -> None:
-        """The letter first: the waiting thread takes an empty ``missing`` for the end."""
-        self.letters[self.missing[key]] = letter
+    def take(self, key: Key, content: bytes) -> None:
+        """The content first: the waiting thread takes an empty ``missing`` for the end."""
+        self.contents[self.missing[key]] = content
         del self.missing[key]
         if not self.missing:
             self.rouse()

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from shoal.comm.control.sockets.connection import Connection, ConnectionEndedError
 from shoal.comm.control.sockets.frames import FrameError
+from shoal.system.deadline import wait_until
 
 _BEAT_EVERY_S = 1.0
 # How long `close` gives the peers to take our last words and hang up too.
@@ -19,8 +20,8 @@ _LINGER_S = 1.0
 _FLUSH_POLL_S = 0.001
 
 
-class Hearer(Protocol):
-    """Whom the reader tells what it hears."""
+class FrameHandler(Protocol):
+    """What the reader reports to."""
 
     def hear(self, rank: int, kind: int, body: bytes) -> None:
         """A frame has come in; raises `FrameError` if it makes no sense."""
@@ -39,11 +40,11 @@ class Reader:
     """Reads, in a thread of its own, and sends what the peers' sockets did not take at once."""
 
     def __init__(
-        self, connections: Iterable[Connection], hearer: Hearer, name: str, silence_s: float
+        self, connections: Iterable[Connection], handler: FrameHandler, name: str, silence_s: float
     ) -> None:
         """A peer that has said nothing for ``silence_s`` is lost."""
         self._open = set(connections)
-        self._hearer = hearer
+        self._handler = handler
         self._silence_s = silence_s
         self._beat_every_s = min(_BEAT_EVERY_S, silence_s / 4)
         self._beat_at = self._turned_at = time.monotonic()
@@ -67,9 +68,7 @@ class Reader:
 
     def flush(self, connections: Iterable[Connection], timeout: float) -> None:
         """Returns when the peers' hosts have all we said, or when the time is up."""
-        deadline = time.monotonic() + timeout
-        while not all(each.is_flushed() for each in connections) and time.monotonic() < deadline:
-            time.sleep(_FLUSH_POLL_S)
+        wait_until(lambda: all(each.is_flushed() for each in connections), timeout, _FLUSH_POLL_S)
 
     def close(self) -> None:
         """Sends what is left, hangs up, waits a moment for the peers to do so, ends the thread."""
@@ -96,7 +95,7 @@ class Reader:
             while not self._is_through():
                 self._turn()
         except Exception as error:
-            self._hearer.give_up(f"its control thread failed: {error!r}")
+            self._handler.give_up(f"its control thread failed: {error!r}")
         finally:
             for connection in self._open:
                 connection.close()
@@ -144,7 +143,7 @@ class Reader:
     def _listen(self, connection: Connection) -> None:
         try:
             for kind, body in connection.receive():
-                self._hearer.hear(connection.rank, kind, body)
+                self._handler.hear(connection.rank, kind, body)
         except ConnectionEndedError as end:
             self._end(connection, str(end))
         except FrameError as error:
@@ -156,13 +155,13 @@ class Reader:
         self._selector.unregister(connection)
         self._open.discard(connection)
         connection.close()
-        self._hearer.lose(connection.rank, reason)
+        self._handler.lose(connection.rank, reason)
 
     def _beat(self, now: float) -> None:
         if now < self._beat_at:
             return
         self._beat_at = now + self._beat_every_s
-        frame = self._hearer.heartbeat()
+        frame = self._handler.heartbeat()
         for connection in self._open:
             # What could not be sent yet will show that we live as soon as the peer reads it.
             if not connection.has_rest and not connection.send(frame):
@@ -176,7 +175,7 @@ class Reader:
             if was_away:  # this process did not run: what looks like their silence was ours
                 connection.heard_at = now
             elif now - connection.heard_at > self._silence_s:
-                self._hearer.lose(connection.rank, f"silent for {self._silence_s:g} s")
+                self._handler.lose(connection.rank, f"silent for {self._silence_s:g} s")
 
     def _hang_up(self) -> None:
         for connection in self._open:

@@ -1,10 +1,10 @@
 """The control plane between hosts: a socket between each two ranks.
 
 [Note: the reader and the callers]
-Threads that call send by themselves, straight into the socket, and wait in the mailbox. One
-reader thread takes in what the peers send: letters go to the mailbox, news to the control. No
-thread ever blocks on a socket: what a peer's socket does not take is kept, and the reader sends
-it later. So a peer that is stopped, or whose network is gone, delays nobody but those who wait
+Threads that call send by themselves, straight into the socket, and wait in the inbox. One
+reader thread takes in what the peers send: addressed frames go to the inbox, news to the control.
+No thread ever blocks on a socket: what a peer's socket does not take is kept, and the reader sends
+it later. So a peer that is stopped, or whose network is gone, delays only those that wait
 for it, and they are told.
 
 [Note: how the end of a rank is noticed]
@@ -30,7 +30,7 @@ from shoal.comm.control.plane import Control, Failure
 from shoal.comm.control.sockets import frames
 from shoal.comm.control.sockets.channel import SocketChannel, SocketMessage, Tickets
 from shoal.comm.control.sockets.connection import Connection
-from shoal.comm.control.sockets.inbox import Mailbox
+from shoal.comm.control.sockets.inbox import Inbox
 from shoal.comm.control.sockets.reader import Reader
 from shoal.comm.control.sockets.wiring import TOKEN_VARIABLE, connect_all
 from shoal.errors import ShoalError
@@ -55,14 +55,14 @@ class SocketControl(Control):
     ) -> None:
         """``connections`` lead to all other ranks and become ours."""
         self.rank, self.size = rank, size
-        self.mailbox = Mailbox()
+        self.inbox = Inbox()
         self._connections = {each.rank: each for each in connections}
         self._tickets: dict[int, Tickets] = defaultdict(Tickets)
         self._lock = threading.Lock()
         self._failures: dict[int, Failure] = {}  # by the rank that reported it, or that died
         self._first: Failure | None = None
         self._left: set[int] = set()
-        self._settled: dict[tuple[int, int], int] = {}  # by slot and rank
+        self._settled: dict[tuple[int, int], int] = {}  # by group and rank
         self._notes = {rank: _NO_NOTE}
         self._note = frames.encode_note(_NO_NOTE)
         self._is_closed = False
@@ -77,13 +77,13 @@ class SocketControl(Control):
         sockets = connect_all(bootstrap)
         connections = [Connection(rank, sock) for rank, sock in sockets.items()]
         control = cls(bootstrap.rank, bootstrap.size, connections, silence_s)
-        # Whoever can read the bootstrap knows the key, so it must be private or a secret added.
+        # All that can read the bootstrap know the key, so it must be private or a secret added.
         control.is_private = bootstrap.is_private or bool(os.environ.get(TOKEN_VARIABLE))
         return control
 
-    def channel(self, slot: int, ranks: Sequence[int]) -> SocketChannel:
-        """No communication needed: what arrives early for the slot is kept."""
-        return SocketChannel(self, slot, ranks)
+    def channel(self, group_id: int, ranks: Sequence[int]) -> SocketChannel:
+        """No communication needed: what arrives early for the group is kept."""
+        return SocketChannel(self, group_id, ranks)
 
     def tell(self, ranks: Iterable[int], frame: bytes) -> None:
         """Sends a frame, and our note where it is news, so that it is as fresh as our deeds."""
@@ -94,18 +94,20 @@ class SocketControl(Control):
         if not all_sent:
             self._reader.wake()
 
-    def letter(self, kind: int, sender: int, address: tuple[int, ...], patience: Patience) -> bytes:
-        """Waits for one letter of one rank."""
-        return self.mailbox.collect({(kind, sender, *address): sender}, patience)[sender]
+    def await_frame(
+        self, kind: int, sender: int, address: tuple[int, ...], patience: Patience
+    ) -> bytes:
+        """Waits for the content of one frame of one rank."""
+        return self.inbox.collect({(kind, sender, *address): sender}, patience)[sender]
 
     def tickets(self, receiver: int) -> Tickets:
         """The tickets of open messages from this rank to another."""
         with self._lock:
             return self._tickets[receiver]
 
-    def settled(self, slot: int, rank: int) -> int:
+    def settled(self, group_id: int, rank: int) -> int:
         """How many transfers of a group a rank said that it is through with."""
-        return self._settled.get((slot, rank), 0)
+        return self._settled.get((group_id, rank), 0)
 
     # The world's fate -------------------------------------------------------------------
 
@@ -130,7 +132,7 @@ class SocketControl(Control):
             self._first = min(
                 self._failures.values(), key=lambda each: (each.is_echo, each.time_ns)
             )
-        self.mailbox.alarm()
+        self.inbox.alarm()
         return True
 
     def failure(self) -> Failure | None:
@@ -166,33 +168,33 @@ class SocketControl(Control):
             if self._is_closed:
                 return
             self._is_closed = True
-        self.mailbox.close()
+        self.inbox.close()
         self._reader.close()
         _open_controls.discard(self)
 
     def forget(self) -> None:
         """In a forked child: lets go of the parent's sockets, else its death would go unseen."""
         self._is_closed = True
-        self.mailbox = Mailbox()
-        self.mailbox.close()
+        self.inbox = Inbox()
+        self.inbox.close()
         self._reader.forget()
 
     # What the reader tells --------------------------------------------------------------
 
     def hear(self, rank: int, kind: int, body: bytes) -> None:
         """Takes in a frame."""
-        if frames.is_letter(kind):
-            self.mailbox.put(*frames.decode_letter(kind, rank, body))
+        if frames.is_addressed(kind):
+            self.inbox.put(*frames.decode_addressed(kind, rank, body))
         elif kind == frames.WHERE:
             self._notes[rank] = frames.decode_text(body)
         elif kind == frames.SETTLED:
-            slot, number = frames.decode_settled(body)
-            self._settled[slot, rank] = number
+            group_id, number = frames.decode_settled(body)
+            self._settled[group_id, rank] = number
         elif kind == frames.FAILURE:
             self._record(rank, frames.decode_failure(body, self.size))
         else:
             self._left.add(rank)
-            self.mailbox.alarm()
+            self.inbox.alarm()
 
     def lose(self, rank: int, reason: str) -> None:
         """A peer is gone; unless it said goodbye, that is a failure."""
@@ -209,7 +211,7 @@ class SocketControl(Control):
 
 
 # Forked children (the workers of a data loader) inherit sockets, and as long as one of them has
-# one open, nobody sees it end with its rank. A fork happens to a process, not to a world, so
+# one open, no peer sees it end with its rank. A fork happens to a process, not to a world, so
 # this is kept for the process; worlds stay strangers to each other.
 _open_controls: weakref.WeakSet[SocketControl] = weakref.WeakSet()
 

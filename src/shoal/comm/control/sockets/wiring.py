@@ -1,8 +1,8 @@
 """From a bootstrap to a socket between each two ranks.
 
 Each rank listens, tells the others where, calls every lower rank and answers every higher one.
-All of that goes on at once in one loop, so a stranger who connects and says nothing keeps nobody
-waiting: it is dropped when its time is up. The listener is closed once everybody is here.
+All of that goes on at once in one loop, so a stranger that connects and says nothing delays no
+rank: it is dropped when its time is up. The listener is closed once all ranks are connected.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.comm.control.addresses import ADDRESS_VARIABLE, own_address, settled_address
 from shoal.comm.control.sockets import handshake
-from shoal.comm.control.sockets.dialogue import Dialogue
-from shoal.comm.control.sockets.handshake import HandshakeError
+from shoal.comm.control.sockets.handshake import Handshake, HandshakeError
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ ANSWER_S = 5.0
 TOKEN_VARIABLE = "SHOAL_TOKEN"
 
 
-class Place(NamedTuple):
+class Address(NamedTuple):
     """Where a rank listens, and whether it has the key that all should have."""
 
     host: str
@@ -47,11 +46,11 @@ def connect_all(bootstrap: Bootstrap) -> dict[int, socket.socket]:
     """A socket to each other rank, by rank. Every rank of the world calls this."""
     if bootstrap.size == 1:
         return {}
-    host, key = _agree_on_key(bootstrap)
+    host, key = _exchange_key(bootstrap)
     with _listen(host, bootstrap.size) as listener:
-        places = _exchange_places(bootstrap, listener, key)
+        addresses = _exchange_addresses(bootstrap, listener, key)
         wiring = _Wiring(bootstrap, key, listener)
-        error = wiring.build(places)
+        error = wiring.build(addresses)
     try:
         _check_everybody(bootstrap, error)
     except BaseException:
@@ -60,7 +59,7 @@ def connect_all(bootstrap: Bootstrap) -> dict[int, socket.socket]:
     return wiring.sockets
 
 
-def _agree_on_key(bootstrap: Bootstrap) -> tuple[str, bytes]:
+def _exchange_key(bootstrap: Bootstrap) -> tuple[str, bytes]:
     """This host's address, and the key made of rank 0's token and the user's, if any."""
     mine = {"host": own_address(bootstrap), "token": ""}
     if bootstrap.rank == 0:
@@ -83,22 +82,24 @@ def _listen(host: str, size: int) -> socket.socket:
     return listener
 
 
-def _exchange_places(bootstrap: Bootstrap, listener: socket.socket, key: bytes) -> list[Place]:
+def _exchange_addresses(bootstrap: Bootstrap, listener: socket.socket, key: bytes) -> list[Address]:
     host, port = listener.getsockname()[:2]
-    mine = Place(host, port, handshake.fingerprint(key))
+    mine = Address(host, port, handshake.fingerprint(key))
     encoded = bootstrap.all_gather(json.dumps(mine).encode())
-    places = [Place(*json.loads(data)) for data in encoded]
-    others = [rank for rank, place in enumerate(places) if place.fingerprint != mine.fingerprint]
+    addresses = [Address(*json.loads(data)) for data in encoded]
+    others = [
+        rank for rank, address in enumerate(addresses) if address.fingerprint != mine.fingerprint
+    ]
     if others:
         raise ShoalError(
             f"rank {bootstrap.rank} and ranks {others} have different keys: "
             f"{TOKEN_VARIABLE} must have the same value, or none, on every rank"
         )
-    return places
+    return addresses
 
 
 def _check_everybody(bootstrap: Bootstrap, error: str) -> None:
-    """One rank without a socket is a problem of all: nobody starts with some missing."""
+    """Raises on every rank if any rank misses a socket, so that no rank starts without."""
     errors = [data.decode() for data in bootstrap.all_gather(error.encode())]
     for rank, text in enumerate(errors):
         if text:
@@ -117,15 +118,15 @@ class _Wiring:
         self._rank, self._size, self._key = bootstrap.rank, bootstrap.size, key
         self._deadline = time.monotonic() + min(CONNECT_S, bootstrap.timeout)
         self._listener = listener
-        self._dialogues: set[Dialogue] = set()
+        self._under_way: set[Handshake] = set()
         self._selector = selectors.DefaultSelector()
 
-    def build(self, places: Sequence[Place]) -> str:
+    def build(self, addresses: Sequence[Address]) -> str:
         """Connects to everybody; returns what went wrong, if anything did."""
         self._selector.register(self._listener, selectors.EVENT_READ)
         try:
             for peer in range(self._rank):
-                self._call(peer, places[peer])
+                self._call(peer, addresses[peer])
             while len(self.sockets) < self._size - 1:
                 self._turn()
         except (OSError, HandshakeError) as error:
@@ -134,8 +135,8 @@ class _Wiring:
             self.close()
             raise
         finally:
-            for dialogue in self._dialogues:
-                dialogue.socket.close()
+            for attempt in self._under_way:
+                attempt.socket.close()
             self._selector.close()
         return ""
 
@@ -149,7 +150,7 @@ class _Wiring:
         if now >= self._deadline:
             missing = set(range(self._size)) - {self._rank, *self.sockets}
             raise HandshakeError(f"no connection with ranks {sorted(missing)} in time")
-        nearest = min((each.deadline for each in self._dialogues), default=self._deadline)
+        nearest = min((each.deadline for each in self._under_way), default=self._deadline)
         timeout = max(0.0, min(nearest, self._deadline) - now)
         for event, _ in self._selector.select(timeout):
             if event.fileobj is self._listener:
@@ -158,18 +159,18 @@ class _Wiring:
                 self._go_on(event.data)
         self._drop_overdue()
 
-    def _call(self, peer: int, place: Place) -> None:
-        family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
+    def _call(self, peer: int, address: Address) -> None:
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setblocking(False)
-        talk = handshake.call(self._key, self._rank, peer)
-        name = f"rank {peer} at {place.host} port {place.port}"
-        dialogue = Dialogue(sock, talk, name, self._deadline, is_call=True)
-        self._dialogues.add(dialogue)
-        code = sock.connect_ex((place.host, place.port))
+        steps = handshake.call(self._key, self._rank, peer)
+        name = f"rank {peer} at {address.host} port {address.port}"
+        attempt = Handshake(sock, steps, name, self._deadline, is_call=True)
+        self._under_way.add(attempt)
+        code = sock.connect_ex((address.host, address.port))
         if code not in (0, errno.EINPROGRESS):
             raise OSError(code, f"{name}: {os.strerror(code)}")
-        self._selector.register(sock, selectors.EVENT_WRITE, dialogue)
+        self._selector.register(sock, selectors.EVENT_WRITE, attempt)
 
     def _answer(self) -> None:
         try:
@@ -177,40 +178,40 @@ class _Wiring:
         except OSError:  # it has gone again, or descriptors are short: others may fare better
             return
         sock.setblocking(False)
-        talk = handshake.answer(self._key, self._rank, self._size)
+        steps = handshake.answer(self._key, self._rank, self._size)
         name = f"{address[0]} port {address[1]}"
-        dialogue = Dialogue(sock, talk, name, time.monotonic() + ANSWER_S, is_call=False)
-        self._dialogues.add(dialogue)
-        self._selector.register(sock, selectors.EVENT_READ, dialogue)
-        self._go_on(dialogue)
+        attempt = Handshake(sock, steps, name, time.monotonic() + ANSWER_S, is_call=False)
+        self._under_way.add(attempt)
+        self._selector.register(sock, selectors.EVENT_READ, attempt)
+        self._go_on(attempt)
 
-    def _go_on(self, dialogue: Dialogue) -> None:
+    def _go_on(self, attempt: Handshake) -> None:
         try:
-            peer = dialogue.go_on()
+            peer = attempt.go_on()
             if peer in self.sockets:
                 raise HandshakeError(f"rank {peer} is connected already")
         except (OSError, HandshakeError) as error:
-            self._drop(dialogue, error)
+            self._drop(attempt, error)
             return
         if peer is not None:
-            self._forget(dialogue)
-            self.sockets[peer] = dialogue.socket
-        elif dialogue.is_call:
-            self._selector.modify(dialogue.socket, selectors.EVENT_READ, dialogue)
+            self._forget(attempt)
+            self.sockets[peer] = attempt.socket
+        elif attempt.is_call:
+            self._selector.modify(attempt.socket, selectors.EVENT_READ, attempt)
 
     def _drop_overdue(self) -> None:
         now = time.monotonic()
-        for dialogue in [each for each in self._dialogues if each.deadline <= now]:
-            self._drop(dialogue, HandshakeError("it took too long"))
+        for attempt in [each for each in self._under_way if each.deadline <= now]:
+            self._drop(attempt, HandshakeError("it took too long"))
 
-    def _drop(self, dialogue: Dialogue, error: Exception) -> None:
-        """A call that fails is an error; whoever fails to call properly is a stranger."""
-        self._forget(dialogue)
-        dialogue.socket.close()
-        if dialogue.is_call:
-            raise HandshakeError(f"{dialogue.name}: {error}") from error
-        logger.warning("dropped a connection from %s: %s", dialogue.name, error)
+    def _drop(self, attempt: Handshake, error: Exception) -> None:
+        """Our call that fails is an error; a caller that fails to prove itself is a stranger."""
+        self._forget(attempt)
+        attempt.socket.close()
+        if attempt.is_call:
+            raise HandshakeError(f"{attempt.name}: {error}") from error
+        logger.warning("dropped a connection from %s: %s", attempt.name, error)
 
-    def _forget(self, dialogue: Dialogue) -> None:
-        self._selector.unregister(dialogue.socket)
-        self._dialogues.discard(dialogue)
+    def _forget(self, attempt: Handshake) -> None:
+        self._selector.unregister(attempt.socket)
+        self._under_way.discard(attempt)

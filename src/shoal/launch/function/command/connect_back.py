@@ -22,15 +22,16 @@ from typing import Any
 from shoal.errors import LaunchError
 from shoal.launch.function.call import encode_call
 from shoal.launch.function.collector import Collector
-from shoal.launch.function.command.door import HELLO, Door
-from shoal.launch.function.command.tail import Tail
+from shoal.launch.function.command.listener import HELLO, RankListener
+from shoal.launch.function.command.stderr import CapturedStderr
 from shoal.launch.function.forkserver.child import Child
+from shoal.launch.function.forkserver.child_main import resolve
 from shoal.launch.function.forkserver.forkserver import fork_server
-from shoal.launch.function.forkserver.newborn import die_with_parent, resolve
 from shoal.launch.function.forkserver.request import Request
 from shoal.launch.function.outcome import Outcome
-from shoal.launch.function.processes import WORKER
+from shoal.launch.function.rank_processes import WORKER
 from shoal.launch.joining.environment import discover
+from shoal.system.libc import die_with_parent
 from shoal.system.memory_file import MemoryFile
 
 _STOP_SECONDS = 3.0
@@ -54,7 +55,7 @@ def run_command(
 ) -> list[Outcome]:
     """Runs `fn(*args)` on ranks that `command` starts; their outcomes in order of rank.
 
-    A rank that ended without a word has the end of the command's standard error for a traceback.
+    A rank that ended without a report has the end of the command's standard error for a traceback.
 
     Args:
         command: Starts the program it is given on each rank: `["mpiexec", "-n", "4"]`. The program
@@ -72,17 +73,18 @@ def run_command(
     """
     with contextlib.ExitStack() as stack:
         collector = stack.enter_context(Collector(ranks, grace))
-        tail = stack.enter_context(contextlib.closing(Tail()))
-        door = Door(collector, ranks, Request.of_caller(entry, {}), encode_call(fn, args))
-        stack.callback(door.close)
-        launcher = stack.enter_context(_start([*command, *_program(door.path)], env, tail))
+        stderr = stack.enter_context(contextlib.closing(CapturedStderr()))
+        request = Request.of_caller(entry, {})
+        listener = RankListener(collector, ranks, request, encode_call(fn, args))
+        stack.callback(listener.close)
+        launcher = stack.enter_context(_start([*command, *_program(listener.path)], env, stderr))
         stack.callback(_stop, launcher)
-        _attend(collector, launcher, tail)
-        complaint = _admit_all(collector, launcher, command, connect_timeout)
+        _watch_command(collector, launcher, stderr)
+        complaint = _await_ranks(collector, launcher, command, connect_timeout)
         outcomes = collector.run()
         _await_end(collector, launcher, grace)
-        tail.drain()
-        return _complete(outcomes, ranks, tail, complaint)
+        stderr.drain()
+        return _complete(outcomes, ranks, stderr, complaint)
 
 
 def _program(path: str) -> list[str]:
@@ -90,17 +92,17 @@ def _program(path: str) -> list[str]:
     return [sys.executable, "-c", _BOOTSTRAP, _SOURCE, path]
 
 
-def _start(command: list[str], env: Mapping[str, str], tail: Tail) -> Child:
+def _start(command: list[str], env: Mapping[str, str], stderr: CapturedStderr) -> Child:
     """Starts the command as a child of the forkserver, so that it never outlives the caller."""
     payload = json.dumps(command).encode()
     stdin = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)  # it would eat the caller's input
     try:
         return fork_server().spawn(
-            f"{__name__}:execute", payload, env, streams=(stdin, 1, tail.write_end)
+            f"{__name__}:execute", payload, env, streams=(stdin, 1, stderr.write_end)
         )
     finally:
         os.close(stdin)
-        tail.hand_over()
+        stderr.hand_over()
 
 
 def execute(channel: socket.socket, payload: bytes) -> int:
@@ -115,23 +117,23 @@ def execute(channel: socket.socket, payload: bytes) -> int:
     return 127
 
 
-def _attend(collector: Collector, launcher: Child, tail: Tail) -> None:
+def _watch_command(collector: Collector, launcher: Child, stderr: CapturedStderr) -> None:
     """Has the collector's loop pass on standard error and see the command's end."""
 
     def pass_on() -> None:
-        if not tail.copy():
-            collector.unwatch(tail.fileno())
+        if not stderr.copy():
+            collector.unwatch(stderr.fileno())
 
     def end() -> None:
         launcher.wait(0.0)
         collector.unwatch(launcher)
         collector.expect_end()
 
-    collector.watch(tail.fileno(), pass_on)
+    collector.watch(stderr.fileno(), pass_on)
     collector.watch(launcher, end)
 
 
-def _admit_all(
+def _await_ranks(
     collector: Collector, launcher: Child, command: list[str], connect_timeout: float
 ) -> str:
     """Waits for all ranks to come; what the command did instead, if they do not."""
@@ -162,19 +164,21 @@ def _stop(launcher: Child) -> None:
         launcher.wait(_STOP_SECONDS)
 
 
-def _complete(outcomes: list[Outcome], ranks: int, tail: Tail, complaint: str) -> list[Outcome]:
-    """Adds an outcome for each rank that never came, or raises if nobody knows why."""
+def _complete(
+    outcomes: list[Outcome], ranks: int, stderr: CapturedStderr, complaint: str
+) -> list[Outcome]:
+    """Adds an outcome for each rank that never came, or raises if no rank has said why."""
     found = {outcome.rank: outcome for outcome in outcomes}
     if len(found) < ranks and not any(outcome.error for outcome in outcomes):
         raise LaunchError(
             f"{len(found)} of {ranks} ranks connected: {complaint}. "
-            f"The end of its standard error:\n{tail.text or '(nothing)'}"
+            f"The end of its standard error:\n{stderr.text or '(nothing)'}"
         )
     for rank in set(range(ranks)) - set(found):
         found[rank] = Outcome(rank, failed_at=time.monotonic())
     for outcome in found.values():
         if outcome.failed and outcome.error is None:
-            outcome.traceback = tail.text
+            outcome.traceback = stderr.text
     return [found[rank] for rank in range(ranks)]
 
 

@@ -7,7 +7,6 @@ import select
 import signal
 import socket
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from shoal.errors import LaunchError
@@ -103,11 +102,6 @@ class Child:
         """Itself, closed at the end of the block."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         """Closes the handle."""
         self.close()

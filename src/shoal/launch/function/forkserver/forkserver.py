@@ -29,7 +29,7 @@ from shoal.launch.function.forkserver.request import (
     import_path,
     send_packet,
 )
-from shoal.launch.script.glibc import tunables
+from shoal.launch.rank_settings import tunables
 from shoal.system.memory_file import MemoryFile
 
 # The first child waits for the server's imports: seconds on an idle machine, more on a busy one.
@@ -100,7 +100,7 @@ class ForkServer:
         """Starts a process that calls `entry(channel, payload)` and exits with what it returns.
 
         Args:
-            entry: The function's place, as `module:function`.
+            entry: Where the function is, as `module:function`.
             payload: Any number of bytes; several children may share one file.
             env: The child's whole environment.
             streams: Descriptors of the caller that become the child's 0, 1 and 2.

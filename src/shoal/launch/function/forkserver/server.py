@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shoal.launch.function.forkserver import newborn
+from shoal.launch.function.forkserver import child_main
 from shoal.launch.function.forkserver.request import (
     SIGNAL,
     SPAWN,
@@ -37,7 +37,7 @@ PRELOADED = ("torch", "numpy.random", "cloudpickle", "shoal", "shoal.launch.func
 
 
 @dataclass(frozen=True)
-class _Living:
+class _RunningChild:
     """A child that has not been reaped."""
 
     pid: int
@@ -50,7 +50,7 @@ class Server:
     def __init__(self, control: socket.socket, caller: int) -> None:
         """Watches `control`, the caller's pid and SIGCHLD."""
         self._control = control
-        self._living: dict[int, _Living] = {}
+        self._children: dict[int, _RunningChild] = {}
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -111,34 +111,34 @@ class Server:
             pid = -(error.errno or 1)
         if pid == 0:
             self._leave_to_child(descriptors.status)
-            newborn.live(descriptors, server)
+            child_main.run(descriptors, server)
         for fd in descriptors[1:]:
             os.close(fd)
         _tell(descriptors.status, pid)
         if pid < 0:
             os.close(descriptors.status)
             return
-        self._living[serial] = _Living(pid, descriptors.status)
+        self._children[serial] = _RunningChild(pid, descriptors.status)
         self._poll.register(descriptors.status, 0)  # no event but the end of its reader
 
     def _leave_to_child(self, status: int) -> None:
         """Closes, in a new child, all that belongs to the server."""
         signal.set_wakeup_fd(-1)
         self._control.close()
-        statuses = [child.status for child in self._living.values()]
+        statuses = [child.status for child in self._children.values()]
         for fd in (self._wake_read, self._wake_write, self._caller, status, *statuses):
             if fd >= 0:
                 os.close(fd)
 
     def _signal(self, packet: Packet) -> None:
         """Signals a child that is still ours: its pid cannot have gone to another process."""
-        child = self._living.get(packet.serial)
+        child = self._children.get(packet.serial)
         if child is not None:
             os.kill(child.pid, packet.signal)
 
     def _kill_dropped(self, ready: set[int]) -> None:
         """Kills children whose handle the caller has closed."""
-        for child in self._living.values():
+        for child in self._children.values():
             if child.status in ready:
                 self._poll.unregister(child.status)
                 os.kill(child.pid, signal.SIGKILL)
@@ -148,13 +148,13 @@ class Server:
         with contextlib.suppress(BlockingIOError):
             while os.read(self._wake_read, 4096):
                 pass
-        serials = {child.pid: serial for serial, child in self._living.items()}
+        serials = {child.pid: serial for serial, child in self._children.items()}
         with contextlib.suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 if found[0] in serials:
-                    self._bury(self._living.pop(serials[found[0]]), found[1])
+                    self._report_exit(self._children.pop(serials[found[0]]), found[1])
 
-    def _bury(self, child: _Living, wait_status: int) -> None:
+    def _report_exit(self, child: _RunningChild, wait_status: int) -> None:
         """Reports an exit code and forgets the child."""
         with contextlib.suppress(KeyError):
             self._poll.unregister(child.status)
@@ -163,9 +163,9 @@ class Server:
 
     def _kill_all(self) -> None:
         """Kills and reaps every child, so that none is left when this process is gone."""
-        for child in self._living.values():
+        for child in self._children.values():
             os.kill(child.pid, signal.SIGKILL)
-        for child in self._living.values():
+        for child in self._children.values():
             os.waitpid(child.pid, 0)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.errors import ShoalError
+from shoal.system.rank_names import list_names
 
 
 class Source(NamedTuple):
@@ -159,7 +160,7 @@ def absent_error(values: Sequence[AbsentValue]) -> ShoalError:
     sources = {source for value in values for source in value.sources}
     computed = sorted({source.name for source in sources if source.call >= 0})
     if not computed:
-        owned = _listed(sorted(source.name for source in sources))
+        owned = list_names(sorted(source.name for source in sources))
         return ShoalError(
             f"other ranks of the pipeline have {owned}: call the wrapped model itself, on every "
             "rank, or use its parts inside of model.full_parameters(). A loss that uses parameters "
@@ -167,16 +168,11 @@ def absent_error(values: Sequence[AbsentValue]) -> ShoalError:
             "lambda loss, _: loss) with a forward(inputs, targets) that returns the loss"
         )
     return ShoalError(
-        f"this stage of the pipeline needs a value that {_listed(computed)} computed on another "
+        f"this stage of the pipeline needs a value that {list_names(computed)} computed on another "
         "rank, which it did not need when the way through the model was learned: which parts of a "
         "model use which values must not depend on the numbers in a batch. Return such values from "
         "one unit to the next, or cut the model elsewhere (cut=)"
     )
-
-
-def _listed(names: Sequence[str], most: int = 4) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def _learn(

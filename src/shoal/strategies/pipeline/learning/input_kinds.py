@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from shoal.comm import Backend
 from shoal.errors import MismatchError
+from shoal.system.rank_names import name_ranks
 
 # Enough to tell batches apart, few enough to cost nothing.
 _MOST_SAMPLED = 4096
@@ -62,8 +63,8 @@ def agree(group: Backend, kinds: Sequence[InputKind], module: nn.Module, batch: 
     if odd:
         shown = "; ".join(kind.sizes for kind in kinds)
         raise MismatchError(
-            "the ranks of one pipeline must be given the same batch, inputs and targets; those of "
-            f"{', '.join(map(str, odd))} have other shapes or other values than rank 0 of it "
+            "the ranks of one pipeline must be given the same batch, inputs and targets; "
+            f"{name_ranks(odd)} of it have other shapes or other values than rank 0 "
             f"(here, rank {group.rank}: {shown}). Take a sampler with world=model.data_group"
         )
     return "-".join(str(flags) for *_, flags in numbers)

@@ -1,4 +1,4 @@
-"""The launcher's end of the store: a port that is ours before any rank starts."""
+"""The launcher's handle of the store: a port that is bound before any rank starts, a process."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def _refusal(config: LaunchConfig, error: OSError) -> LaunchError:
     )
 
 
-class Store:
-    """The process that holds the store of node 0, or another node's place in it.
+class StoreProcess:
+    """The process that holds the store of node 0, or another node's connection to it.
 
     One node's store ends with its ranks. A store of several nodes stays until the ranks of all
     have ended.
 
     Example:
-        >>> store = Store(config, listen(config), Path(folder, "store.log"))
+        >>> store = StoreProcess(config, listen(config), Path(folder, "store.log"))
         >>> store.close()
     """
 
@@ -78,7 +78,7 @@ class Store:
             )
 
     def complaint(self) -> str | None:
-        """Why the process ended though nobody asked it to; None while it runs."""
+        """Why the process ended by itself; None while it runs."""
         if self._process.poll() is None:
             return None
         words = self._log.read_text(errors="replace").strip().splitlines()

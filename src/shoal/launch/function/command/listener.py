@@ -1,41 +1,43 @@
-"""Where ranks come in that some other program started: a socket in a directory of its own."""
+"""Where ranks connect that another program started: a socket in a directory of its own."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shutil
+import signal
 import socket
 import struct
 import tempfile
 
 from shoal.errors import LaunchError
 from shoal.launch.function.collector import Collector
-from shoal.launch.function.command.peer import Peer
 from shoal.launch.function.forkserver.request import Request
 from shoal.system.memory_file import MemoryFile
 
 HELLO = struct.Struct("=ii")
+_CREDENTIALS = struct.Struct("=3i")
 _HELLO_SECONDS = 10.0
 _LONGEST_PATH = 100  # of the 107 bytes that the kernel allows for a socket's
 
 
-class Door:
-    """Admits each rank once, hands it the call, and adds it to a collector.
+class RankListener:
+    """Accepts each rank once, hands it the call, and adds it to a collector.
 
-    Only the same user can enter: the directory is closed to all others. It is removed as soon as
-    all ranks are in, so that there is little time in which a kill could leave it behind.
+    Only the same user can connect: the directory is closed to all others. It is removed as soon as
+    all ranks are connected, so that there is little time in which a kill could leave it behind.
 
     Example:
-        >>> door = Door(collector, ranks=4, request=request, payload=payload)
-        >>> subprocess.Popen([..., door.path])
+        >>> listener = RankListener(collector, ranks=4, request=request, payload=payload)
+        >>> subprocess.Popen([..., listener.path])
     """
 
     def __init__(self, collector: Collector, ranks: int, request: Request, payload: bytes) -> None:
-        """Opens the door; it is served by `collector`'s loop."""
+        """Begins to listen; `collector`'s loop accepts the connections."""
         self._collector = collector
         self._ranks = ranks
-        self._entered: set[int] = set()
+        self._connected: set[int] = set()
         with contextlib.ExitStack() as stack:
             self._request = stack.enter_context(MemoryFile(request.encode()))
             self._payload = stack.enter_context(MemoryFile(payload))
@@ -43,29 +45,29 @@ class Door:
             self.path = _socket_path(stack)
             self._listener.bind(self.path)
             self._listener.listen(ranks)
-            collector.watch(self._listener, self._admit)
+            collector.watch(self._listener, self._accept)
             stack.callback(collector.unwatch, self._listener)
             self._resources = stack.pop_all()
 
     def close(self) -> None:
-        """Shuts the door and removes every trace of it."""
+        """Stops listening and removes every trace of that."""
         self._resources.close()
 
-    def _admit(self) -> None:
-        """Lets the next rank in."""
+    def _accept(self) -> None:
+        """Accepts the connection of the next rank."""
         connection, _ = self._listener.accept()
         with contextlib.ExitStack() as stack:
             stack.enter_context(connection)
             connection.settimeout(_HELLO_SECONDS)
             hello = connection.recv(HELLO.size, socket.MSG_WAITALL)
-            if len(hello) < HELLO.size:  # it died on the threshold: the launcher will say so
+            if len(hello) < HELLO.size:  # it died meanwhile: the command will say so
                 return
             rank = self._check(*HELLO.unpack(hello))
-            peer = Peer(connection)
-            stack.callback(peer.close)
+            process = ConnectedProcess(connection)
+            stack.callback(process.close)
             files = [self._request.fileno(), self._payload.fileno()]
             socket.send_fds(connection, [b"\0"], files)
-            self._collector.add(rank, connection, peer)
+            self._collector.add(rank, connection, process)
             stack.pop_all()
         if self._collector.complete:
             self.close()
@@ -77,13 +79,53 @@ class Door:
                 f"{self._ranks} ranks were asked for, and rank {rank} finds itself in a world of "
                 f"{size}; does the command start {self._ranks} ranks, with the MPI they use?"
             )
-        if not 0 <= rank < size or rank in self._entered:
+        if not 0 <= rank < size or rank in self._connected:
             raise LaunchError(
                 f"each rank from 0 to {size - 1} should connect once, and rank {rank} came again "
                 "or is none of them"
             )
-        self._entered.add(rank)
+        self._connected.add(rank)
         return rank
+
+
+class ConnectedProcess:
+    """Watches and kills the process that made a connection; its exit code cannot be known.
+
+    Holds a pidfd, so that a later process with the same pid is never taken for it.
+
+    Example:
+        >>> process = ConnectedProcess(connection)
+        >>> process.kill()
+        >>> process.wait(1.0)
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Asks the kernel who connected."""
+        option = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        self.pid: int = _CREDENTIALS.unpack(option)[0]
+        self._fd = os.pidfd_open(self.pid)
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when the process has ended."""
+        return self._fd
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Waits for the end of the process; always None, for the code is its parent's to know."""
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        poll.poll(None if timeout is None else timeout * 1000)
+        return None
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Signals the process, if it still runs."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._fd, number)
+
+    def close(self) -> None:
+        """Gives the descriptor back."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 def _socket_path(stack: contextlib.ExitStack) -> str:

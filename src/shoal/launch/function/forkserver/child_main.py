@@ -1,4 +1,4 @@
-"""The life of a forked child: make it look freshly started, call its entry point, exit.
+"""What a forked child does: make itself look freshly started, call its entry point, exit.
 
 It never returns into the server's code, and never touches the server's random state, signal
 handlers or standard streams.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
@@ -23,28 +22,18 @@ from typing import NoReturn
 
 from shoal.launch.function.forkserver import stdio
 from shoal.launch.function.forkserver.request import Descriptors, Request
+from shoal.launch.rank_settings import num_threads
+from shoal.system.libc import die_with_parent
 from shoal.system.memory_file import MemoryFile
-
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
 
 Entry = Callable[[socket.socket, bytes], int | None]
 
 
-def die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when `parent`, its parent process, ends."""
-    if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
-    if os.getppid() != parent:  # it ended before the kernel knew of our wish
-        os._exit(1)
-
-
-def live(descriptors: Descriptors, server: int) -> NoReturn:
+def run(descriptors: Descriptors, server: int) -> NoReturn:
     """Runs a whole child, from just after the fork to its exit."""
     code = 1
     try:
-        code = _live(descriptors, server)
+        code = _call_entry(descriptors, server)
     except SystemExit as error:
         code = _code_of(error)
     except BaseException:
@@ -53,13 +42,13 @@ def live(descriptors: Descriptors, server: int) -> NoReturn:
         _exit(code)
 
 
-def _live(descriptors: Descriptors, server: int) -> int:
-    """Takes on the caller's surroundings and calls the entry point."""
+def _call_entry(descriptors: Descriptors, server: int) -> int:
+    """Takes on the caller's environment and streams, and calls the entry point."""
     die_with_parent(server)
     stdio.adopt(descriptors.stdin, descriptors.stdout, descriptors.stderr)
     _reset_signals()
     request = Request.decode(_read_and_close(descriptors.request))
-    _take_surroundings(request, descriptors.cwd)
+    _take_context(request, descriptors.cwd)
     _seed()
     _set_num_threads()
     gc.enable()
@@ -76,7 +65,7 @@ def _reset_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _take_surroundings(request: Request, cwd: int) -> None:
+def _take_context(request: Request, cwd: int) -> None:
     """Sets environment, directory, import path and arguments to those of the caller."""
     os.environ.clear()
     os.environ.update(request.env)
@@ -103,11 +92,11 @@ def _seed() -> None:
 
 def _set_num_threads() -> None:
     """Honours OMP_NUM_THREADS, which torch read long before this child had its environment."""
-    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    if first.isdecimal() and int(first) > 0:
+    count = num_threads(os.environ)
+    if count is not None:
         import torch
 
-        torch.set_num_threads(int(first))
+        torch.set_num_threads(count)
 
 
 def resolve(entry: str) -> Entry:

@@ -1,4 +1,4 @@
-"""The C library's settings reach the ranks, and a user's own stay."""
+"""Threads and settings of the C library reach the ranks, and a user's own choices stay."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import leaks
 import shoal
 from shoal.comm.bootstrap.store import store_for_one_host
 from shoal.launch.function.forkserver.forkserver import fork_server
-from shoal.launch.script.glibc import tunables
+from shoal.launch.rank_settings import num_threads, rank_settings, tunables
+from shoal.system.cores import num_cores
 
 _LENGTH = "glibc.cpu.x86_non_temporal_threshold"
 
@@ -35,3 +36,16 @@ def test_ranks_are_started_with_it(backend: str) -> None:
     leaks.baseline()
     for found in shoal.run(lambda: os.environ["GLIBC_TUNABLES"], ranks=2, backend=backend):
         assert _LENGTH in found
+
+
+def test_cores_are_shared_out() -> None:
+    assert rank_settings(1, {})["OMP_NUM_THREADS"] == str(num_cores())
+    assert rank_settings(10**6, {})["OMP_NUM_THREADS"] == "1"
+    assert rank_settings(2, {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("3", 3), (" 4,2", 4), ("", None), ("0", None), ("many", None)]
+)
+def test_threads_are_read_back(text: str, count: int | None) -> None:
+    assert num_threads({"OMP_NUM_THREADS": text}) == count

@@ -19,13 +19,14 @@ from shoal.comm.world import World, set_current
 from shoal.errors import DeadlineError
 from shoal.launch.function.call import copy_call
 from shoal.launch.function.outcome import Outcome
+from shoal.system.deadline import wait_until
 from shoal.torch_support.random_state import RandomState
 
 # How long ranks get to come to their next operation, where they end, after an interrupt.
 _GRACE_S = 2.0
 _POLL_S = 0.001
 
-Call = tuple[Callable[..., Any], tuple[Any, ...]]
+_Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def run_threads(
@@ -59,12 +60,12 @@ def run_threads(
     return outcomes
 
 
-def _run_rank(call: Call, simulator: Simulator, outcome: Outcome, timeout: float) -> None:
+def _run_rank(call: _Call, simulator: Simulator, outcome: Outcome, timeout: float) -> None:
     ranks = range(simulator.size)
     world = World(InMemoryBackend(WorldState(timeout=timeout), simulator, ranks, outcome.rank))
     set_current(world, process_wide=False)
-    # Until somebody asks, matrix products of a new thread take another number of threads than was
-    # set, and round differently.
+    # Until a new thread has asked for it, its matrix products take another number of threads than
+    # was set, and round differently.
     torch.get_num_threads()
     # Autograd has one backward thread per device. Ranks that are threads would share it, and
     # a hook that waits for another rank there would stop that rank's backward as well.
@@ -90,7 +91,7 @@ def _join(threads: list[threading.Thread], simulator: Simulator) -> None:
         while thread.is_alive():
             thread.join(1.0)
             if simulator.is_abandoned(thread.is_alive() for thread in threads):
-                raise DeadlineError(simulator.abandonment())
+                raise simulator.abandoned()
     _wait_for_exit(threads)
 
 
@@ -110,6 +111,4 @@ def _wait_for_exit(threads: list[threading.Thread]) -> None:
 
 def _join_for(threads: list[threading.Thread], seconds: float) -> None:
     """Waits for a while. An interrupted `join` may take a running thread for a stopped one."""
-    deadline = time.monotonic() + seconds
-    while set(threads) & set(threading.enumerate()) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
+    wait_until(lambda: not set(threads) & set(threading.enumerate()), seconds, _POLL_S)

@@ -9,15 +9,15 @@ _KEPT_BYTES = 4096
 _PIECE_BYTES = 1 << 16
 
 
-class Tail:
+class CapturedStderr:
     """A pipe whose write end a command gets as its standard error.
 
     Example:
-        >>> tail = Tail()
-        >>> os.write(tail.write_end, b"oops")
+        >>> stderr = CapturedStderr()
+        >>> os.write(stderr.write_end, b"oops")
         4
-        >>> tail.drain()
-        >>> tail.text
+        >>> stderr.drain()
+        >>> stderr.text
         'oops'
     """
 

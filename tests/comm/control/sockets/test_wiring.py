@@ -188,7 +188,7 @@ def test_a_rank_that_cannot_connect_is_an_error_on_every_rank(
     monkeypatch.setattr(wiring, "CONNECT_S", 0.5)
 
     def close_door(connect: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Any, peer: int, place: wiring.Place) -> None:
+        def call(self: Any, peer: int, place: wiring.Address) -> None:
             connect(self, peer, place._replace(port=1) if self._rank == 2 else place)
 
         return call

@@ -400,7 +400,7 @@ def test_a_silence_that_is_no_time_is_refused(text: str, monkeypatch: pytest.Mon
 
 def test_a_peer_that_does_not_read_stalls_nobody() -> None:
     with world_with_puppet(3) as ((first, second), _):
-        flood = frames.encode_letter(frames.HEADER, (9, 1), bytes(1 << 20 >> 1))
+        flood = frames.encode_addressed(frames.HEADER, (9, 1), bytes(1 << 20 >> 1))
         for _ in range(40):
             first.tell([2], flood)
 
@@ -420,7 +420,7 @@ def test_a_peer_that_does_not_read_stalls_nobody() -> None:
         (b"GET / HTTP/1.1\r\n\r\n", "unknown kind"),
         (b"\xff\xff\xff\xff\x01", "above the limit"),
         (frames.encode(frames.HEADER, b"short"), "too few for its address"),
-        (frames.encode_letter(frames.OFFER, (0, 0, 1)), "too few for its address"),
+        (frames.encode_addressed(frames.OFFER, (0, 0, 1)), "too few for its address"),
         (frames.encode(frames.SETTLED, b"short"), "a count of 5 bytes"),
         (frames.encode(frames.FAILURE, b"short"), "a failure of 5 bytes"),
         (frames.encode_failure(Failure(99, "", 0)), "the failure of rank 99"),
@@ -440,7 +440,7 @@ def test_garbage_ends_the_connection_and_names_the_peer(garbage: bytes, problem:
 
 def test_frames_cut_anywhere_are_put_together() -> None:
     with world_with_puppet() as ([control], puppet):
-        data = frames.encode_letter(frames.HEADER, (0, 1), b"a header") * 2
+        data = frames.encode_addressed(frames.HEADER, (0, 1), b"a header") * 2
         for index in range(len(data)):
             puppet.send(data[index : index + 1])
         headers = control.channel(0, range(2)).exchange(1, b"mine", patience(control))

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import leaks
+import shoal
 from shoal.errors import LaunchError
 from shoal.launch.function.forkserver.child import Child
 from shoal.launch.function.forkserver.forkserver import ForkServer, fork_server
@@ -24,7 +25,7 @@ from shoal.system.memory_file import MemoryFile
 pytestmark = pytest.mark.timeout(180)
 
 PATIENCE = 60.0
-SOURCE = str(Path(__file__).resolve().parents[2] / "src")
+SOURCE = str(Path(shoal.__file__).resolve().parents[1])
 Spawn = Callable[..., Child]
 
 

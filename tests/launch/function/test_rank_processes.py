@@ -18,14 +18,15 @@ import cloudpickle
 import pytest
 
 import leaks
+import shoal
 from shoal.errors import RemoteError
 from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.launch.function.outcome import Outcome
-from shoal.launch.function.processes import run_processes
+from shoal.launch.function.rank_processes import run_processes
 
 pytestmark = pytest.mark.timeout(180)
 
-SOURCE = str(Path(__file__).resolve().parents[2] / "src")
+SOURCE = str(Path(shoal.__file__).resolve().parents[1])
 WORKER = """
 import os, signal
 from shoal.launch.function.call import decode_call
@@ -174,7 +175,7 @@ def fn(x): return helper(x)
 
 
 SCRIPT = """
-from shoal.launch.function.processes import run_processes
+from shoal.launch.function.rank_processes import run_processes
 print("run")  # once: children do not run the script again
 
 class Mine(Exception):

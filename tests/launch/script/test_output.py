@@ -8,15 +8,14 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.launch.script.output import Sink, Source, Voice, split_lines
-from shoal.launch.script.rank_output import FileOutput
+from shoal.launch.script.output import FileOutput, PipeReader, Screen, Speaker, split_lines
 
-ZERO, ONE = Voice("rank 0", "stdout"), Voice("rank 1", "stdout")
+ZERO, ONE = Speaker("rank 0", "stdout"), Speaker("rank 1", "stdout")
 
 
-def new_sink(*, colour: bool = False) -> tuple[Sink, Callable[[], bytes]]:
+def new_sink(*, colour: bool = False) -> tuple[Screen, Callable[[], bytes]]:
     stream = io.BytesIO()
-    return Sink(stream, colour=colour), stream.getvalue
+    return Screen(stream, colour=colour), stream.getvalue
 
 
 @given(st.binary(max_size=200))
@@ -34,38 +33,38 @@ def test_cut_pieces_are_single_lines(parts: list[bytes]) -> None:
 
 
 def test_an_unfinished_line_is_ended_before_another_rank_writes() -> None:
-    sink, written = new_sink()
-    sink.write(ZERO, b"half")
-    sink.write(ONE, b"whole\n")
-    sink.write(ZERO, b"rest\n")
+    screen, written = new_sink()
+    screen.write(ZERO, b"half")
+    screen.write(ONE, b"whole\n")
+    screen.write(ZERO, b"rest\n")
     assert written() == b"[rank 0] half\n[rank 1] whole\n[rank 0] rest\n"
 
 
 def test_an_unfinished_line_goes_on_where_it_stopped() -> None:
-    sink, written = new_sink()
-    sink.write(ZERO, b"loading")
-    sink.write(ZERO, b"...done\n")
+    screen, written = new_sink()
+    screen.write(ZERO, b"loading")
+    screen.write(ZERO, b"...done\n")
     assert written() == b"[rank 0] loading...done\n"
 
 
 def test_the_two_streams_of_a_rank_do_not_mix_inside_a_line() -> None:
-    sink, written = new_sink()
-    sink.write(ZERO, b"out")
-    sink.write(Voice("rank 0", "stderr"), b"err\n")
+    screen, written = new_sink()
+    screen.write(ZERO, b"out")
+    screen.write(Speaker("rank 0", "stderr"), b"err\n")
     assert written() == b"[rank 0] out\n[rank 0] err\n"
 
 
 def test_a_progress_bar_keeps_its_prefix() -> None:
-    sink, written = new_sink()
+    screen, written = new_sink()
     for piece in (b"\r 1%", b"\r 2%", b"\n"):
-        sink.write(ZERO, piece)
+        screen.write(ZERO, piece)
     assert written() == b"[rank 0]  1%\r[rank 0]  2%\n"
 
 
 def test_ranks_have_colours_and_the_text_is_plain() -> None:
-    sink, written = new_sink(colour=True)
-    sink.write(ZERO, b"a\n")
-    sink.write(ONE, b"a\n")
+    screen, written = new_sink(colour=True)
+    screen.write(ZERO, b"a\n")
+    screen.write(ONE, b"a\n")
     first, second = written().splitlines()
     assert first.endswith(b"[rank 0]\x1b[0m a")
     assert second.endswith(b"[rank 1]\x1b[0m a")
@@ -76,17 +75,17 @@ def test_a_reader_that_went_away_is_no_error() -> None:
     read, write = os.pipe()
     os.close(read)
     with open(write, "wb", buffering=0) as stream:
-        sink = Sink(stream, colour=False)
-        sink.write(ZERO, b"nobody reads this\n")
-        sink.write(ZERO, b"nor this\n")
+        screen = Screen(stream, colour=False)
+        screen.write(ZERO, b"nobody reads this\n")
+        screen.write(ZERO, b"nor this\n")
 
 
 def pump(*chunks: bytes, hold_open: bool = False) -> tuple[bytes, bytes]:
-    """What a sink gets, and the tail, when a rank writes `chunks` and ends."""
+    """What a screen gets, and the tail, when a rank writes `chunks` and ends."""
 
     async def feed() -> bytes:
         read, write = os.pipe()
-        source = Source(ZERO, read, sink)
+        source = PipeReader(ZERO, read, screen)
         for chunk in chunks:
             os.write(write, chunk)
             await asyncio.sleep(0)
@@ -97,7 +96,7 @@ def pump(*chunks: bytes, hold_open: bool = False) -> tuple[bytes, bytes]:
             os.close(write)
         return source.tail()
 
-    sink, written = new_sink()
+    screen, written = new_sink()
     tail = asyncio.run(feed())
     return written(), tail
 
@@ -126,7 +125,7 @@ def test_any_bytes_come_through(data: bytes) -> None:
 def test_an_unfinished_line_appears_though_the_rank_goes_on() -> None:
     async def prompt() -> bytes:
         read, write = os.pipe()
-        source = Source(ZERO, read, sink)
+        source = PipeReader(ZERO, read, screen)
         os.write(write, b"password: ")
         async with asyncio.timeout(10):
             while not written():
@@ -136,7 +135,7 @@ def test_an_unfinished_line_appears_though_the_rank_goes_on() -> None:
         source.close()
         return shown
 
-    sink, written = new_sink()
+    screen, written = new_sink()
     assert asyncio.run(prompt()) == b"[rank 0] password: "
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import leaks
+import shoal
 from shoal.errors import LaunchError
 from shoal.launch.function.command.connect_back import run_command
 from shoal.launch.function.forkserver.forkserver import fork_server
@@ -22,7 +23,7 @@ from shoal.launch.function.outcome import Outcome
 
 pytestmark = pytest.mark.timeout(180)
 
-SOURCE = str(Path(__file__).resolve().parents[2] / "src")
+SOURCE = str(Path(shoal.__file__).resolve().parents[1])
 WORKER = """
 from shoal.launch.function.call import decode_call
 from shoal.launch.function.outcome import send_error, send_value
