@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.checkpoint.disk import removal as letting_go
-from shoal.checkpoint.disk.store import Store
+from shoal.checkpoint.disk.checkpoint_folder import Store
 from shoal.comm import Backend
 
 RESULTS = Path(__file__).parent / "results" / "checkpoint.json"

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.verification.judge import Judge
-from shoal.verification.trainees.single import SplitBatch
+from shoal.verification.comparison import Judge
+from shoal.verification.trainers.one_process import SplitBatch
 
 Change = Callable[[Tensor], Tensor]
 # Far beyond what a few steps make of the models here, unless training diverges.

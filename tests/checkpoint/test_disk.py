@@ -12,8 +12,8 @@ import pytest
 
 from shoal.checkpoint.disk import file_hints
 from shoal.checkpoint.disk import removal as letting_go
+from shoal.checkpoint.disk.checkpoint_folder import Store
 from shoal.checkpoint.disk.filesystem import DISK, FileSystem, remove_tree
-from shoal.checkpoint.disk.store import Store
 
 
 @pytest.fixture

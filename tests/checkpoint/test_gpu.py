@@ -23,7 +23,7 @@ from checkpoint.test_layouts import (
     write,
 )
 from checkpoint.training import assert_same, on_ranks, state
-from shoal.checkpoint.save import plan
+from shoal.checkpoint.save import running_save as plan
 from shoal.checkpoint.state import random_states
 from strategies.models import moved
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import shoal
 from checkpoint.training import assert_same, on_ranks, state, wrap
-from shoal.checkpoint.disk import store
-from shoal.checkpoint.disk.store import Store
+from shoal.checkpoint.disk import checkpoint_folder as store
+from shoal.checkpoint.disk.checkpoint_folder import Store
 from shoal.checkpoint.tools.conversion import export
 from shoal.checkpoint.tools.inspection import open_any, verify
 from shoal.errors import CheckpointError, CheckpointMismatchError

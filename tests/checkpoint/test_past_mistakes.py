@@ -23,7 +23,7 @@ from checkpoint.training import (
     wrap,
 )
 from shoal.checkpoint.disk.filesystem import FileSystem
-from shoal.checkpoint.load import reading
+from shoal.checkpoint.load import reader as reading
 from shoal.checkpoint.load import transaction as staging
 from shoal.checkpoint.tools.inspection import open_any
 from shoal.errors import CheckpointMismatchError

@@ -27,12 +27,12 @@ from checkpoint.training import (
     wrap,
 )
 from shoal.checkpoint.disk.filesystem import opened
-from shoal.checkpoint.save import plan
+from shoal.checkpoint.save import running_save as plan
 from shoal.checkpoint.save.writing import Outgoing, shares, write_file
 from shoal.checkpoint.tools.inspection import open_any, verify
 from shoal.errors import CheckpointError
 from shoal.sharding.extent import Extent
-from shoal.torch_support.threads import Abandoned, side_by_side
+from shoal.torch_support.concurrency import Abandoned, side_by_side
 
 CORES = 6
 

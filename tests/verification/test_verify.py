@@ -17,9 +17,9 @@ from shoal.errors import ShoalError
 from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.optim import DATA_PARALLEL
 from shoal.verification import Trial, hold
-from shoal.verification.judge import Judge, default_tolerance
-from shoal.verification.trainees.batches import share, take
-from shoal.verification.trainees.trainee import Seen
+from shoal.verification.comparison import Judge, default_tolerance
+from shoal.verification.trainers.global_batches import share, take
+from shoal.verification.trainers.trainer import Seen
 
 STRATEGIES = DATA_PARALLEL
 

@@ -10,16 +10,16 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.checkpoint.agreement import together
+from shoal.checkpoint.disk.checkpoint_folder import LATEST, MANIFEST, Store
 from shoal.checkpoint.disk.filesystem import DISK, FileSystem
-from shoal.checkpoint.disk.store import LATEST, MANIFEST, Store
-from shoal.checkpoint.load.in_memory import MemorySource
 from shoal.checkpoint.load.matching import Misfits
-from shoal.checkpoint.load.source import Source, open_checkpoint, open_foreign
+from shoal.checkpoint.load.state_dict_source import MemorySource
+from shoal.checkpoint.load.tensor_source import Source, open_checkpoint, open_foreign
 from shoal.checkpoint.load.transaction import Staging, Target
 from shoal.checkpoint.save.pending import finish_pending
 from shoal.checkpoint.state import model_state, optimizer_state
 from shoal.checkpoint.state.companions import Companions
+from shoal.checkpoint.together import together
 from shoal.comm import Backend
 from shoal.errors import CheckpointError, CheckpointWarning, CorruptCheckpointError
 

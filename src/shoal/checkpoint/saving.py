@@ -18,11 +18,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shoal.checkpoint.disk.checkpoint_folder import MOST_STEP, Store
 from shoal.checkpoint.disk.filesystem import DISK, FileSystem
-from shoal.checkpoint.disk.store import MOST_STEP, Store
-from shoal.checkpoint.save import snapshot
+from shoal.checkpoint.save import rank_state as snapshot
 from shoal.checkpoint.save.pending import PendingSave, finish_pending, start
-from shoal.checkpoint.save.plan import Plan
+from shoal.checkpoint.save.running_save import Plan
 from shoal.checkpoint.state import model_state, optimizer_state
 from shoal.checkpoint.state.companions import Companions
 from shoal.comm import Backend

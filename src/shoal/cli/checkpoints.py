@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
-    from shoal.checkpoint.load.source import Source
+    from shoal.checkpoint.load.tensor_source import Source
 
 PathArgument = Annotated[
     Path,
@@ -59,7 +59,7 @@ def reshard_command(
     """Write a checkpoint again into another number of files; loading never needs it."""
     from rich.console import Console
 
-    from shoal.checkpoint.disk.store import Store
+    from shoal.checkpoint.disk.checkpoint_folder import Store
     from shoal.checkpoint.tools.conversion import reshard, total_bytes
     from shoal.checkpoint.tools.inspection import open_any
 

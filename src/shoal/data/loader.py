@@ -19,8 +19,15 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from shoal.comm import Backend
-from shoal.data.batches import AgreedSampler, ItemsOfBatch, Part, Place, RankBatches, RowsOfBatch
 from shoal.data.draws import Draws
+from shoal.data.rank_batches import (
+    AgreedSampler,
+    ItemsOfBatch,
+    Part,
+    Place,
+    RankBatches,
+    RowsOfBatch,
+)
 from shoal.errors import MismatchError
 from shoal.sampling import GlobalBatchSampler
 from shoal.strategies import ShardedModel

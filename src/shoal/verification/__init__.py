@@ -1,8 +1,8 @@
 """Does distributed training give what one process gives? Trains both, and compares."""
 
-from shoal.verification.judge import Difference
+from shoal.verification.comparison import Difference
+from shoal.verification.experiment import Trial
 from shoal.verification.report import Report
-from shoal.verification.trial import Trial
-from shoal.verification.verdict import hold
+from shoal.verification.running import hold
 
 __all__ = ["Difference", "Report", "Trial", "hold"]

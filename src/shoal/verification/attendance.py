@@ -12,10 +12,10 @@ from torch import Tensor
 
 from shoal.comm.world import World, current
 from shoal.strategies.layers.precision import parse_precision
-from shoal.verification.judge import Difference, Judge, default_tolerance
-from shoal.verification.trainees.member import Member
-from shoal.verification.trainees.single import SplitBatch, WholeBatch
-from shoal.verification.trial import Findings, Trial
+from shoal.verification.comparison import Difference, Judge, default_tolerance
+from shoal.verification.experiment import Findings, Trial
+from shoal.verification.trainers.distributed import Member
+from shoal.verification.trainers.one_process import SplitBatch, WholeBatch
 
 _MIXED_PRECISION_TOLERANCE = 1e-2
 

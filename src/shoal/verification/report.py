@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from shoal.errors import ShoalError
-from shoal.verification.judge import Difference
+from shoal.verification.comparison import Difference
 
 
 @dataclass(frozen=True)

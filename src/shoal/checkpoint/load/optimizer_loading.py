@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.checkpoint.format import values
-from shoal.checkpoint.load.reading import read_tensors
-from shoal.checkpoint.load.source import Source
+from shoal.checkpoint.load.reader import read_tensors
+from shoal.checkpoint.load.tensor_source import Source
 from shoal.checkpoint.state import optimizer_state
 from shoal.errors import CheckpointMismatchError
 from shoal.optim.state.reception import Reception

@@ -17,19 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.checkpoint.disk.store import MANIFEST
+from shoal.checkpoint.disk.checkpoint_folder import MANIFEST
 from shoal.checkpoint.format import values
 from shoal.checkpoint.load import matching
-from shoal.checkpoint.load.in_memory import MemorySource
 from shoal.checkpoint.load.matching import Match, Misfits
 from shoal.checkpoint.load.optimizer_loading import OptimizerLoading
-from shoal.checkpoint.load.reading import Wanted, read, read_tensors
-from shoal.checkpoint.load.source import Source
+from shoal.checkpoint.load.reader import Wanted, read, read_tensors
+from shoal.checkpoint.load.state_dict_source import MemorySource
+from shoal.checkpoint.load.tensor_source import Source
 from shoal.checkpoint.state import model_state, random_states
 from shoal.checkpoint.state.companions import Companions, prepared
 from shoal.errors import CheckpointMismatchError, CorruptCheckpointError
 from shoal.sharding.extent import Extent
-from shoal.torch_support.threads import side_by_side
+from shoal.torch_support.concurrency import side_by_side
 
 
 @dataclass(frozen=True)

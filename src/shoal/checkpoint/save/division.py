@@ -15,10 +15,10 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.checkpoint.agreement import together
 from shoal.checkpoint.format import strict_json
 from shoal.checkpoint.save import merging
 from shoal.checkpoint.save.assignment import Claims, Work, assign
+from shoal.checkpoint.together import together
 from shoal.comm import Backend
 
 

@@ -23,18 +23,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.checkpoint.agreement import together
 from shoal.checkpoint.disk.filesystem import read_all, write_all
 from shoal.checkpoint.format import strict_json
 from shoal.checkpoint.format.manifest import checked, signed
 from shoal.checkpoint.format.strict_json import parse
-from shoal.checkpoint.save.arena import Arena
+from shoal.checkpoint.save.copy_buffer import Arena
 from shoal.checkpoint.save.division import caller
+from shoal.checkpoint.together import together
 from shoal.comm import Backend
 from shoal.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from shoal.checkpoint.save.plan import Plan
+    from shoal.checkpoint.save.running_save import Plan
 
 _MOST_RECEIPT_BYTES = 1 << 30
 _LOOK_AGAIN_S = 0.02

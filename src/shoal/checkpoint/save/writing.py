@@ -24,7 +24,7 @@ from shoal.checkpoint.format import safetensors as header
 from shoal.checkpoint.format.checksums import CHUNK_BYTES, checksum, chunks
 from shoal.checkpoint.format.manifest import FileRecord, SliceRecord
 from shoal.sharding.extent import Extent
-from shoal.torch_support.threads import Abandoned, side_by_side
+from shoal.torch_support.concurrency import Abandoned, side_by_side
 
 # The system gives a file memory in pieces as large as what is written at once.
 BLOCK_BYTES = 16 * CHUNK_BYTES

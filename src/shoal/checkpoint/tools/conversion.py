@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shoal.checkpoint.disk.checkpoint_folder import Store
 from shoal.checkpoint.disk.filesystem import DISK, FileSystem, write_all
-from shoal.checkpoint.disk.store import Store
 from shoal.checkpoint.format.dtypes import CODES, dtype_name
 from shoal.checkpoint.format.manifest import Manifest, SliceRecord, TensorRecord
 from shoal.checkpoint.load.matching import PREFIX
-from shoal.checkpoint.load.reading import Wanted, read
-from shoal.checkpoint.load.source import INDEX, SINGLE, Source
+from shoal.checkpoint.load.reader import Wanted, read
+from shoal.checkpoint.load.tensor_source import INDEX, SINGLE, Source
 from shoal.checkpoint.save.assignment import Claim, assign
 from shoal.checkpoint.save.writing import BLOCK_BYTES, Outgoing, numbered, write_file
 from shoal.checkpoint.tools.inspection import Progress

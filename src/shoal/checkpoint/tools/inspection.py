@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from shoal.checkpoint.disk.checkpoint_folder import MANIFEST, Store
 from shoal.checkpoint.disk.filesystem import DISK, FileSystem, Reading, opened
-from shoal.checkpoint.disk.store import MANIFEST, Store
 from shoal.checkpoint.format.checksums import CHUNK_BYTES, checksum
-from shoal.checkpoint.load.source import Place, Source, naming, open_checkpoint, open_foreign
+from shoal.checkpoint.load.tensor_source import Place, Source, naming, open_checkpoint, open_foreign
 from shoal.errors import CheckpointError, CorruptCheckpointError
 
 Progress = Callable[[int], None]

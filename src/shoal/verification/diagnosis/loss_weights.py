@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from shoal.strategies.training import call_module, count_items
-from shoal.verification.trainees.batches import Batch, share
-from shoal.verification.trainees.trainee import Parts
+from shoal.verification.trainers.global_batches import Batch, share
+from shoal.verification.trainers.trainer import Parts
 
 # What padding and ignored targets are marked with: torch's default, labels, masks, RoBERTa, images.
 _MARKS = (-100, 0, -1, 1, 255)

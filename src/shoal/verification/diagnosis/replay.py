@@ -8,11 +8,11 @@ from functools import cached_property
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.strategies.training import count_items
+from shoal.verification.comparison import Difference, Judge
 from shoal.verification.diagnosis.loss_weights import PartLosses
-from shoal.verification.judge import Difference, Judge
-from shoal.verification.trainees.single import SplitBatch, WholeBatch
-from shoal.verification.trainees.trainee import Parts
-from shoal.verification.trial import Findings, Trial
+from shoal.verification.experiment import Findings, Trial
+from shoal.verification.trainers.one_process import SplitBatch, WholeBatch
+from shoal.verification.trainers.trainer import Parts
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from shoal.checkpoint.disk.checkpoint_folder import MANIFEST, MOST_MANIFEST_BYTES
 from shoal.checkpoint.disk.filesystem import FileSystem, Reading, opened, read_all
-from shoal.checkpoint.disk.store import MANIFEST, MOST_MANIFEST_BYTES
 from shoal.checkpoint.format import safetensors as header
 from shoal.checkpoint.format.dtypes import code_of, dtype_of_code
 from shoal.checkpoint.format.manifest import FileRecord, Manifest, SliceRecord, TensorRecord

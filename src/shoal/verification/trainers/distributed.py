@@ -13,10 +13,10 @@ from torch import Tensor
 from shoal.comm import Backend
 from shoal.comm.world import World
 from shoal.strategies import PipelineParallelModel
-from shoal.verification.trainees.batches import share
-from shoal.verification.trainees.dice import Dice
-from shoal.verification.trainees.single import BUILD_SEED, rank_dice
-from shoal.verification.trainees.trainee import Build, Parts, Seen, Trainee
+from shoal.verification.trainers.dice import Dice
+from shoal.verification.trainers.global_batches import share
+from shoal.verification.trainers.one_process import BUILD_SEED, rank_dice
+from shoal.verification.trainers.trainer import Build, Parts, Seen, Trainee
 
 # Makes a model and its optimizers distributed.
 Wrap = Callable[..., Any]

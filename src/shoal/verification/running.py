@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from shoal.verification.attendance import attend
-from shoal.verification.case import Case
-from shoal.verification.diagnosis.suspects import likely_cause
+from shoal.verification.diagnosis.causes import likely_cause
+from shoal.verification.diagnosis.replay import Case
+from shoal.verification.experiment import Findings, Trial
 from shoal.verification.report import Report
-from shoal.verification.trial import Findings, Trial
 
 
 def hold(trial: Trial, run: Callable[..., list[Any]]) -> Report:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.verification.judge import Difference
-from shoal.verification.trainees.trainee import Build
+from shoal.verification.comparison import Difference
+from shoal.verification.trainers.trainer import Build
 
 Weight = Callable[[Any, Any], Any]
 """How much a local batch counts, from its inputs and targets."""

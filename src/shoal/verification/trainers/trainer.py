@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from shoal.optim import ShardedOptimizer
 from shoal.strategies import ShardedModel
-from shoal.verification.trainees.batches import Batch, take
+from shoal.verification.trainers.global_batches import Batch, take
 
 Build = Callable[[], tuple[nn.Module, Any, Iterable[Any], Callable[[Any, Any], Tensor]]]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from shoal.verification.trainees.trainee import Seen
+from shoal.verification.trainers.trainer import Seen
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 _SIXTEEN_BIT_TOLERANCE = 1e-2

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from shoal.comm.operation.partition import split_sizes
 from shoal.strategies.training import count_items
-from shoal.verification.case import Case
+from shoal.verification.diagnosis.replay import Case
 
 
 def likely_cause(case: Case) -> str:

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from shoal.checkpoint.disk.filesystem import FileSystem, Reading
 from shoal.checkpoint.format.checksums import CHUNK_BYTES, checksum, num_chunks
-from shoal.checkpoint.load.source import Place, Source, unreadable
+from shoal.checkpoint.load.tensor_source import Place, Source, unreadable
 from shoal.errors import CorruptCheckpointError
 from shoal.sharding.extent import Extent, Indices, overlap
 from shoal.system.cores import num_cores
-from shoal.torch_support.threads import side_by_side
+from shoal.torch_support.concurrency import side_by_side
 
 _MOST_THREADS = 4
 _FEW_RUNS = 8

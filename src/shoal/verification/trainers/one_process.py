@@ -15,10 +15,10 @@ from shoal.optim.kinds import judge
 from shoal.optim.stepping.kernels import fused_where_free
 from shoal.optim.stepping.supervision import Supervision
 from shoal.strategies.training import call_module, count_items
-from shoal.verification.trainees.batches import Batch, share
-from shoal.verification.trainees.dice import Dice
-from shoal.verification.trainees.narrow import Narrow
-from shoal.verification.trainees.trainee import Build, Parts, Seen, Trainee
+from shoal.verification.trainers.dice import Dice
+from shoal.verification.trainers.global_batches import Batch, share
+from shoal.verification.trainers.mixed_precision import Narrow
+from shoal.verification.trainers.trainer import Build, Parts, Seen, Trainee
 
 BUILD_SEED = 0
 _TRAIN_SEED = 1

@@ -14,22 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.agreement import together
+from shoal.checkpoint.disk.checkpoint_folder import Store
 from shoal.checkpoint.disk.filesystem import opened
-from shoal.checkpoint.disk.store import Store
 from shoal.checkpoint.save import merging
-from shoal.checkpoint.save.arena import Arena
 from shoal.checkpoint.save.assignment import Claim, Claims
+from shoal.checkpoint.save.copy_buffer import Arena
 from shoal.checkpoint.save.division import digests, divide
 from shoal.checkpoint.save.merging import Receipt
 from shoal.checkpoint.save.pending import PendingSave
-from shoal.checkpoint.save.snapshot import Snapshot
+from shoal.checkpoint.save.rank_state import Snapshot
 from shoal.checkpoint.save.writing import Outgoing, Written, shares, write_file
+from shoal.checkpoint.together import together
 from shoal.comm import Backend
 from shoal.comm.shm.copying import copy
 from shoal.errors import CheckpointError
 from shoal.system.cores import own_cores
-from shoal.torch_support.threads import side_by_side
+from shoal.torch_support.concurrency import side_by_side
 
 # sha256 keeps a core busy, at a rate below that of a good disk. So a rank that has several cores
 # writes as many files at once, if each gets so many bytes.

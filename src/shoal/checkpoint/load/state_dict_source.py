@@ -12,8 +12,8 @@ from torch import Tensor
 from shoal.checkpoint.disk.filesystem import DISK
 from shoal.checkpoint.format.manifest import TensorRecord
 from shoal.checkpoint.load.matching import PREFIX
-from shoal.checkpoint.load.reading import Wanted
-from shoal.checkpoint.load.source import Source
+from shoal.checkpoint.load.reader import Wanted
+from shoal.checkpoint.load.tensor_source import Source
 from shoal.sharding.extent import Extent, overlap
 
 
