@@ -24,7 +24,7 @@ from shoal.optim.kinds import Judgement, judge
 from shoal.sampling import sampler as sampler
 from shoal.strategies import ShardedModel
 from shoal.strategies.options import check_options
-from shoal.verification import Report, Trial, hold
+from shoal.verification import Experiment, Report, verify_experiment
 
 Loader = TypeVar("Loader", bound=DataLoader[Any] | Sequence[DataLoader[Any]])
 
@@ -353,7 +353,7 @@ def verify(
         >>> print(report)
         >>> report.raise_if_different()
     """
-    trial = Trial(
+    experiment = Experiment(
         build,
         as_distributed,
         strategy,
@@ -365,4 +365,4 @@ def verify(
         weight,
         options,
     )
-    return hold(trial, run)
+    return verify_experiment(experiment, run)

@@ -12,7 +12,7 @@ import pytest
 
 from shoal.checkpoint.disk import file_hints
 from shoal.checkpoint.disk import removal as letting_go
-from shoal.checkpoint.disk.checkpoint_folder import Store
+from shoal.checkpoint.disk.checkpoint_folder import CheckpointFolder
 from shoal.checkpoint.disk.filesystem import DISK, FileSystem, remove_tree
 
 
@@ -122,7 +122,7 @@ def test_room_is_free_when_a_save_begins(tmp_path: Path, monkeypatch: pytest.Mon
     leftover = tmp_path / ".new-000001" / "data"
     leftover.parent.mkdir()
     leftover.touch()
-    Store(tmp_path).begin(None)
+    CheckpointFolder(tmp_path).begin(None)
     assert settled == [False]
 
 

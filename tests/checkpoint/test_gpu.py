@@ -24,7 +24,7 @@ from checkpoint.test_layouts import (
 )
 from checkpoint.training import assert_same, on_ranks, state
 from shoal.checkpoint.save import running_save as plan
-from shoal.checkpoint.state import random_states
+from shoal.torch_support.random_state import RandomState
 from strategies.models import moved
 
 pytestmark = [
@@ -156,10 +156,10 @@ def test_generators_of_the_gpu_go_on(tmp_path: Path) -> None:
     ids=["dtype", "size", "values"],
 )
 def test_states_that_are_none_are_found_before_anything_changes(damaged: torch.Tensor) -> None:
-    good = random_states.capture()
-    random_states.check(good)
+    good = RandomState.capture().to_plain()
+    RandomState.from_plain(good)
     with pytest.raises(ValueError, match="no states of random generators"):
-        random_states.check({**good, "cuda": [damaged] * torch.cuda.device_count()})
+        RandomState.from_plain({**good, "cuda": [damaged] * torch.cuda.device_count()})
 
 
 def take_over(layout: Any, given: Any, optimizer: str) -> Any:

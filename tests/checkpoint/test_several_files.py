@@ -32,7 +32,7 @@ from shoal.checkpoint.save.writing import Outgoing, shares, write_file
 from shoal.checkpoint.tools.inspection import open_any, verify
 from shoal.errors import CheckpointError
 from shoal.sharding.extent import Extent
-from shoal.torch_support.concurrency import Abandoned, side_by_side
+from shoal.torch_support.concurrency import Abandoned, run_concurrently
 
 CORES = 6
 
@@ -157,11 +157,11 @@ def test_side_by_side() -> None:
         done.append(True)
         raise SystemExit
 
-    assert side_by_side([]) == []
-    assert side_by_side([lambda _, n=n: n for n in range(3)]) == [0, 1, 2]
+    assert run_concurrently([]) == []
+    assert run_concurrently([lambda _, n=n: n for n in range(3)]) == [0, 1, 2]
     for actions in ([wait, fail, wait], [fail, wait, wait]):
         with pytest.raises(KeyError):
-            side_by_side(actions)
+            run_concurrently(actions)
     assert len(done) == 4
 
 
@@ -179,7 +179,7 @@ def test_interrupted_while_others_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(threading.Thread, "join", join)
     with pytest.raises(KeyboardInterrupt):
-        side_by_side([lambda _: None, wait])
+        run_concurrently([lambda _: None, wait])
     assert done == [True]
 
 
@@ -188,10 +188,10 @@ def test_threads_have_the_modes_of_whom_they_work_for(tmp_path: Path) -> None:
         return torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     with torch.inference_mode():
-        assert side_by_side([modes, modes]) == [(True, False)] * 2
+        assert run_concurrently([modes, modes]) == [(True, False)] * 2
         shoal.save(tmp_path, build()[0], wait=False).wait()
     with torch.no_grad():
-        assert side_by_side([modes, modes]) == [(False, False)] * 2
+        assert run_concurrently([modes, modes]) == [(False, False)] * 2
 
 
 def test_no_more_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,10 @@ from shoal.comm.bootstrap.store import store_for_one_host
 from shoal.errors import ShoalError
 from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.optim import DATA_PARALLEL
-from shoal.verification import Trial, hold
-from shoal.verification.comparison import Judge, default_tolerance
+from shoal.verification import Experiment, verify_experiment
+from shoal.verification.comparison import Comparison, default_tolerance
 from shoal.verification.trainers.global_batches import share, take
-from shoal.verification.trainers.trainer import Seen
+from shoal.verification.trainers.trainer import Observed
 
 STRATEGIES = DATA_PARALLEL
 
@@ -334,7 +334,7 @@ def drift(model, optimizers):
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 def test_a_forgotten_gradient_is_found(strategy) -> None:
-    report = hold(Trial(builder(), sabotage(forget_a_gradient), strategy), run)
+    report = verify_experiment(Experiment(builder(), sabotage(forget_a_gradient), strategy), run)
     assert report.difference.kind == "gradient"
     assert report.difference.step == 1
     assert report.difference.absolute > 1e-3
@@ -343,7 +343,7 @@ def test_a_forgotten_gradient_is_found(strategy) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 def test_a_step_too_many_is_found(strategy) -> None:
-    report = hold(Trial(builder(), sabotage(step_twice), strategy), run)
+    report = verify_experiment(Experiment(builder(), sabotage(step_twice), strategy), run)
     assert report.difference.kind == "parameter"
     assert report.difference.name == "0.weight"
     assert report.difference.num_others == 3
@@ -351,13 +351,13 @@ def test_a_step_too_many_is_found(strategy) -> None:
 
 
 def test_gradients_that_were_not_averaged_are_found() -> None:
-    report = hold(Trial(builder(), sabotage(keep_to_oneself)), run)
+    report = verify_experiment(Experiment(builder(), sabotage(keep_to_oneself)), run)
     assert not report.equal
     assert report.difference.step == 1
 
 
 def test_ranks_that_differ_by_a_bit_are_found() -> None:
-    report = hold(Trial(builder(), sabotage(drift)), run)
+    report = verify_experiment(Experiment(builder(), sabotage(drift)), run)
     assert (report.difference.kind, report.difference.name) == ("ranks", "2.weight")
     assert report.difference.absolute == pytest.approx(1e-7, rel=0.5)
     assert "rank 0 and rank 1 differ in 2.weight" in report.cause
@@ -431,15 +431,15 @@ def test_default_tolerance(dtypes, tolerance) -> None:
     ],
 )
 def test_what_a_judge_lets_pass(expected, got, is_same) -> None:
-    judge = Judge(1e-5)
-    step = [Seen("parameter", "w", expected)], [Seen("parameter", "w", got)]
+    judge = Comparison(1e-5)
+    step = [Observed("parameter", "w", expected)], [Observed("parameter", "w", got)]
     assert judge.compare(0, *step) is is_same
     assert (judge.first is None) is is_same
 
 
 def test_gradients_are_measured_against_the_largest() -> None:
-    judge = Judge(1e-5)
-    small = Seen("gradient", "w", torch.tensor([1e-8]), scale=1e-3)
-    assert judge.compare(0, [small], [Seen("gradient", "w", torch.tensor([1.5e-8]))])
-    assert not judge.compare(1, [small], [Seen("gradient", "w", torch.tensor([5e-8]))])
+    judge = Comparison(1e-5)
+    small = Observed("gradient", "w", torch.tensor([1e-8]), scale=1e-3)
+    assert judge.compare(0, [small], [Observed("gradient", "w", torch.tensor([1.5e-8]))])
+    assert not judge.compare(1, [small], [Observed("gradient", "w", torch.tensor([5e-8]))])
     assert judge.first.step == 2

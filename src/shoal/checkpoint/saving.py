@@ -1,6 +1,6 @@
 """`save`: every rank writes its part, one makes it valid, and all agree that it is.
 
-See `Plan` for the steps.
+See `RunningSave` for the steps.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shoal.checkpoint.disk.checkpoint_folder import MOST_STEP, Store
+from shoal.checkpoint.disk.checkpoint_folder import MOST_STEP, CheckpointFolder
 from shoal.checkpoint.disk.filesystem import DISK, FileSystem
-from shoal.checkpoint.save import rank_state as snapshot
+from shoal.checkpoint.save import rank_state
 from shoal.checkpoint.save.pending import PendingSave, finish_pending, start
-from shoal.checkpoint.save.running_save import Plan
+from shoal.checkpoint.save.running_save import RunningSave
 from shoal.checkpoint.state import model_state, optimizer_state
 from shoal.checkpoint.state.companions import Companions
 from shoal.comm import Backend
@@ -82,12 +82,14 @@ def save(
     if isinstance(model, ShardedModel):
         model.check_ranks("shoal.save()")
         model.synchronize_buffers()
-    store = Store(filesystem.absolute(Path(path)), filesystem)
+    folder = CheckpointFolder(filesystem.absolute(Path(path)), filesystem)
     companions = Companions(scheduler, scaler, sampler)
     optimizers = optimizer_state.as_list(optimizer)
-    plan = Plan(store, ranks, step, keep, _written_by(model, ranks))
-    plan.look(lambda: snapshot.take(model, optimizers, companions, extra or {}, plan.rank))
-    return plan.complete() if wait else start(plan)
+    running = RunningSave(folder, ranks, step, keep, _written_by(model, ranks))
+    running.look(
+        lambda: rank_state.collect(model, optimizers, companions, extra or {}, running.rank)
+    )
+    return running.complete() if wait else start(running)
 
 
 def _checked(step: Any, keep: Any) -> tuple[int | None, int | None]:

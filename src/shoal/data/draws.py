@@ -12,16 +12,14 @@ augmentation is as their own seeds say.
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
-from shoal.checkpoint.state import random_states
 from shoal.comm import Backend
 from shoal.errors import MismatchError
+from shoal.torch_support.random_state import RandomState
 
 T = TypeVar("T")
 _END: Any = object()
@@ -36,25 +34,21 @@ class Generators:
 
     def capture(self) -> Any:
         """Their states, for `restore`."""
-        common = (torch.get_rng_state(), np.random.get_state(), random.getstate())
-        return common, [each.get_state() for each in self.own]
+        return RandomState.capture(with_cuda=False), self.own_states()
 
     def restore(self, state: Any) -> None:
         """Puts all of them back."""
         self.restore_common(state)
-        for each, saved in zip(self.own, state[1], strict=True):
-            each.set_state(saved)
+        self.restore_own(state[1])
 
     def restore_common(self, state: Any) -> None:
         """Puts those back that everything draws from."""
-        torch_state, numpy_state, python_state = state[0]
-        torch.set_rng_state(torch_state)
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
+        state[0].restore()
 
     def to_plain(self) -> dict[str, Any]:
         """Their states as plain values, to be sent and saved."""
-        return {**random_states.capture(), "cuda": [], "own": self.own_states()}
+        common = RandomState.capture(with_cuda=False).to_plain()
+        return {**common, "own": self.own_states()}
 
     def own_states(self) -> list[torch.Tensor]:
         """Those of the user's generators."""
@@ -62,7 +56,7 @@ class Generators:
 
     def restore_plain(self, state: dict[str, Any]) -> None:
         """Takes over what `to_plain` gave."""
-        random_states.restore(state, num_saved=1, rank=0)
+        RandomState.from_plain(state).restore()
         self.restore_own(state["own"])
 
     def restore_own(self, states: Sequence[torch.Tensor]) -> None:

@@ -15,7 +15,7 @@ from shoal.data.draws import Draws
 from shoal.torch_support.fingerprint import fingerprint
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """Which part of a batch is this rank's."""
 
     rank: int
@@ -27,7 +27,7 @@ class Place(NamedTuple):
         return slice(low, high)
 
 
-class AgreedSampler(Sampler[Any]):
+class SameOrderSampler(Sampler[Any]):
     """A user's sampler whose order is the same on every rank."""
 
     def __init__(self, inner: Iterable[Any], draws: Draws) -> None:
@@ -54,23 +54,23 @@ class AgreedSampler(Sampler[Any]):
         return len(self.inner)  # type: ignore[arg-type]
 
 
-class RankBatches(AgreedSampler):
+class RankBatches(SameOrderSampler):
     """This rank's part of each batch of a user's batch sampler."""
 
-    def __init__(self, inner: Iterable[Any], draws: Draws, place: Place) -> None:
+    def __init__(self, inner: Iterable[Any], draws: Draws, position: Position) -> None:
         """See [Note: global batches] in `shoal.sampling` for the last batch."""
         super().__init__(inner, draws)
-        self._place = place
+        self._position = position
         self._joined_at: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
         """Lists of indices; every rank has at least one of each batch."""
         first, self._joined_at = self.num_to_skip, None
-        batches = joined(super().__iter__(), self._place.size)
+        batches = joined(super().__iter__(), self._position.size)
         for number, (batch, is_joined) in enumerate(batches, start=first):
             if is_joined:
                 self._joined_at = number
-            yield batch[self._place.bounds(len(batch))]
+            yield batch[self._position.bounds(len(batch))]
 
     def num_drawn(self, num_given: int) -> int:
         """One more, once a last batch was given that two were joined to."""
@@ -83,7 +83,7 @@ class RankBatches(AgreedSampler):
         if type(self.inner) is not BatchSampler or self.inner.drop_last:
             return length
         rest = len(self.inner.sampler) % self.inner.batch_size  # type: ignore[arg-type]
-        return length - (0 < rest < self._place.size and length > 1)
+        return length - (0 < rest < self._position.size and length > 1)
 
 
 def joined(batches: Iterable[Any], size: int) -> Iterator[tuple[list[Any], bool]]:
@@ -127,9 +127,9 @@ class Part(NamedTuple):
 class ItemsOfBatch:
     """A user's ``collate_fn``, for this rank's items of each batch of a stream."""
 
-    def __init__(self, collate: Callable[[Any], Any], place: Place) -> None:
+    def __init__(self, collate: Callable[[Any], Any], position: Position) -> None:
         """In workers it is a copy."""
-        self._collate, self._place, self._is_first = collate, place, True
+        self._collate, self._position, self._is_first = collate, position, True
 
     def __call__(self, data: Any) -> Part:
         """The items of a whole batch."""
@@ -139,14 +139,14 @@ class ItemsOfBatch:
         return Part(value, is_there, seen)
 
     def _take(self, data: Any) -> tuple[Any, bool]:
-        if len(data) < self._place.size:
+        if len(data) < self._position.size:
             warnings.warn(
                 f"a last batch of {len(data)} samples is left out, because every one of the "
-                f"{self._place.size} ranks needs at least one; with drop_last=True it is, too",
+                f"{self._position.size} ranks needs at least one; with drop_last=True it is, too",
                 stacklevel=2,
             )
             return None, False
-        return self._collate(data[self._place.bounds(len(data))]), True
+        return self._collate(data[self._position.bounds(len(data))]), True
 
 
 class RowsOfBatch(ItemsOfBatch):
@@ -155,15 +155,15 @@ class RowsOfBatch(ItemsOfBatch):
     def _take(self, data: Any) -> tuple[Any, bool]:
         whole = self._collate(data)
         counts = {len(leaf) for leaf in tree_leaves(whole) if _has_rows(leaf)}
-        if len(counts) != 1 or min(counts) < self._place.size:
+        if len(counts) != 1 or min(counts) < self._position.size:
             found = f"tensors of {', '.join(map(str, sorted(counts)))} rows" if counts else "none"
             raise ValueError(
                 f"with batch_size=None what the dataset gives is a batch of all ranks, so all of "
-                f"its tensors must have as many rows, at least {self._place.size}; got {found}. "
+                f"its tensors must have as many rows, at least {self._position.size}; got {found}. "
                 "Give the loader a batch_size, or divide the data yourself and do not pass the "
                 "loader"
             )
-        bounds = self._place.bounds(counts.pop())
+        bounds = self._position.bounds(counts.pop())
 
         def cut(leaf: Any) -> Any:
             return leaf[bounds] if _has_rows(leaf) else leaf

@@ -17,7 +17,7 @@ class Abandoned(Exception):
     """What an action raises that was not finished because another has failed."""
 
 
-def side_by_side(actions: Sequence[Action]) -> list[Any]:
+def run_concurrently(actions: Sequence[Action]) -> list[Any]:
     """Does all of them, the first in this thread; returns what they return.
 
     Pools of threads refuse work when a process is about to end, and a save may still be going on
@@ -27,7 +27,7 @@ def side_by_side(actions: Sequence[Action]) -> list[Any]:
         BaseException: What the first that failed has raised, once all have ended.
 
     Example:
-        >>> side_by_side([lambda has_failed: 1, lambda has_failed: 2])
+        >>> run_concurrently([lambda has_failed: 1, lambda has_failed: 2])
         [1, 2]
     """
     work = _Work(actions)

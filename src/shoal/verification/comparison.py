@@ -1,4 +1,4 @@
-"""How far two trainees are apart, and whether that is too far."""
+"""How far two trainings are apart, and whether that is too far."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from shoal.verification.trainers.trainer import Seen
+from shoal.verification.trainers.trainer import Observed
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 _SIXTEEN_BIT_TOLERANCE = 1e-2
@@ -46,8 +46,8 @@ def default_tolerance(model: nn.Module) -> float:
 
 
 @dataclass
-class Judge:
-    """Compares two walks, and remembers the first difference and the largest deviations.
+class Comparison:
+    """Compares two observations, and remembers the first difference and the largest deviations.
 
     An element may be off by ``tolerance * (scale + |element|)``, where the scale is 1 for losses
     and parameters, and for gradients the largest gradient of the model.
@@ -59,7 +59,7 @@ class Judge:
         default_factory=lambda: {"loss": 0.0, "gradient": 0.0, "parameter": 0.0}
     )
 
-    def compare(self, step: int, expected: Iterable[Seen], got: Iterable[Seen]) -> bool:
+    def compare(self, step: int, expected: Iterable[Observed], got: Iterable[Observed]) -> bool:
         """Walks one step with both; returns whether all of it is the same."""
         found: list[Difference] = []
         for one, other in zip(expected, got, strict=True):
@@ -77,7 +77,7 @@ class Judge:
             self.first = _with_count(found)
         return not found
 
-    def _deviation(self, expected: Seen, got: Tensor | None) -> tuple[float, bool]:
+    def _deviation(self, expected: Observed, got: Tensor | None) -> tuple[float, bool]:
         """The largest difference of an element, and whether all are small enough."""
         if expected.value is None and got is None:
             return 0.0, True

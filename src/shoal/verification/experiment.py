@@ -15,7 +15,7 @@ REFERENCES = ("batch", "split")
 
 
 @dataclass(frozen=True)
-class Trial:
+class Experiment:
     """What is compared with what.
 
     Attributes:
@@ -53,7 +53,7 @@ class Trial:
 
 @dataclass
 class Findings:
-    """What the ranks bring back from a trial.
+    """What the ranks bring back from an experiment.
 
     Attributes:
         tolerance: The one that was used.

@@ -33,11 +33,11 @@ _LOOK_AGAIN_S = 0.02
 
 
 @dataclass(frozen=True)
-class Store:
+class CheckpointFolder:
     """A folder of checkpoints on some disk.
 
     Example:
-        >>> Store(Path("run")).names()
+        >>> CheckpointFolder(Path("run")).names()
         ['000001-step-100', '000002-step-200']
     """
 

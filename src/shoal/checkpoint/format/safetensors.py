@@ -22,7 +22,7 @@ _ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
-class Entry:
+class HeaderEntry:
     """One tensor of a file.
 
     Attributes:
@@ -69,7 +69,7 @@ def header_bytes(prefix: bytes, file_bytes: int) -> int:
     return PREFIX_BYTES + length
 
 
-def decode(header: bytes, file_bytes: int) -> dict[str, Entry]:
+def decode(header: bytes, file_bytes: int) -> dict[str, HeaderEntry]:
     """The tensors of a file of that size, from the file's first bytes.
 
     Raises:
@@ -86,7 +86,7 @@ def decode(header: bytes, file_bytes: int) -> dict[str, Entry]:
     return entries
 
 
-def _entry(name: str, about: Any, base: int) -> Entry:
+def _entry(name: str, about: Any, base: int) -> HeaderEntry:
     if not isinstance(about, dict) or about.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"tensor {name[:200]!r} needs a dtype, a shape and data_offsets")
     shape, offsets = about["shape"], about["data_offsets"]
@@ -100,10 +100,10 @@ def _entry(name: str, about: Any, base: int) -> Entry:
         raise ValueError(
             f"tensor {name[:200]!r} of shape {str(shape)[:100]} cannot have {end - begin} bytes"
         )
-    return Entry(dtype, tuple(shape), base + begin, base + end)
+    return HeaderEntry(dtype, tuple(shape), base + begin, base + end)
 
 
-def _check_gapless(entries: Mapping[str, Entry], base: int, file_bytes: int) -> None:
+def _check_gapless(entries: Mapping[str, HeaderEntry], base: int, file_bytes: int) -> None:
     place = base
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != place:

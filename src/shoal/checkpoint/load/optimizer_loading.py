@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from shoal.checkpoint.format import values
 from shoal.checkpoint.load.reader import read_tensors
-from shoal.checkpoint.load.tensor_source import Source
+from shoal.checkpoint.load.tensor_source import TensorSource
 from shoal.checkpoint.state import optimizer_state
 from shoal.errors import CheckpointMismatchError
 from shoal.optim.state.reception import Reception
@@ -32,7 +32,7 @@ class OptimizerLoading:
         new: Names of parameters that are not those of the checkpoint: they keep their state.
     """
 
-    source: Source
+    source: TensorSource
     saved: Mapping[str, Any]
     number: int
     strict: bool

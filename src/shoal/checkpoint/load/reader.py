@@ -20,11 +20,11 @@ from torch import Tensor
 
 from shoal.checkpoint.disk.filesystem import FileSystem, Reading
 from shoal.checkpoint.format.checksums import CHUNK_BYTES, checksum, num_chunks
-from shoal.checkpoint.load.tensor_source import Place, Source, unreadable
+from shoal.checkpoint.load.tensor_source import SliceLocation, TensorSource, unreadable
 from shoal.errors import CorruptCheckpointError
 from shoal.sharding.extent import Extent, Indices, overlap
 from shoal.system.cores import num_cores
-from shoal.torch_support.concurrency import side_by_side
+from shoal.torch_support.concurrency import run_concurrently
 
 _MOST_THREADS = 4
 _FEW_RUNS = 8
@@ -110,7 +110,7 @@ class _Slice:
     """A stored slice, and who wants what of it."""
 
     tensor: str
-    place: Place
+    place: SliceLocation
     parts: list[_Part]
 
     def chunks(self) -> Sequence[int]:
@@ -149,7 +149,7 @@ class _Slice:
 
 
 def read(
-    source: Source, wanted: Sequence[Wanted], is_unwanted: threading.Event | None = None
+    source: TensorSource, wanted: Sequence[Wanted], is_unwanted: threading.Event | None = None
 ) -> int:
     """Fills the memory of all that is wanted; returns how many bytes were read.
 
@@ -203,13 +203,13 @@ def _read_all(
         return num_bytes
 
     num_threads = max(1, min(_MOST_THREADS, num_cores(), len(batches)))
-    return sum(side_by_side([work] * num_threads))
+    return sum(run_concurrently([work] * num_threads))
 
 
 # Which slices -------------------------------------------------------------------------------
 
 
-def _plan(source: Source, wanted: Sequence[Wanted]) -> Iterator[_Slice]:
+def _plan(source: TensorSource, wanted: Sequence[Wanted]) -> Iterator[_Slice]:
     by_tensor: dict[str, list[Wanted]] = {}
     for each in wanted:
         by_tensor.setdefault(each.tensor, []).append(each)
@@ -217,7 +217,7 @@ def _plan(source: Source, wanted: Sequence[Wanted]) -> Iterator[_Slice]:
         yield from _slices_of(source, tensor, of_tensor)
 
 
-def _slices_of(source: Source, tensor: str, wanted: Sequence[Wanted]) -> Iterator[_Slice]:
+def _slices_of(source: TensorSource, tensor: str, wanted: Sequence[Wanted]) -> Iterator[_Slice]:
     record = source.tensors[tensor]
     itemsize = record.dtype.itemsize
     found: list[list[Indices]] = [[] for _ in wanted]
@@ -238,7 +238,9 @@ def _slices_of(source: Source, tensor: str, wanted: Sequence[Wanted]) -> Iterato
         _check_covered(source, tensor, each.extent, ranges)
 
 
-def _check_covered(source: Source, tensor: str, extent: Extent, ranges: Sequence[Indices]) -> None:
+def _check_covered(
+    source: TensorSource, tensor: str, extent: Extent, ranges: Sequence[Indices]
+) -> None:
     """Every element that is wanted is in some slice."""
     begins, ends = np.concatenate(ranges, axis=1) if ranges else np.zeros((2, 0), np.int64)
     order = np.argsort(begins, kind="stable")
@@ -250,7 +252,7 @@ def _check_covered(source: Source, tensor: str, extent: Extent, ranges: Sequence
         )
 
 
-def read_tensors(source: Source, keys: Iterable[str]) -> dict[str, Tensor]:
+def read_tensors(source: TensorSource, keys: Iterable[str]) -> dict[str, Tensor]:
     """Whole tensors, in new memory."""
     result: dict[str, Tensor] = {}
     wanted = []

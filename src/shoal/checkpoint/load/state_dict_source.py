@@ -13,18 +13,18 @@ from shoal.checkpoint.disk.filesystem import DISK
 from shoal.checkpoint.format.manifest import TensorRecord
 from shoal.checkpoint.load.matching import PREFIX
 from shoal.checkpoint.load.reader import Wanted
-from shoal.checkpoint.load.tensor_source import Source
+from shoal.checkpoint.load.tensor_source import TensorSource
 from shoal.sharding.extent import Extent, overlap
 
 
 @dataclass
-class MemorySource(Source):
+class StateDictSource(TensorSource):
     """Tensors that are in memory already, whole, on every rank."""
 
     state_dict: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, state_dict: Mapping[str, Any]) -> MemorySource:
+    def of(cls, state_dict: Mapping[str, Any]) -> StateDictSource:
         """A model's ``state_dict()``, of the plain module or a wrapped one."""
         for name, value in state_dict.items():
             if not isinstance(value, Tensor) and not name.endswith("_extra_state"):

@@ -20,7 +20,7 @@ from shoal.checkpoint.disk.filesystem import FileSystem, Reading, opened, read_a
 from shoal.checkpoint.format import safetensors as header
 from shoal.checkpoint.format.dtypes import code_of, dtype_of_code
 from shoal.checkpoint.format.manifest import FileRecord, Manifest, SliceRecord, TensorRecord
-from shoal.checkpoint.format.safetensors import Entry
+from shoal.checkpoint.format.safetensors import HeaderEntry
 from shoal.checkpoint.format.strict_json import parse
 from shoal.errors import CheckpointError, CorruptCheckpointError
 from shoal.sharding.extent import Extent
@@ -31,7 +31,7 @@ _MOST_INDEX_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
-class Place:
+class SliceLocation:
     """Where a slice lies: its file, its bytes, and their checksums if there are any."""
 
     path: Path
@@ -41,7 +41,7 @@ class Place:
 
 
 @dataclass
-class Source:
+class TensorSource:
     """Tensors that can be read.
 
     Attributes:
@@ -61,14 +61,14 @@ class Source:
     written_by: Mapping[str, Any] = field(default_factory=dict)
     is_checked: bool = True
     """Whether there are checksums to compare with."""
-    _headers: dict[int, dict[str, Entry]] = field(default_factory=dict)
+    _headers: dict[int, dict[str, HeaderEntry]] = field(default_factory=dict)
 
     def path(self, number: int) -> Path:
         """Of a file."""
         path = self.folder / self.files[number].name
         return path if self.is_checked else self.disk.followed(path)
 
-    def place(self, tensor: str, part: SliceRecord) -> Place:
+    def place(self, tensor: str, part: SliceRecord) -> SliceLocation:
         """Where a slice of a tensor lies.
 
         Raises:
@@ -89,9 +89,9 @@ class Source:
                 tensor,
             )
         checksums = part.checksums if self.is_checked else None
-        return Place(path, entry.begin, entry.end, checksums)
+        return SliceLocation(path, entry.begin, entry.end, checksums)
 
-    def _read_header(self, number: int) -> dict[str, Entry]:
+    def _read_header(self, number: int) -> dict[str, HeaderEntry]:
         record, path = self.files[number], self.path(number)
         with naming(path), opened(self.disk, path) as file:
             head = read_header(file, record.num_bytes)
@@ -146,7 +146,7 @@ class naming:
 # Opening ------------------------------------------------------------------------------------
 
 
-def open_checkpoint(disk: FileSystem, folder: Path) -> Source:
+def open_checkpoint(disk: FileSystem, folder: Path) -> TensorSource:
     """A checkpoint of shoal."""
     path = folder / MANIFEST
     with naming(path):
@@ -156,17 +156,17 @@ def open_checkpoint(disk: FileSystem, folder: Path) -> Source:
     for record in manifest.files:
         with naming(folder / record.name), opened(disk, folder / record.name) as file:
             check_size(file, record.num_bytes)
-    return Source(
+    return TensorSource(
         disk, folder, manifest.tensors, manifest.files, manifest.values, manifest.written_by
     )
 
 
-def open_safetensors(disk: FileSystem, path: Path) -> Source:
+def open_safetensors(disk: FileSystem, path: Path) -> TensorSource:
     """A single safetensors file of a model's parameters and buffers."""
     return _foreign(disk, path.parent, [path.name], lambda name, key: True)
 
 
-def open_index(disk: FileSystem, path: Path) -> Source:
+def open_index(disk: FileSystem, path: Path) -> TensorSource:
     """Several safetensors files with an index, as Hugging Face writes large models."""
     with naming(path):
         content = parse(read_all(disk, disk.followed(path), _MOST_INDEX_BYTES))
@@ -186,9 +186,9 @@ def open_index(disk: FileSystem, path: Path) -> Source:
 
 def _foreign(
     disk: FileSystem, folder: Path, names: list[str], is_wanted: Callable[[str, str], bool]
-) -> Source:
+) -> TensorSource:
     files: list[FileRecord] = []
-    headers: dict[int, dict[str, Entry]] = {}
+    headers: dict[int, dict[str, HeaderEntry]] = {}
     tensors: dict[str, TensorRecord] = {}
     for number, name in enumerate(names):
         with naming(folder / name), opened(disk, disk.followed(folder / name)) as file:
@@ -200,17 +200,17 @@ def _foreign(
                     if f"model/{key}" in tensors:
                         raise ValueError(f"tensor {key!r} is in another file as well")
                     tensors[f"model/{key}"] = record
-    return Source(disk, folder, tensors, tuple(files), is_checked=False, _headers=headers)
+    return TensorSource(disk, folder, tensors, tuple(files), is_checked=False, _headers=headers)
 
 
-def _records(entries: Mapping[str, Entry], number: int) -> Iterator[tuple[str, TensorRecord]]:
+def _records(entries: Mapping[str, HeaderEntry], number: int) -> Iterator[tuple[str, TensorRecord]]:
     for key, entry in entries.items():
         shape = torch.Size(entry.shape)
         part = SliceRecord(Extent.whole(shape), number, key, ())
         yield key, TensorRecord(entry.dtype, shape, (part,))
 
 
-def open_foreign(disk: FileSystem, path: Path) -> Source | None:
+def open_foreign(disk: FileSystem, path: Path) -> TensorSource | None:
     """What others have written at a path, if it is something that can be read.
 
     Links are followed: the cache of Hugging Face consists of them.

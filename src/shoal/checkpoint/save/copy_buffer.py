@@ -14,16 +14,18 @@ from torch import Tensor
 _ALIGNMENT = 64
 
 
-class Arena:
+class CopyBuffer:
     """Memory that is handed out from its beginning to its end.
 
     Example:
-        >>> arena = Arena([(torch.float32, 10), (torch.int8, 3)])
+        >>> arena = CopyBuffer([(torch.float32, 10), (torch.int8, 3)])
         >>> arena.take(torch.float32, 10).shape
         torch.Size([10])
     """
 
-    def __init__(self, pieces: Iterable[tuple[torch.dtype, int]], old: Arena | None = None) -> None:
+    def __init__(
+        self, pieces: Iterable[tuple[torch.dtype, int]], old: CopyBuffer | None = None
+    ) -> None:
         """With room for flat tensors of these dtypes and lengths.
 
         Args:

@@ -18,9 +18,10 @@ from torch.optim import Optimizer
 from shoal.checkpoint.format import values
 from shoal.checkpoint.save.assignment import Claim
 from shoal.checkpoint.save.writing import Outgoing
-from shoal.checkpoint.state import model_state, optimizer_state, random_states
+from shoal.checkpoint.state import model_state, optimizer_state
 from shoal.checkpoint.state.companions import Companions, state_of
 from shoal.sharding.extent import Extent
+from shoal.torch_support.random_state import RandomState
 
 
 @dataclass
@@ -52,7 +53,7 @@ class HeldTensor:
 
 
 @dataclass
-class Snapshot:
+class RankState:
     """What one rank has to save.
 
     Attributes:
@@ -107,52 +108,52 @@ def _parts_of(held: HeldTensor, extent: Extent) -> Any:
     return lambda: held.parts(extent)
 
 
-def take(
+def collect(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     companions: Companions,
     extra: Mapping[str, Any],
     rank: int,
-) -> Snapshot:
+) -> RankState:
     """Looks at everything there is to save; copies nothing."""
     model_state.check_steps(model)
-    snapshot = Snapshot()
+    state = RankState()
     module = model_state.plain_module(model)
-    _add_model(snapshot, model, module)
-    snapshot.values["optimizers"] = [
-        _add_optimizer(snapshot, number, optimizer, model)
+    _add_model(state, model, module)
+    state.values["optimizers"] = [
+        _add_optimizer(state, number, optimizer, model)
         for number, optimizer in enumerate(optimizers)
     ]
     # The first rank's count; others' are refused for the same reasons, and may differ.
-    of_run = snapshot if rank == 0 else Snapshot()
+    of_run = state if rank == 0 else RankState()
     for name, objects in companions.items():
         states = [state_of(each) for each in objects]
         of_run.values[name] = of_run.encode(states, name)
     of_run.values["extra"] = of_run.encode(dict(extra), "extra")
-    snapshot.values["random"] = snapshot.encode(random_states.capture(), f"random/{rank}")
-    snapshot.finish()
-    return snapshot
+    state.values["random"] = state.encode(RandomState.capture().to_plain(), f"random/{rank}")
+    state.finish()
+    return state
 
 
-def _add_model(snapshot: Snapshot, model: nn.Module, module: nn.Module) -> None:
+def _add_model(state: RankState, model: nn.Module, module: nn.Module) -> None:
     is_divisible = model_state.is_same_everywhere(model)
     for held in model_state.held_parameters(model):
-        snapshot.add(f"model/{held.name}", held.extent, held.memory, is_divisible=is_divisible)
+        state.add(f"model/{held.name}", held.extent, held.memory, is_divisible=is_divisible)
     for name, buffer in model_state.buffers(model).items():
-        snapshot.add_whole(f"model/{name}", buffer)
-    snapshot.values["model"] = {
+        state.add_whole(f"model/{name}", buffer)
+    state.values["model"] = {
         "aliases": model_state.aliases(module),
-        "extra_state": snapshot.encode(model_state.extra_states(module), "extra_state"),
+        "extra_state": state.encode(model_state.extra_states(module), "extra_state"),
     }
 
 
 def _add_optimizer(
-    snapshot: Snapshot, number: int, optimizer: Optimizer, model: nn.Module
+    state: RankState, number: int, optimizer: Optimizer, model: nn.Module
 ) -> dict[str, Any]:
     groups = [
         {
             "parameters": names,
-            "options": snapshot.encode(options, f"optimizer/{number}/group/{which}"),
+            "options": state.encode(options, f"optimizer/{number}/group/{which}"),
         }
         for which, (names, options) in enumerate(optimizer_state.held_groups(optimizer, model))
     ]
@@ -161,9 +162,9 @@ def _add_optimizer(
     for held in optimizer_state.held_state(optimizer, model):
         path = f"optimizer/{number}/{held.name}"
         for key, memory in held.tensors.items():
-            snapshot.add(f"{path}/{key}", held.extent, memory, is_divisible=is_divisible)
+            state.add(f"{path}/{key}", held.extent, memory, is_divisible=is_divisible)
         if held.name not in states:
-            shared = snapshot.encode(dict(held.shared), path)
+            shared = state.encode(dict(held.shared), path)
             states[held.name] = {"elements": sorted(held.tensors), "shared": shared}
     return {
         "class": optimizer_state.class_name(optimizer),

@@ -14,22 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.disk.checkpoint_folder import Store
+from shoal.checkpoint.disk.checkpoint_folder import CheckpointFolder
 from shoal.checkpoint.disk.filesystem import opened
 from shoal.checkpoint.save import merging
 from shoal.checkpoint.save.assignment import Claim, Claims
-from shoal.checkpoint.save.copy_buffer import Arena
+from shoal.checkpoint.save.copy_buffer import CopyBuffer
 from shoal.checkpoint.save.division import digests, divide
 from shoal.checkpoint.save.merging import Receipt
 from shoal.checkpoint.save.pending import PendingSave
-from shoal.checkpoint.save.rank_state import Snapshot
+from shoal.checkpoint.save.rank_state import RankState
 from shoal.checkpoint.save.writing import Outgoing, Written, shares, write_file
 from shoal.checkpoint.together import together
 from shoal.comm import Backend
 from shoal.comm.shm.copying import copy
 from shoal.errors import CheckpointError
 from shoal.system.cores import own_cores
-from shoal.torch_support.concurrency import side_by_side
+from shoal.torch_support.concurrency import run_concurrently
 
 # sha256 keeps a core busy, at a rate below that of a good disk. So a rank that has several cores
 # writes as many files at once, if each gets so many bytes.
@@ -40,11 +40,11 @@ _MOST_COPIERS = 4
 
 
 @dataclass
-class Plan:
+class RunningSave:
     """One save.
 
     Attributes:
-        store: Where to.
+        folder: Where to.
         ranks: Who takes part; None for a process of its own.
         step: The step it is of.
         keep: How many checkpoints to keep.
@@ -56,7 +56,7 @@ class Plan:
         num_cores: How many this rank can have to itself while nothing else goes on.
     """
 
-    store: Store
+    folder: CheckpointFolder
     ranks: Backend | None
     step: int | None
     keep: int | None
@@ -81,11 +81,11 @@ class Plan:
     @property
     def doing(self) -> str:
         """For messages."""
-        return f"saving to {self.store.root}"
+        return f"saving to {self.folder.root}"
 
-    def look(self, take: Callable[[], Snapshot]) -> None:
+    def look(self, take: Callable[[], RankState]) -> None:
         """Finds out what everybody holds and who writes what; the first rank makes the folder."""
-        mine: list[Snapshot] = []
+        mine: list[RankState] = []
         claims: dict[str, Claim] = {}
 
         def action() -> tuple[str, tuple[str, str], tuple[str, frozenset[int]]]:
@@ -107,10 +107,10 @@ class Plan:
 
     def _begin(self) -> None:
         try:
-            self._unlock = self.store.lock()
-            self.name = self.store.begin(self.step)
+            self._unlock = self.folder.lock()
+            self.name = self.folder.begin(self.step)
         except OSError as error:
-            raise CheckpointError(f"cannot save to {self.store.root}: {error}") from error
+            raise CheckpointError(f"cannot save to {self.folder.root}: {error}") from error
 
     def complete(self) -> PendingSave:
         """Writes and commits, with all ranks at once."""
@@ -128,7 +128,7 @@ class Plan:
             yield
         except BaseException:
             if self.rank == 0 and self.name:
-                self.store.discard(self.name)
+                self.folder.discard(self.name)
             self.unlock()
             raise
 
@@ -141,31 +141,31 @@ class Plan:
     @property
     def path(self) -> Path:
         """Where the checkpoint will be."""
-        return self.store.root / self.name
+        return self.folder.root / self.name
 
-    def copy(self, old: Arena | None = None) -> Arena:
+    def copy(self, old: CopyBuffer | None = None) -> CopyBuffer:
         """Copies what this rank writes, so that training can go on changing it.
 
         Args:
             old: What an earlier save has copied into.
         """
         pieces = [(each.dtype, each.extent.num_elements) for each in self.outgoing]
-        arena = Arena(pieces, old)
+        buffer = CopyBuffer(pieces, old)
         copies = [
-            replace(each, parts=_fixed([arena.take(*piece)]))
+            replace(each, parts=_fixed([buffer.take(*piece)]))
             for each, piece in zip(self.outgoing, pieces, strict=True)
         ]
-        count = max(1, min(self.num_cores, _MOST_COPIERS, arena.num_bytes // _LEAST_BYTES))
+        count = max(1, min(self.num_cores, _MOST_COPIERS, buffer.num_bytes // _LEAST_BYTES))
         pairs = zip(shares(copies, count), shares(self.outgoing, count), strict=True)
-        side_by_side([partial(_copy, *pair) for pair in pairs])
+        run_concurrently([partial(_copy, *pair) for pair in pairs])
         self.outgoing = copies
-        return arena
+        return buffer
 
     def write(self, most_files: int = 1) -> Receipt:
         """Writes this rank's part to some files, side by side; no communication."""
         num_bytes = sum(each.num_bytes for each in self.outgoing)
         num_files = max(1, min(most_files, num_bytes // _LEAST_BYTES))
-        files = side_by_side(
+        files = run_concurrently(
             [
                 partial(self._write_file, _file_name(self.rank, number), own)
                 for number, own in enumerate(shares(self.outgoing, num_files))
@@ -176,10 +176,10 @@ class Plan:
     def _write_file(
         self, name: str, outgoing: Sequence[Outgoing], is_unwanted: threading.Event
     ) -> Written:
-        draft = self.store.draft(self.name)
+        draft = self.folder.draft(self.name)
         try:
             return write_file(
-                self.store.disk,
+                self.folder.disk,
                 draft,
                 name,
                 outgoing,
@@ -197,7 +197,7 @@ class Plan:
     def num_bytes_of(self, rank: int) -> int | None:
         """How much a rank has written by now."""
         try:
-            with opened(self.store.disk, self.store.draft(self.name) / _file_name(rank)) as file:
+            with opened(self.folder.disk, self.folder.draft(self.name) / _file_name(rank)) as file:
                 return file.num_bytes
         except OSError:
             return None
@@ -208,11 +208,11 @@ class Plan:
             return
         manifest = merging.merge(receipts, self.claims, self.step, self.written_by)
         try:
-            self.store.commit(self.name, manifest.encode())
+            self.folder.commit(self.name, manifest.encode())
         except OSError as error:
             raise CheckpointError(f"cannot finish {self.path}: {error}") from error
         if self.keep is not None:
-            self.store.prune(self.keep)
+            self.folder.prune(self.keep)
 
 
 def _fair_share(places: Sequence[tuple[str, frozenset[int]]]) -> int:

@@ -24,7 +24,7 @@ from shoal.checkpoint.format import safetensors as header
 from shoal.checkpoint.format.checksums import CHUNK_BYTES, checksum, chunks
 from shoal.checkpoint.format.manifest import FileRecord, SliceRecord
 from shoal.sharding.extent import Extent
-from shoal.torch_support.concurrency import Abandoned, side_by_side
+from shoal.torch_support.concurrency import Abandoned, run_concurrently
 
 # The system gives a file memory in pieces as large as what is written at once.
 BLOCK_BYTES = 16 * CHUNK_BYTES
@@ -116,7 +116,7 @@ def write_file(
         file.write(head)
         for each in outgoing:
             _write_slice(file, each, sums, is_unwanted)
-        side_by_side([lambda _: sums.catch_up(), lambda _: file.sync()])
+        run_concurrently([lambda _: sums.catch_up(), lambda _: file.sync()])
     finally:
         file.close()
     record = FileRecord(name, num_bytes, sums.sha256, zlib.crc32(head))

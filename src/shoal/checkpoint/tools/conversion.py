@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.disk.checkpoint_folder import Store
+from shoal.checkpoint.disk.checkpoint_folder import CheckpointFolder
 from shoal.checkpoint.disk.filesystem import DISK, FileSystem, write_all
 from shoal.checkpoint.format.dtypes import CODES, dtype_name
 from shoal.checkpoint.format.manifest import Manifest, SliceRecord, TensorRecord
 from shoal.checkpoint.load.matching import PREFIX
 from shoal.checkpoint.load.reader import Wanted, read
-from shoal.checkpoint.load.tensor_source import INDEX, SINGLE, Source
+from shoal.checkpoint.load.tensor_source import INDEX, SINGLE, TensorSource
 from shoal.checkpoint.save.assignment import Claim, assign
 from shoal.checkpoint.save.writing import BLOCK_BYTES, Outgoing, numbered, write_file
 from shoal.checkpoint.tools.inspection import Progress
@@ -27,7 +27,9 @@ def _silent(count: int) -> None:
     """Nobody wants to know how far it is."""
 
 
-def reshard(source: Source, target: Store, num_files: int, progress: Progress = _silent) -> Path:
+def reshard(
+    source: TensorSource, target: CheckpointFolder, num_files: int, progress: Progress = _silent
+) -> Path:
     """Writes a checkpoint again, into a number of files of about one size.
 
     Loading never needs it, since every number of ranks reads any files; fewer or more of them may
@@ -42,7 +44,9 @@ def reshard(source: Source, target: Store, num_files: int, progress: Progress = 
         unlock()
 
 
-def _reshard(source: Source, target: Store, num_files: int, progress: Progress) -> Path:
+def _reshard(
+    source: TensorSource, target: CheckpointFolder, num_files: int, progress: Progress
+) -> Path:
     step = source.values.get("step")
     name = target.begin(step if isinstance(step, int) else None)
     claims = {
@@ -72,7 +76,7 @@ def _reshard(source: Source, target: Store, num_files: int, progress: Progress) 
 
 
 def export(
-    source: Source,
+    source: TensorSource,
     folder: Path,
     dtype: torch.dtype | None = None,
     most_bytes: int | None = None,
@@ -115,7 +119,7 @@ def export(
     return [folder / name for name in names]
 
 
-def _check_dtypes(source: Source, keys: Sequence[str]) -> None:
+def _check_dtypes(source: TensorSource, keys: Sequence[str]) -> None:
     """Other readers would see bytes where there are numbers."""
     for key in keys:
         dtype = source.tensors[key].dtype
@@ -153,7 +157,9 @@ def _index(names: Sequence[str], files: Sequence[Sequence[Outgoing]]) -> bytes:
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2).encode()
 
 
-def _whole(source: Source, key: str, dtype: torch.dtype | None, progress: Progress) -> Outgoing:
+def _whole(
+    source: TensorSource, key: str, dtype: torch.dtype | None, progress: Progress
+) -> Outgoing:
     record = source.tensors[key]
     extent = Extent.whole(record.shape)
     parts = _reading(source, key, extent, progress)
@@ -163,7 +169,7 @@ def _whole(source: Source, key: str, dtype: torch.dtype | None, progress: Progre
 
 
 def _reading(
-    source: Source, key: str, extent: Extent, progress: Progress
+    source: TensorSource, key: str, extent: Extent, progress: Progress
 ) -> Callable[[], Iterator[Tensor]]:
     """The elements of an extent, a block at a time."""
     record = source.tensors[key]

@@ -6,23 +6,29 @@ import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from shoal.checkpoint.disk.checkpoint_folder import MANIFEST, Store
+from shoal.checkpoint.disk.checkpoint_folder import MANIFEST, CheckpointFolder
 from shoal.checkpoint.disk.filesystem import DISK, FileSystem, Reading, opened
 from shoal.checkpoint.format.checksums import CHUNK_BYTES, checksum
-from shoal.checkpoint.load.tensor_source import Place, Source, naming, open_checkpoint, open_foreign
+from shoal.checkpoint.load.tensor_source import (
+    SliceLocation,
+    TensorSource,
+    naming,
+    open_checkpoint,
+    open_foreign,
+)
 from shoal.errors import CheckpointError, CorruptCheckpointError
 
 Progress = Callable[[int], None]
 """Told how many bytes more have been looked at."""
 
 
-def open_any(path: Path, disk: FileSystem = DISK) -> Source:
+def open_any(path: Path, disk: FileSystem = DISK) -> TensorSource:
     """A checkpoint, the latest of a folder of them, or safetensors files of others."""
     if disk.is_folder(disk.followed(path)):  # whoever names a link wants it followed
         path = disk.followed(path)
     if disk.is_file(path / MANIFEST):
         return open_checkpoint(disk, path)
-    names = Store(path, disk).candidates()
+    names = CheckpointFolder(path, disk).candidates()
     if names:
         return open_checkpoint(disk, path / names[0])
     source = open_foreign(disk, path)
@@ -33,13 +39,13 @@ def open_any(path: Path, disk: FileSystem = DISK) -> Source:
     return source
 
 
-def verify(source: Source, progress: Progress = lambda count: None) -> None:
+def verify(source: TensorSource, progress: Progress = lambda count: None) -> None:
     """Reads every byte of every file and compares all checksums.
 
     Raises:
         CorruptCheckpointError: Naming the first file and tensor that are not what was written.
     """
-    places: dict[int, list[tuple[str, Place]]] = {}
+    places: dict[int, list[tuple[str, SliceLocation]]] = {}
     for key, record in source.tensors.items():
         for part in record.slices:
             places.setdefault(part.file, []).append((key, source.place(key, part)))
@@ -48,7 +54,7 @@ def verify(source: Source, progress: Progress = lambda count: None) -> None:
 
 
 def _verify_file(
-    source: Source, number: int, places: list[tuple[str, Place]], progress: Progress
+    source: TensorSource, number: int, places: list[tuple[str, SliceLocation]], progress: Progress
 ) -> None:
     path, record = source.path(number), source.files[number]
     digest = hashlib.sha256()

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.comm import Backend
 from shoal.errors import MismatchError
+from shoal.torch_support.random_state import set_torch_states, torch_states
 
 Fingerprint = tuple[tuple[int, ...], str, float]
 
@@ -28,22 +29,11 @@ def begin_together(group: Backend, device: torch.device, inputs: Any) -> None:
         MismatchError: On all ranks of the group, if tensors among the inputs differ.
     """
     seen = [_fingerprint(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    generators = _generators(device) if group.rank == 0 else []
+    generators = torch_states(device) if group.rank == 0 else []
     answers = group.all_gather_object((seen, generators))
     _check_same([fingerprints for fingerprints, _ in answers])
     if group.rank > 0:
-        _set_generators(device, answers[0][1])
-
-
-def _generators(device: torch.device) -> list[Tensor]:
-    on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.get_rng_state(), *on_device]
-
-
-def _set_generators(device: torch.device, states: list[Tensor]) -> None:
-    torch.set_rng_state(states[0].cpu())
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1].cpu(), device)
+        set_torch_states(answers[0][1], device)
 
 
 def _check_same(everybody: list[list[Fingerprint]]) -> None:

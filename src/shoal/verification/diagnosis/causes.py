@@ -1,4 +1,4 @@
-"""Why training might differ: suspects are tried in one process, the most common one first.
+"""Why training might differ: possible causes are tested in one process, one after the other.
 
 One process on the whole batch and one that replays the ranks' local batches need no
 communication. Where already these two differ, the ranks are not to blame.
@@ -11,25 +11,25 @@ from collections.abc import Callable
 
 from shoal.comm.operation.partition import split_sizes
 from shoal.strategies.training import count_items
-from shoal.verification.diagnosis.replay import Case
+from shoal.verification.diagnosis.replay import Replay
 
 
-def likely_cause(case: Case) -> str:
-    """The first suspect that cannot clear itself."""
-    answers = (_question(suspect, case) for suspect in _SUSPECTS)
-    return next((answer for answer in answers if answer), _the_ranks(case))
+def likely_cause(replay: Replay) -> str:
+    """What the first test that finds something says."""
+    answers = (_tested(cause, replay) for cause in _CAUSES)
+    return next((answer for answer in answers if answer), _the_ranks(replay))
 
 
-def _question(suspect: Callable[[Case], str], case: Case) -> str:
+def _tested(cause: Callable[[Replay], str], replay: Replay) -> str:
     """A guess that cannot be made must not hide what is known for sure."""
     try:
-        return suspect(case)
+        return cause(replay)
     except Exception:
         return ""
 
 
-def _repetition(case: Case) -> str:
-    if case.compare(case.whole(), case.whole()) is None:
+def _repetition(replay: Replay) -> str:
+    if replay.compare(replay.whole(), replay.whole()) is None:
         return ""
     return (
         "training is not deterministic: two runs in one process differ already. Look for random "
@@ -38,12 +38,12 @@ def _repetition(case: Case) -> str:
     )
 
 
-def _divergence(case: Case) -> str:
-    whole = case.whole()
+def _divergence(replay: Replay) -> str:
+    whole = replay.whole()
     losses = [
         float(seen.value)
-        for step in range(case.num_steps)
-        for seen in whole.walk(step)
+        for step in range(replay.num_steps)
+        for seen in whole.observe(step)
         if seen.kind == "loss" and seen.value is not None
     ]
     if all(map(math.isfinite, losses)):
@@ -54,10 +54,10 @@ def _divergence(case: Case) -> str:
     )
 
 
-def _random_numbers(case: Case) -> str:
-    if case.trial.reference == "split":
+def _random_numbers(replay: Replay) -> str:
+    if replay.experiment.reference == "split":
         return ""
-    if case.compare(case.whole(), case.whole(variation=1)) is None:
+    if replay.compare(replay.whole(), replay.whole(variation=1)) is None:
         return ""
     return (
         "the model draws random numbers while it trains (dropout?), and ranks draw others for "
@@ -66,24 +66,24 @@ def _random_numbers(case: Case) -> str:
     )
 
 
-def _batch_statistics(case: Case) -> str:
-    is_synchronized = bool(case.trial.options.get("sync_batchnorm"))
-    if not case.has_batch_statistics:
+def _batch_statistics(replay: Replay) -> str:
+    is_synchronized = bool(replay.experiment.options.get("sync_batchnorm"))
+    if not replay.has_batch_statistics:
         return ""
-    if case.has_micro_batches:
+    if replay.has_micro_batches:
         return (
             "BatchNorm takes the statistics of each micro-batch, and running ones from one after "
             f"the other, where one process takes those of the whole batch; a pipeline cuts it into "
-            f"{case.findings.num_micro_batches}. Train with micro_batches=1 (and with "
+            f"{replay.findings.num_micro_batches}. Train with micro_batches=1 (and with "
             "sync_batchnorm=True beside other pipelines), or with layers that look at single rows "
             "(GroupNorm, LayerNorm)"
         )
-    if case.trial.reference == "split" and is_synchronized:
+    if replay.experiment.reference == "split" and is_synchronized:
         return (
             "with sync_batchnorm=True the ranks train as one process on the whole batch: compare "
             'with reference="batch"'
         )
-    if case.trial.reference == "split" or is_synchronized or case.division is None:
+    if replay.experiment.reference == "split" or is_synchronized or replay.division is None:
         return ""
     return (
         "BatchNorm takes the statistics of a rank's own rows where one process takes those of the "
@@ -91,13 +91,13 @@ def _batch_statistics(case: Case) -> str:
     )
 
 
-def _rounding(case: Case) -> str:
-    if case.is_replayed or case.division is None:
+def _rounding(replay: Replay) -> str:
+    if replay.is_replayed or replay.division is None:
         return ""
     # Where the gradients agree and what the same optimizer makes of them does not, it is its doing.
-    if case.division.kind != "parameter" and not _is_same_in_double(case):
+    if replay.division.kind != "parameter" and not _is_same_in_double(replay):
         return ""
-    names = ", ".join(type(one).__name__ for one in case.whole().parts.optimizers)
+    names = ", ".join(type(one).__name__ for one in replay.whole().setup.optimizers)
     return (
         "rounding, amplified: one process on the parts of a batch and one on the whole also "
         f"differ, but only in what {names} makes of equal gradients, or not in float64. Adam "
@@ -106,18 +106,18 @@ def _rounding(case: Case) -> str:
     )
 
 
-def _is_same_in_double(case: Case) -> bool:
-    whole, split = case.whole(), case.split()
+def _is_same_in_double(replay: Replay) -> bool:
+    whole, split = replay.whole(), replay.split()
     whole.to_double()
     split.to_double()
-    return case.compare(whole, split) is None
+    return replay.compare(whole, split) is None
 
 
-def _sum(case: Case) -> str:
+def _sum(replay: Replay) -> str:
     """A sum instead of a mean."""
-    if case.is_replayed or case.losses.is_mean_over_rows or not case.losses.is_sum:
+    if replay.is_replayed or replay.losses.is_mean_over_rows or not replay.losses.is_sum:
         return ""
-    number, parts = case.num_parts, _name_of_parts(case)
+    number, parts = replay.num_parts, _name_of_parts(replay)
     return (
         "the loss is a sum, not a mean: that of the whole batch is the sum of those of its "
         f"{number} parts ({parts}), and gradients are averaged over these, so they are {number} "
@@ -126,20 +126,24 @@ def _sum(case: Case) -> str:
     )
 
 
-def _tokens(case: Case) -> str:
+def _tokens(replay: Replay) -> str:
     """A mean over something of which parts have different numbers."""
-    if case.is_replayed or case.trial.weight is not None or case.losses.is_mean_over_rows:
+    if (
+        replay.is_replayed
+        or replay.experiment.weight is not None
+        or replay.losses.is_mean_over_rows
+    ):
         return ""
-    tokens = case.losses.find_tokens()
+    tokens = replay.losses.find_tokens()
     if tokens is None:
         return ""
     counts = ", ".join(map(str, tokens.counts))
     found = (
         f"the loss is a mean over the elements of {tokens.name} that are not {tokens.mark} (tokens "
         f"that are not padded, masked or ignored?), and their number differs between "
-        f"{_name_of_parts(case)}: {counts}. "
+        f"{_name_of_parts(replay)}: {counts}. "
     )
-    if case.has_micro_batches:
+    if replay.has_micro_batches:
         return found + (
             "Micro-batches count by their rows: train with micro_batches=1 and train_step(weight="
             "number of tokens), or with a loss that is a mean over rows"
@@ -152,52 +156,52 @@ def _tokens(case: Case) -> str:
     )
 
 
-def _name_of_parts(case: Case) -> str:
-    return "micro-batches of all ranks" if case.has_micro_batches else "ranks"
+def _name_of_parts(replay: Replay) -> str:
+    return "micro-batches of all ranks" if replay.has_micro_batches else "ranks"
 
 
-def _rows(case: Case) -> str:
+def _rows(replay: Replay) -> str:
     """Not a mean over rows."""
-    is_synchronized = bool(case.trial.options.get("sync_batchnorm"))
-    if case.is_replayed or case.division is None or is_synchronized:
+    is_synchronized = bool(replay.experiment.options.get("sync_batchnorm"))
+    if replay.is_replayed or replay.division is None or is_synchronized:
         return ""
     return (
         "one process gives different results for the whole batch and for its parts, so the ranks "
         "are not to blame: the loss must be the mean over the rows of a batch (not a sum, not a "
         "mean over tokens whose number varies), and a row's output must not depend on other rows"
-        f'{_uneven(case)}. reference="split" compares with one process on the parts'
+        f'{_uneven(replay)}. reference="split" compares with one process on the parts'
     )
 
 
-def _uneven(case: Case) -> str:
-    rows = count_items(case.parts.batches[case.num_steps - 1][0])
-    if rows % case.num_parts == 0:
+def _uneven(replay: Replay) -> str:
+    rows = count_items(replay.setup.batches[replay.num_steps - 1][0])
+    if rows % replay.num_parts == 0:
         return ""
-    sizes = split_sizes(rows, case.num_parts)
+    sizes = split_sizes(rows, replay.num_parts)
     return f" (the parts have {', '.join(map(str, sizes))} rows)"
 
 
-def _own_ways(case: Case) -> str:
-    if not case.findings.ranks_differ:
+def _own_ways(replay: Replay) -> str:
+    if not replay.findings.ranks_differ:
         return ""
     return (
-        f"{case.findings.ranks_differ}: they did not make the same step. Something outside of the "
-        "averaged gradients changes the parameters on single ranks (code that asks for the rank, "
-        "state of the optimizer from elsewhere), or gradients were not averaged"
+        f"{replay.findings.ranks_differ}: they did not make the same step. Something outside of "
+        "the averaged gradients changes the parameters on single ranks (code that asks for the "
+        "rank, state of the optimizer from elsewhere), or gradients were not averaged"
     )
 
 
-def _narrow_miss(case: Case) -> str:
-    is_late = case.difference.step > 1  # rounding needs time
-    if not (is_late and case.difference.absolute <= 10 * case.findings.tolerance):
+def _narrow_miss(replay: Replay) -> str:
+    is_late = replay.difference.step > 1  # rounding needs time
+    if not (is_late and replay.difference.absolute <= 10 * replay.findings.tolerance):
         return ""
     return (
         f"perhaps only rounding that adds up: the difference is less than ten times the tolerance "
-        f"of {case.findings.tolerance:g}. Try float64, or a larger tolerance"
+        f"of {replay.findings.tolerance:g}. Try float64, or a larger tolerance"
     )
 
 
-def _the_ranks(case: Case) -> str:
+def _the_ranks(replay: Replay) -> str:
     return (
         "one process that replays the ranks' parts gives the right result, so the difference comes "
         "from the ranks: does the model, the loss or build() depend on the rank, on the number of "
@@ -205,7 +209,7 @@ def _the_ranks(case: Case) -> str:
     )
 
 
-_SUSPECTS: tuple[Callable[[Case], str], ...] = (
+_CAUSES: tuple[Callable[[Replay], str], ...] = (
     _divergence,  # before all that compares: what is not a number equals nothing
     _repetition,
     _random_numbers,

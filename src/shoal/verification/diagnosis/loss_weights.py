@@ -17,7 +17,7 @@ from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from shoal.strategies.training import call_module, count_items
 from shoal.verification.trainers.global_batches import Batch, share
-from shoal.verification.trainers.trainer import Parts
+from shoal.verification.trainers.trainer import Setup
 
 # What padding and ignored targets are marked with: torch's default, labels, masks, RoBERTa, images.
 _MARKS = (-100, 0, -1, 1, 255)
@@ -42,12 +42,12 @@ class Tokens:
 class PartLosses:
     """The loss of one batch, and those of its parts."""
 
-    def __init__(self, parts: Parts, batch: Batch, num_parts: int) -> None:
+    def __init__(self, setup: Setup, batch: Batch, num_parts: int) -> None:
         """Calls the model as it is, without training it."""
         self._shares = [share(batch, number, num_parts) for number in range(num_parts)]
         with torch.no_grad():
-            self._whole = _loss(parts, batch)
-            self._losses = [_loss(parts, each) for each in self._shares]
+            self._whole = _loss(setup, batch)
+            self._losses = [_loss(setup, each) for each in self._shares]
         self._rows = [count_items(inputs) for inputs, _ in self._shares]
 
     @property
@@ -98,6 +98,6 @@ def _may_mark(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(((tensor == 0) | (tensor == 1)).all())
 
 
-def _loss(parts: Parts, batch: Batch) -> float:
+def _loss(setup: Setup, batch: Batch) -> float:
     inputs, targets = batch
-    return float(parts.loss_fn(call_module(parts.model, parts.model, inputs), targets))
+    return float(setup.loss_fn(call_module(setup.model, setup.model, inputs), targets))

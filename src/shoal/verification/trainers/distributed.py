@@ -13,19 +13,19 @@ from torch import Tensor
 from shoal.comm import Backend
 from shoal.comm.world import World
 from shoal.strategies import PipelineParallelModel
-from shoal.verification.trainers.dice import Dice
+from shoal.torch_support.random_state import RandomStream
 from shoal.verification.trainers.global_batches import share
-from shoal.verification.trainers.one_process import BUILD_SEED, rank_dice
-from shoal.verification.trainers.trainer import Build, Parts, Seen, Trainee
+from shoal.verification.trainers.one_process import BUILD_SEED, rank_stream
+from shoal.verification.trainers.trainer import Build, Observed, Setup, Trainer
 
 # Makes a model and its optimizers distributed.
 Wrap = Callable[..., Any]
 
 
-class Member(Trainee):
+class DistributedTrainer(Trainer):
     """Trains on its rows of each global batch, with everybody else.
 
-    Gradients and parameters are gathered to be looked at, so all ranks walk together.
+    Gradients and parameters are gathered to be looked at, so all ranks do it together.
     """
 
     def __init__(
@@ -38,56 +38,56 @@ class Member(Trainee):
     ) -> None:
         """``wrap(model, optimizers)`` makes them distributed."""
         self._world, self._weight = world, weight
-        with Dice(BUILD_SEED).rolling():
-            self.parts = Parts.build(build, num_steps)
-        self.parts.model, self.parts.optimizers = wrap(self.parts.model, self.parts.optimizers)
-        for optimizer in self.parts.optimizers:
+        with RandomStream(BUILD_SEED).drawing():
+            self.setup = Setup.build(build, num_steps)
+        self.setup.model, self.setup.optimizers = wrap(self.setup.model, self.setup.optimizers)
+        for optimizer in self.setup.optimizers:
             optimizer.supervision.seed(BUILD_SEED)  # type: ignore[attr-defined]
-        self.data_group: Backend = self.parts.model.data_group  # type: ignore[assignment]
+        self.data_group: Backend = self.setup.model.data_group  # type: ignore[assignment]
         """The ranks that get other rows than this one."""
-        self.parts.model.engine.input_watch.stop()  # type: ignore[operator, union-attr]
-        self._dice = rank_dice(self.data_group.rank)
+        self.setup.model.engine.input_watch.stop()  # type: ignore[operator, union-attr]
+        self._stream = rank_stream(self.data_group.rank)
         self.fingerprints: dict[tuple[str, str], str] = {}
         """What this rank has of each thing that all ranks must have alike, as a few bytes."""
 
     def compute(self, step: int) -> Tensor:
         """Forward and backward of this rank's rows."""
         data = self.data_group
-        inputs, targets = share(self.parts.batches[step], data.rank, data.size)
+        inputs, targets = share(self.setup.batches[step], data.rank, data.size)
         how = {} if self._weight is None else {"weight": float(self._weight(inputs, targets))}
-        with self._dice.rolling():
-            loss: Tensor = self.parts.model.train_step(inputs, targets, self.parts.loss_fn, **how)  # type: ignore[operator]
+        with self._stream.drawing():
+            loss: Tensor = self.setup.model.train_step(inputs, targets, self.setup.loss_fn, **how)  # type: ignore[operator]
         self.fingerprints["loss", ""] = fingerprint(loss)
         return loss
 
     @property
     def num_micro_batches(self) -> int:
         """How many parts a rank's rows are cut into."""
-        model: Any = self.parts.model
+        model: Any = self.setup.model
         if not isinstance(model, PipelineParallelModel):
             return 1
         return model.pipeline.work.micro_batches
 
-    def gradients(self) -> Iterator[Seen]:
+    def gradients(self) -> Iterator[Observed]:
         """Joined from the ranks' parts; where a rank has all of one, that must be alike."""
-        here = dict(self.parts.model.named_parameters())
-        for name, whole in self.parts.model.full_gradients():  # type: ignore[operator]
+        here = dict(self.setup.model.named_parameters())
+        for name, whole in self.setup.model.full_gradients():  # type: ignore[operator]
             gradient = here[name].grad if name in here else None
             if type(gradient) is Tensor:  # a plain one, not a stand-in for a part of one
                 self.fingerprints["gradient", name] = fingerprint(gradient)
-            yield Seen("gradient", name, whole)
+            yield Observed("gradient", name, whole)
 
-    def parameters(self) -> Iterator[Seen]:
+    def parameters(self) -> Iterator[Observed]:
         """Whole on every rank."""
-        with self.parts.model.full_parameters():  # type: ignore[operator]
-            for name, parameter in self.parts.model.named_parameters():
+        with self.setup.model.full_parameters():  # type: ignore[operator]
+            for name, parameter in self.setup.model.named_parameters():
                 value = parameter.detach()
                 self.fingerprints["parameter", name] = fingerprint(value)
-                yield Seen("parameter", name, value)
+                yield Observed("parameter", name, value)
 
     def update(self, step: int) -> None:
         """The optimizers' step."""
-        with self._dice.rolling():
+        with self._stream.drawing():
             super().update(step)
 
     def spread(self, name: str) -> tuple[float, float]:

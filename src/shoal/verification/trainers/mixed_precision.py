@@ -13,7 +13,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from shoal.strategies.layers.precision import Precision
 
 
-class Narrow:
+class MixedPrecisionModel:
     """A model that can be called with its parameters and inputs in a narrower dtype."""
 
     def __init__(self, model: nn.Module, compute_dtype: torch.dtype | None) -> None:

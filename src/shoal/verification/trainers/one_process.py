@@ -15,22 +15,22 @@ from shoal.optim.kinds import judge
 from shoal.optim.stepping.kernels import fused_where_free
 from shoal.optim.stepping.supervision import Supervision
 from shoal.strategies.training import call_module, count_items
-from shoal.verification.trainers.dice import Dice
+from shoal.torch_support.random_state import RandomStream
 from shoal.verification.trainers.global_batches import Batch, share
-from shoal.verification.trainers.mixed_precision import Narrow
-from shoal.verification.trainers.trainer import Build, Parts, Seen, Trainee
+from shoal.verification.trainers.mixed_precision import MixedPrecisionModel
+from shoal.verification.trainers.trainer import Build, Observed, Setup, Trainer
 
 BUILD_SEED = 0
 _TRAIN_SEED = 1
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 
-def rank_dice(rank: int, variation: int = 0) -> Dice:
+def rank_stream(rank: int, variation: int = 0) -> RandomStream:
     """What a rank draws from while it trains; one process draws as rank 0 would."""
-    return Dice(_TRAIN_SEED + rank + 1_000_003 * variation)
+    return RandomStream(_TRAIN_SEED + rank + 1_000_003 * variation)
 
 
-class WholeBatch(Trainee):
+class WholeBatch(Trainer):
     """One process on the whole batch."""
 
     def __init__(
@@ -42,38 +42,38 @@ class WholeBatch(Trainee):
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         """Another ``variation`` trains the same model with other random numbers."""
-        with Dice(BUILD_SEED).rolling():
-            self.parts = Parts.build(build, num_steps)
-        self._dice = rank_dice(0, variation)
-        self._supervisions = {id(each): _supervise(each) for each in self.parts.optimizers}
-        self._narrow = Narrow(self.parts.model, compute_dtype)
+        with RandomStream(BUILD_SEED).drawing():
+            self.setup = Setup.build(build, num_steps)
+        self._stream = rank_stream(0, variation)
+        self._supervisions = {id(each): _supervise(each) for each in self.setup.optimizers}
+        self._narrow = MixedPrecisionModel(self.setup.model, compute_dtype)
 
     def compute(self, step: int) -> Tensor:
         """Forward and backward of the whole batch."""
-        with self._dice.rolling(), self._narrow.computing():
-            loss = self._loss(self.parts.batches[step])
+        with self._stream.drawing(), self._narrow.computing():
+            loss = self._loss(self.setup.batches[step])
             loss.backward()
         return loss.detach()
 
     def _loss(self, batch: Batch) -> Tensor:
-        output = call_module(self._narrow, self.parts.model, batch[0])
-        return self.parts.loss_fn(output, batch[1])
+        output = call_module(self._narrow, self.setup.model, batch[0])
+        return self.setup.loss_fn(output, batch[1])
 
-    def gradients(self) -> Iterator[Seen]:
+    def gradients(self) -> Iterator[Observed]:
         """Each is measured against the largest of all: noise comes in that size."""
-        named = [(name, p.grad) for name, p in self.parts.model.named_parameters()]
+        named = [(name, p.grad) for name, p in self.setup.model.named_parameters()]
         sizes = [float(g.detach().abs().max()) for _, g in named if g is not None and g.numel()]
         for name, gradient in named:
-            yield Seen("gradient", name, gradient, max(sizes, default=1.0))
+            yield Observed("gradient", name, gradient, max(sizes, default=1.0))
 
-    def parameters(self) -> Iterator[Seen]:
+    def parameters(self) -> Iterator[Observed]:
         """As they are."""
-        for name, parameter in self.parts.model.named_parameters():
-            yield Seen("parameter", name, parameter.detach())
+        for name, parameter in self.setup.model.named_parameters():
+            yield Observed("parameter", name, parameter.detach())
 
     def update(self, step: int) -> None:
         """The optimizers' step."""
-        with self._dice.rolling():
+        with self._stream.drawing():
             super().update(step)
 
     def stepping(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
@@ -83,8 +83,8 @@ class WholeBatch(Trainee):
 
     def to_double(self) -> None:
         """Goes on in float64, where rounding does not matter."""
-        self.parts.model.double()
-        self.parts.batches = [_double(batch) for batch in self.parts.batches]
+        self.setup.model.double()
+        self.setup.batches = [_double(batch) for batch in self.setup.batches]
 
 
 def _supervise(optimizer: Optimizer) -> Supervision | None:
@@ -111,21 +111,21 @@ class SplitBatch(WholeBatch):
     ) -> None:
         """Each local batch has the random numbers that its rank would have."""
         super().__init__(build, num_steps, variation=variation, compute_dtype=compute_dtype)
-        self._all_dice = [rank_dice(rank, variation) for rank in range(num_ranks)]
+        self._streams = [rank_stream(rank, variation) for rank in range(num_ranks)]
         self._weight, self._averages_buffers = weight, averages_buffers
         self._kernels = contextlib.nullcontext if compute_dtype else fused_where_free
 
     def compute(self, step: int) -> Tensor:
         """Forward and backward of each rank's rows, all from the same parameters and buffers."""
-        num_ranks = len(self._all_dice)
-        batches = [share(self.parts.batches[step], rank, num_ranks) for rank in range(num_ranks)]
+        num_ranks = len(self._streams)
+        batches = [share(self.setup.batches[step], rank, num_ranks) for rank in range(num_ranks)]
         weights = [self._weigh(*batch) for batch in batches]
-        losses, total = LossSum(), GradientSum(self.parts.model)
-        buffers = Buffers(self.parts.model, self._averages_buffers)
+        losses, total = LossSum(), GradientSum(self.setup.model)
+        buffers = Buffers(self.setup.model, self._averages_buffers)
         for rank, batch in enumerate(batches):
             if weights[rank]:
                 buffers.rewind()
-                with self._all_dice[rank].rolling(), self._narrow.computing():
+                with self._streams[rank].drawing(), self._narrow.computing():
                     loss = self._loss(batch)
                     (loss * _factor(loss, weights[rank] * num_ranks / sum(weights))).backward()
                 losses.add(loss, weights[rank])
@@ -142,7 +142,7 @@ class SplitBatch(WholeBatch):
     def update(self, step: int) -> None:
         """The optimizers' step, with the kernels that ranks use."""
         with contextlib.ExitStack() as stack:
-            for optimizer in self.parts.optimizers:
+            for optimizer in self.setup.optimizers:
                 stack.enter_context(self._kernels(optimizer))
             super().update(step)
 

@@ -1,4 +1,4 @@
-"""The interface of what is compared: something that trains, one step at a time."""
+"""The interface of what is compared: a model that is trained, one step at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal.verification.trainers.global_batches import Batch, take
 Build = Callable[[], tuple[nn.Module, Any, Iterable[Any], Callable[[Any, Any], Tensor]]]
 
 
-class Seen(NamedTuple):
+class Observed(NamedTuple):
     """One thing to compare: the loss, or a gradient or parameter of some name."""
 
     kind: str
@@ -30,7 +30,7 @@ class Seen(NamedTuple):
 
 
 @dataclass
-class Parts:
+class Setup:
     """What a user's ``build`` returns, checked."""
 
     model: nn.Module
@@ -39,7 +39,7 @@ class Parts:
     loss_fn: Callable[[Any, Any], Tensor]
 
     @classmethod
-    def build(cls, build: Build, num_steps: int) -> Parts:
+    def build(cls, build: Build, num_steps: int) -> Setup:
         """Calls ``build``; as many batches as there are steps are taken from what it returns."""
         built: Any = build()
         if not isinstance(built, tuple | list) or len(built) != 4:
@@ -54,26 +54,26 @@ class Parts:
         return cls(model, optimizers, take(batches, num_steps), loss_fn)
 
 
-class Trainee(ABC):
+class Trainer(ABC):
     """Trains step by step, and shows what there is to compare."""
 
-    parts: Parts
+    setup: Setup
 
     @abstractmethod
     def compute(self, step: int) -> Tensor:
         """Forward and backward of a step's global batch; returns its mean loss."""
 
     @abstractmethod
-    def gradients(self) -> Iterator[Seen]:
+    def gradients(self) -> Iterator[Observed]:
         """Whole gradients by name, in the order of the model's parameters."""
 
     @abstractmethod
-    def parameters(self) -> Iterator[Seen]:
+    def parameters(self) -> Iterator[Observed]:
         """Whole parameters by name, in the order of the model's."""
 
-    def walk(self, step: int) -> Iterator[Seen]:
+    def observe(self, step: int) -> Iterator[Observed]:
         """One step of training, as a stream of everything that can be compared."""
-        yield Seen("loss", "", self.compute(step))
+        yield Observed("loss", "", self.compute(step))
         yield from self.gradients()
         self.update(step)
         yield from self.parameters()
@@ -86,7 +86,7 @@ class Trainee(ABC):
             self.forget()
             return self.compute(step)
 
-        for optimizer in self.parts.optimizers:
+        for optimizer in self.setup.optimizers:
             with self.stepping(optimizer):
                 if needs_closure(optimizer):
                     optimizer.step(closure)  # type: ignore[arg-type]
@@ -99,9 +99,9 @@ class Trainee(ABC):
 
     def forget(self) -> None:
         """No gradients any more."""
-        for optimizer in self.parts.optimizers:
+        for optimizer in self.setup.optimizers:
             optimizer.zero_grad()
-        self.parts.model.zero_grad()
+        self.setup.model.zero_grad()
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
