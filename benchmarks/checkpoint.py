@@ -39,7 +39,7 @@ from timing import readable_time
 from torch import Tensor, nn
 
 import shoal
-from shoal.checkpoint.disk import removal as letting_go
+from shoal.checkpoint.disk import removal
 from shoal.checkpoint.disk.checkpoint_folder import CheckpointFolder
 from shoal.comm import Backend
 
@@ -110,7 +110,7 @@ class Contest:
 
     def time(self, action: Callable[[], object]) -> float:
         """Until the slowest rank is done."""
-        letting_go.wait()  # what is removed in the background is nobody else's concern
+        removal.wait()  # what is removed in the background is nobody else's concern
         self.backend.barrier()
         begin = time.perf_counter()
         action()

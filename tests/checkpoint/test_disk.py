@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.checkpoint.disk import file_hints
-from shoal.checkpoint.disk import removal as letting_go
+from shoal.checkpoint.disk import filesystem, removal
 from shoal.checkpoint.disk.checkpoint_folder import CheckpointFolder
 from shoal.checkpoint.disk.filesystem import DISK, FileSystem, remove_tree
 
@@ -44,16 +43,16 @@ def test_names_are_gone_at_once(folder: Path) -> None:
     remove_tree(DISK, folder)
     assert not folder.exists()
     assert (folder.parent / "outside").read_bytes() == b"stays"
-    letting_go.wait()
+    removal.wait()
     assert held_files() == []
     assert not any(thread.name == "shoal-free" for thread in threading.enumerate())
 
 
 def test_files_are_held_while_they_are_removed(folder: Path) -> None:
-    with letting_go.held([folder / "a", folder / "b", folder / "nothing"]):
+    with removal.kept_open([folder / "a", folder / "b", folder / "nothing"]):
         (folder / "a").unlink()
         assert len(held_files()) == 1
-    letting_go.wait()
+    removal.wait()
     assert held_files() == []
     assert (folder / "b").exists()
 
@@ -62,7 +61,7 @@ def test_files_are_held_while_they_are_removed(folder: Path) -> None:
 def test_a_child_inherits_nothing(folder: Path) -> None:
     """It would keep the room on the disk taken."""
     reader, writer = os.pipe()
-    with letting_go.held([folder / "a", folder / "b"]):
+    with removal.kept_open([folder / "a", folder / "b"]):
         (folder / "a").unlink()
         child = os.fork()
         if child == 0:
@@ -73,7 +72,7 @@ def test_a_child_inherits_nothing(folder: Path) -> None:
     assert os.read(reader, 9) == b"0"
     os.close(reader)
     os.close(writer)
-    letting_go.wait()
+    removal.wait()
 
 
 def test_many_files_are_not_all_held(tmp_path: Path) -> None:
@@ -82,9 +81,9 @@ def test_many_files_are_not_all_held(tmp_path: Path) -> None:
     for path in paths:
         path.touch()
     before = len(os.listdir("/proc/self/fd"))
-    with letting_go.held(paths):
+    with removal.kept_open(paths):
         assert len(os.listdir("/proc/self/fd")) <= before + 32
-    letting_go.wait()
+    removal.wait()
 
 
 def test_several_threads_remove_and_wait(tmp_path: Path) -> None:
@@ -97,7 +96,7 @@ def test_several_threads_remove_and_wait(tmp_path: Path) -> None:
                 folder.mkdir(parents=True)
                 (folder / "file").touch()
                 remove_tree(DISK, folder)
-                letting_go.wait()
+                removal.wait()
         except BaseException as error:
             errors.append(error)
 
@@ -111,14 +110,14 @@ def test_several_threads_remove_and_wait(tmp_path: Path) -> None:
             thread.join()
     finally:
         sys.setswitchinterval(interval)
-    letting_go.wait()
+    removal.wait()
     assert errors == []
 
 
 def test_room_is_free_when_a_save_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that of a save that was killed."""
     settled = []
-    monkeypatch.setattr(letting_go, "wait", lambda: settled.append(leftover.exists()))
+    monkeypatch.setattr(removal, "wait", lambda: settled.append(leftover.exists()))
     leftover = tmp_path / ".new-000001" / "data"
     leftover.parent.mkdir()
     leftover.touch()
@@ -143,7 +142,7 @@ def test_a_disk_that_keeps_names_of_what_is_held(folder: Path) -> None:
 def test_a_folder_that_cannot_be_removed(folder: Path) -> None:
     with pytest.raises(OSError, match="not empty"):
         DISK.remove_folder_with(folder, [folder / "a", folder / "b"])
-    letting_go.wait()
+    removal.wait()
 
 
 def file_system_of(path: Path) -> str:
@@ -175,7 +174,7 @@ def test_no_room(tmp_path: Path) -> None:
 
 def test_where_hints_are_not_known() -> None:
     reader, writer = os.pipe()
-    file_hints.reserve(writer, 100)
-    file_hints.start_writing(writer, 0, 100)
+    filesystem.reserve(writer, 100)
+    filesystem.start_writing(writer, 0, 100)
     os.close(reader)
     os.close(writer)

@@ -1,25 +1,30 @@
 """All that checkpoints ever do to a disk, as one small interface.
 
-Every write, sync and rename goes through here, so a test can put a disk of its own in its place
-that fills up, fails, or loses power at any moment.
+Every write, sync and rename goes through `FileSystem`, so a test can pass one that fills up, fails,
+or loses power at any moment.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from shoal.checkpoint.disk import file_hints
-from shoal.checkpoint.disk import removal as letting_go
+from shoal.checkpoint.disk import removal
 
 Buffer = memoryview | bytes
 # As much is written before the disk begins with it, so that there is little to wait for in the end.
 _EARLY_BYTES = 1 << 24
+_FALLOC_FL_KEEP_SIZE = 1
+_SYNC_FILE_RANGE_WRITE = 2
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Writing(Protocol):
@@ -39,14 +44,14 @@ class Writing(Protocol):
 
 
 class Reading(Protocol):
-    """A file that is read from any place."""
+    """A file that is read from any offset."""
 
     @property
     def num_bytes(self) -> int:
         """Its size when it was opened."""
 
-    def read_into(self, place: int, target: memoryview) -> int:
-        """Fills ``target`` from a place on; returns how many bytes there were."""
+    def read_into(self, offset: int, target: memoryview) -> int:
+        """Fills ``target`` from an offset on; returns how many bytes there were."""
 
     def close(self) -> None:
         """Ends it. Twice is fine."""
@@ -97,10 +102,10 @@ class FileSystem:
 
     def remove_folder_with(self, path: Path, files: Sequence[Path]) -> None:
         """Removes a folder and the files in it: names now, what they take up in the background."""
-        with letting_go.held(files):
+        with removal.kept_open(files):
             for file in files:
                 self.remove_file(file)
-            with contextlib.suppress(OSError):  # network file systems keep names of what is held
+            with contextlib.suppress(OSError):  # network file systems keep the names of open files
                 self.remove_folder(path)
         if self.is_folder(path):
             self.settle()
@@ -108,13 +113,13 @@ class FileSystem:
 
     def settle(self) -> None:
         """Returns once what was removed has given its room back."""
-        letting_go.wait()
+        removal.wait()
 
     def lock(self, path: Path) -> Callable[[], None]:
         """Locks a folder until the process ends; returns what gives the lock back.
 
         Raises:
-            BlockingIOError: If somebody else has it.
+            BlockingIOError: If another process or thread has it.
         """
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -171,7 +176,7 @@ DISK = FileSystem()
 
 
 def _unlock(descriptor: int) -> None:
-    """Said aloud: children of this process may have the file open as well."""
+    """Unlocks explicitly: a forked child may have the descriptor, so closing is not enough."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
@@ -184,7 +189,7 @@ class _WrittenFile:
         self._num_bytes = self._num_begun = 0
 
     def reserve(self, num_bytes: int) -> None:
-        file_hints.reserve(self._descriptor, num_bytes)
+        reserve(self._descriptor, num_bytes)
 
     def write(self, data: Buffer) -> None:
         rest = memoryview(data).cast("B")
@@ -194,7 +199,7 @@ class _WrittenFile:
             rest = rest[count:]
         new_bytes = self._num_bytes - self._num_begun
         if new_bytes >= _EARLY_BYTES:
-            file_hints.start_writing(self._descriptor, self._num_begun, new_bytes)
+            start_writing(self._descriptor, self._num_begun, new_bytes)
             self._num_begun = self._num_bytes
 
     def sync(self) -> None:
@@ -217,10 +222,10 @@ class _ReadFile:
             self.close()
             raise OSError(f"{path} is no plain file")
 
-    def read_into(self, place: int, target: memoryview) -> int:
+    def read_into(self, offset: int, target: memoryview) -> int:
         done = 0
         while done < len(target):
-            count = os.preadv(self._descriptor, [target[done:]], place + done)
+            count = os.preadv(self._descriptor, [target[done:]], offset + done)
             if not count:
                 break
             done += count
@@ -230,6 +235,42 @@ class _ReadFile:
         if self._descriptor >= 0:
             descriptor, self._descriptor = self._descriptor, -1
             os.close(descriptor)
+
+
+# Hints to Linux that Python's `os` does not have. Where the system or the file system does not know
+# them, nothing happens.
+
+
+def reserve(descriptor: int, num_bytes: int) -> None:
+    """Has the disk keep room for a file, which is then written faster; its size stays.
+
+    `os.posix_fallocate` would write to every block where a file system cannot do that.
+
+    Raises:
+        OSError: If there is not as much room.
+    """
+    call = _libc("fallocate64") or _libc("fallocate")
+    if (
+        call is not None
+        and num_bytes
+        and call(descriptor, _FALLOC_FL_KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(num_bytes))
+    ):
+        code = ctypes.get_errno()
+        if code in _NO_ROOM:
+            raise OSError(code, os.strerror(code))
+
+
+def start_writing(descriptor: int, offset: int, num_bytes: int) -> None:
+    """Has the disk begin with what was written; a later sync reports errors."""
+    call = _libc("sync_file_range")
+    if call is not None:
+        call(descriptor, ctypes.c_int64(offset), ctypes.c_int64(num_bytes), _SYNC_FILE_RANGE_WRITE)
+
+
+@cache
+def _libc(name: str) -> Any:
+    """A function of the C library; None where there is none of that name."""
+    return getattr(ctypes.CDLL(None, use_errno=True), name, None)
 
 
 @contextlib.contextmanager
