@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -11,8 +12,13 @@ from shoal.errors import CheckpointError, CheckpointMismatchError, CorruptCheckp
 T = TypeVar("T")
 
 
+def caller(ranks: Backend | None) -> object:
+    """Who saves one checkpoint at a time: a rank, or a thread that has no world."""
+    return threading.current_thread() if ranks is None else ranks
+
+
 def together(backend: Backend | None, action: Callable[[], T], doing: str) -> list[T]:
-    """Carries out a local action on every rank and returns everybody's result, by rank.
+    """Carries out a local action on every rank and returns the results, by rank.
 
     The results travel as plain data. If the action fails on any rank, it counts as failed on all:
     every rank raises the error of the first that failed, itself or one that names the rank.
@@ -20,7 +26,7 @@ def together(backend: Backend | None, action: Callable[[], T], doing: str) -> li
     Args:
         backend: All ranks; None for a process of its own.
         action: What this rank does; it may not communicate.
-        doing: What it is about, for the message.
+        doing: What the action does, for the message.
     """
     if backend is None or backend.size == 1:
         return [action()]

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -80,7 +80,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """What a checkpoint holds, or some of its files.
 
     Attributes:
         files: The files.
@@ -96,20 +96,21 @@ class Manifest:
 
     def encode(self) -> bytes:
         """As bytes of a file."""
-        content = {
-            "format": FORMAT,
-            "version": VERSION,
+        about = {"format": FORMAT, "version": VERSION, "chunk_bytes": CHUNK_BYTES}
+        return signed(strict_json.encode(about | self.to_json()))
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
             "written_by": self.written_by,
-            "chunk_bytes": CHUNK_BYTES,
             "files": [_file_json(record) for record in self.files],
             "tensors": {key: _tensor_json(record) for key, record in self.tensors.items()},
             "values": self.values,
         }
-        return signed(strict_json.encode(content))
 
     @classmethod
     def parse(cls, data: bytes) -> Manifest:
-        """From the bytes of a file.
+        """The whole of a checkpoint, from the bytes of a file.
 
         Raises:
             ValueError: If anything about them is wrong.
@@ -124,6 +125,17 @@ class Manifest:
             )
         if content.get("chunk_bytes") != CHUNK_BYTES:
             raise ValueError(f"chunk_bytes must be {CHUNK_BYTES}")
+        manifest = cls.from_json(content)
+        _check_room(manifest.files, manifest.tensors)
+        return manifest
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Manifest:
+        """The inverse of `to_json`.
+
+        Raises:
+            ValueError: If anything about it is wrong.
+        """
         files = tuple(_parse_file(about) for about in _typed(content, "files", list))
         if len({record.name for record in files}) != len(files):
             raise ValueError("a file is there twice")
@@ -131,9 +143,35 @@ class Manifest:
             key: _parse_tensor(key, about, len(files))
             for key, about in _typed(content, "tensors", dict).items()
         }
-        _check_room(files, tensors)
         values = _typed(content, "values", dict)
         return cls(files, tensors, values, _typed(content, "written_by", dict))
+
+
+def joined(
+    parts: Sequence[Manifest],
+    keys: Iterable[str],
+    values: Mapping[str, Any],
+    written_by: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """One manifest of all files; slices of one tensor may be in several.
+
+    Args:
+        parts: Of the files.
+        keys: All tensors, in the order that they get.
+        values: See `Manifest`.
+        written_by: See `Manifest`.
+    """
+    files: list[FileRecord] = []
+    slices: dict[str, list[SliceRecord]] = {}
+    records: dict[str, TensorRecord] = {}
+    for part in parts:
+        for key, record in part.tensors.items():
+            records.setdefault(key, record)
+            moved = [replace(each, file=each.file + len(files)) for each in record.slices]
+            slices.setdefault(key, []).extend(moved)
+        files += part.files
+    tensors = {key: replace(records[key], slices=tuple(slices[key])) for key in keys}
+    return Manifest(tuple(files), tensors, values, written_by or {})
 
 
 def signed(text: bytes) -> bytes:
@@ -169,26 +207,26 @@ def _tensor_json(record: TensorRecord) -> dict[str, Any]:
     return {
         "dtype": dtype_name(record.dtype),
         "shape": list(record.shape),
-        "slices": [slice_json(each) for each in record.slices],
+        "slices": [_slice_json(each) for each in record.slices],
     }
 
 
-def slice_json(record: SliceRecord) -> dict[str, Any]:
-    """One slice; its shape is the tensor's."""
-    about: dict[str, Any] = {
+def _slice_json(record: SliceRecord) -> dict[str, Any]:
+    return {
         "file": record.file,
         "key": record.key,
-        "elements": [record.extent.start, record.extent.stop],
+        **extent_json(record.extent),
         "checksums": "".join(f"{each:0{DIGITS}x}" for each in record.checksums),
     }
-    if record.extent.split is not None:
-        about["split"] = split_json(record.extent.split)
+
+
+def extent_json(extent: Extent) -> dict[str, Any]:
+    """Which elements of a tensor; its shape is given elsewhere."""
+    about: dict[str, Any] = {"elements": [extent.start, extent.stop]}
+    if extent.split is not None:
+        runs = [list(run) for run in extent.split.runs]
+        about["split"] = {"dim": extent.split.dim, "runs": runs}
     return about
-
-
-def split_json(split: Split) -> dict[str, Any]:
-    """Which indices of which dimension."""
-    return {"dim": split.dim, "runs": [list(run) for run in split.runs]}
 
 
 # From JSON ----------------------------------------------------------------------------------
@@ -219,11 +257,10 @@ def _parse_file(about: Any) -> FileRecord:
     return FileRecord(name, num_bytes, sha256, int(crc, 16))
 
 
-def parse_checksums(text: Any) -> tuple[int, ...]:
-    """A number of hexadecimal digits for each."""
+def _parse_checksums(text: Any) -> tuple[int, ...]:
     if not isinstance(text, str) or not _HEX.fullmatch(text) or len(text) % DIGITS:
         raise ValueError("checksums must be hexadecimal")
-    return tuple(int(text[place : place + DIGITS], 16) for place in range(0, len(text), DIGITS))
+    return tuple(int(text[i : i + DIGITS], 16) for i in range(0, len(text), DIGITS))
 
 
 def _parse_tensor(key: str, about: Any, num_files: int) -> TensorRecord:
@@ -273,24 +310,24 @@ def _parse_slice(about: Any, shape: torch.Size, dtype: torch.dtype, num_files: i
     file, key = about.get("file"), about.get("key")
     if not is_count(file) or file >= num_files or not isinstance(key, str):
         raise ValueError("a slice has no proper file and key")
-    split = None if "split" not in about else parse_split(about["split"], shape)
-    extent = parse_extent(about.get("elements"), shape, split)
-    found = parse_checksums(about.get("checksums"))
+    extent = parse_extent(about, shape)
+    found = _parse_checksums(about.get("checksums"))
     if len(found) != num_chunks(extent.num_elements * dtype.itemsize):
         raise ValueError(f"a slice of {extent.num_elements} elements has {len(found)} checksums")
     return SliceRecord(extent, file, key, found)
 
 
-def parse_extent(elements: Any, shape: torch.Size, split: Split | None) -> Extent:
-    """From where to where, in the tensor or its part."""
+def parse_extent(about: Mapping[str, Any], shape: torch.Size) -> Extent:
+    """The inverse of `extent_json`."""
+    elements = about.get("elements")
+    split = None if "split" not in about else _parse_split(about["split"], shape)
     whole = Extent.whole(shape, split)
-    is_pair = isinstance(elements, list) and len(elements) == 2 and all(map(is_count, elements))
-    if not is_pair or not elements[0] <= elements[1] <= whole.stop:
+    if not _is_run(elements, whole.stop):
         raise ValueError(f"elements {str(elements)[:50]} are not in a part of {whole.stop}")
     return whole.narrowed(*elements)
 
 
-def parse_split(about: Any, shape: torch.Size) -> Split:
+def _parse_split(about: Any, shape: torch.Size) -> Split:
     """A tensor-parallel part: its indices are in the tensor, and none is there twice."""
     dim = about.get("dim") if isinstance(about, dict) else None
     if not is_count(dim) or dim >= len(shape):
@@ -304,6 +341,6 @@ def parse_split(about: Any, shape: torch.Size) -> Split:
     return Split(shape, dim, tuple((start, stop) for start, stop in runs))
 
 
-def _is_run(run: Any, size: int) -> bool:
+def _is_run(run: Any, size: int) -> TypeGuard[list[int]]:
     is_pair = isinstance(run, list) and len(run) == 2 and all(map(is_count, run))
     return is_pair and run[0] <= run[1] <= size

@@ -6,111 +6,29 @@ since a rank of a pipeline knows its own only. Random states are kept rank by ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-
-from shoal.checkpoint.format.dtypes import dtype_called, dtype_name
-from shoal.checkpoint.format.manifest import (
-    FileRecord,
-    Manifest,
-    SliceRecord,
-    TensorRecord,
-    parse_checksums,
-    parse_extent,
-    parse_shape,
-    parse_split,
-    slice_json,
-    split_json,
-)
-from shoal.checkpoint.save.assignment import Claim, Claims
-from shoal.checkpoint.save.writing import Written
+from shoal.checkpoint.format.manifest import Manifest, joined
 
 Receipt = dict[str, Any]
-"""What a rank has written and knows, as plain data that can travel or be a file."""
-
-
-def claims_json(claims: Claims) -> dict[str, Any]:
-    """What a rank holds, as plain data."""
-    return {
-        key: [
-            dtype_name(claim.dtype),
-            list(claim.shape),
-            claim.is_divisible,
-            [
-                [each.start, each.stop, None if each.split is None else split_json(each.split)]
-                for each in claim.extents
-            ],
-        ]
-        for key, claim in claims.items()
-    }
-
-
-def parse_claims(content: Mapping[str, Any]) -> dict[str, Claim]:
-    """The inverse of `claims_json`."""
-    claims = {}
-    for key, (dtype, sizes, is_divisible, extents) in content.items():
-        shape = parse_shape(sizes)
-        claims[key] = Claim(
-            dtype_called(dtype),
-            shape,
-            tuple(
-                parse_extent(
-                    [start, stop], shape, None if split is None else parse_split(split, shape)
-                )
-                for start, stop, split in extents
-            ),
-            is_divisible,
-        )
-    return claims
-
-
-def receipt(files: Sequence[Written], values: Mapping[str, Any]) -> Receipt:
-    """What this rank tells the one that writes the manifest."""
-    return {"files": [_file_json(each) for each in files], "values": dict(values)}
-
-
-def _file_json(written: Written) -> dict[str, Any]:
-    record = written.file
-    return {
-        "about": [record.name, record.num_bytes, record.sha256, record.header_crc32],
-        "slices": [[tensor, slice_json(each)] for tensor, each in written.slices],
-    }
+"""What a rank has written and knows: a manifest as plain data, that can be sent or be a file."""
 
 
 def merge(
     receipts: Sequence[Receipt],
-    claims: Sequence[Claims],
+    keys: Iterable[str],
     step: int | None,
     written_by: Mapping[str, Any],
 ) -> Manifest:
-    """The manifest of all ranks' files."""
-    about: dict[str, tuple[torch.dtype, torch.Size]] = {}
-    for own in claims:
-        for key, claim in own.items():
-            about.setdefault(key, (claim.dtype, claim.shape))
-    slices: dict[str, list[SliceRecord]] = {key: [] for key in about}
-    files = [file for each in receipts for file in each["files"]]
-    for number, file in enumerate(files):
-        for key, content in file["slices"]:
-            slices[key].append(_slice(content, number, about[key][1]))
-    return Manifest(
-        files=tuple(FileRecord(*file["about"]) for file in files),
-        tensors={key: TensorRecord(*about[key], tuple(slices[key])) for key in about},
-        values={"step": step, **merge_values([each["values"] for each in receipts])},
-        written_by=written_by,
-    )
-
-
-def _slice(content: Mapping[str, Any], number: int, shape: torch.Size) -> SliceRecord:
-    split = None if "split" not in content else parse_split(content["split"], shape)
-    extent = parse_extent(content["elements"], shape, split)
-    return SliceRecord(extent, number, content["key"], parse_checksums(content["checksums"]))
+    """The manifest of all ranks' files, with the tensors in the order of ``keys``."""
+    parts = [Manifest.from_json(each) for each in receipts]
+    values = {"step": step, **merge_values([part.values for part in parts])}
+    return joined(parts, keys, values, written_by)
 
 
 def merge_values(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Everybody's values as one."""
+    """One set of values from those of each rank."""
     first = by_rank[0]
     merged = {
         key: first[key] for key in ("scheduler", "scaler", "sampler", "extra") if key in first
@@ -143,7 +61,7 @@ def _merge_optimizer(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _union(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The first to know something is believed."""
+    """All entries; of several for one key the first rank's."""
     merged: dict[str, Any] = {}
     for part in parts:
         for key, value in part.items():

@@ -28,8 +28,7 @@ from shoal.checkpoint.format import strict_json
 from shoal.checkpoint.format.manifest import checked, signed
 from shoal.checkpoint.format.strict_json import parse
 from shoal.checkpoint.save.copy_buffer import CopyBuffer
-from shoal.checkpoint.save.division import caller
-from shoal.checkpoint.together import together
+from shoal.checkpoint.together import caller, together
 from shoal.comm import Backend
 from shoal.errors import CheckpointError
 

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from shoal.checkpoint.disk.checkpoint_folder import CheckpointFolder
 from shoal.checkpoint.disk.filesystem import opened
-from shoal.checkpoint.save import merging
-from shoal.checkpoint.save.assignment import Claim, Claims
+from shoal.checkpoint.format.manifest import Manifest, joined
+from shoal.checkpoint.save.assignment import Claim
 from shoal.checkpoint.save.copy_buffer import CopyBuffer
 from shoal.checkpoint.save.division import digests, divide
-from shoal.checkpoint.save.merging import Receipt
+from shoal.checkpoint.save.merging import Receipt, merge
 from shoal.checkpoint.save.pending import PendingSave
 from shoal.checkpoint.save.rank_state import RankState
-from shoal.checkpoint.save.writing import Outgoing, Written, shares, write_file
+from shoal.checkpoint.save.writing import Outgoing, shares, write_file
 from shoal.checkpoint.together import together
 from shoal.comm import Backend
 from shoal.comm.shm.copying import copy
@@ -51,7 +51,7 @@ class RunningSave:
         written_by: See `Manifest`.
         name: Of the checkpoint.
         values: What this rank knows that is no tensor.
-        claims: What each rank holds.
+        keys: All tensors of the checkpoint.
         outgoing: What this rank writes.
         num_cores: How many this rank can have to itself while nothing else goes on.
     """
@@ -63,7 +63,7 @@ class RunningSave:
     written_by: Mapping[str, Any]
     name: str = ""
     values: Mapping[str, Any] = field(default_factory=dict)
-    claims: Sequence[Claims] = ()
+    keys: Sequence[str] = ()
     outgoing: Sequence[Outgoing] = ()
     num_cores: int = 1
     _unlock: Callable[[], None] | None = None
@@ -101,8 +101,8 @@ class RunningSave:
             shown = [own for _, own, _ in answers]
             self.num_cores = _fair_share([place for _, _, place in answers])
             division = divide(self.ranks, claims, shown, self.doing)
-            self.claims = division.claims
-            self.outgoing = mine[0].outgoing(division.work[self.rank])
+            self.keys = division.keys
+            self.outgoing = mine[0].outgoing(division.assigned[self.rank])
             self.values = mine[0].values
 
     def _begin(self) -> None:
@@ -171,11 +171,12 @@ class RunningSave:
                 for number, own in enumerate(shares(self.outgoing, num_files))
             ]
         )
-        return merging.receipt(files, self.values)
+        keys = dict.fromkeys(each.tensor for each in self.outgoing)
+        return joined(files, keys, self.values).to_json()
 
     def _write_file(
         self, name: str, outgoing: Sequence[Outgoing], is_unwanted: threading.Event
-    ) -> Written:
+    ) -> Manifest:
         draft = self.folder.draft(self.name)
         try:
             return write_file(
@@ -206,7 +207,7 @@ class RunningSave:
         """On the first rank, once all files are safe: makes the checkpoint one that is found."""
         if self.rank != 0:
             return
-        manifest = merging.merge(receipts, self.claims, self.step, self.written_by)
+        manifest = merge(receipts, self.keys, self.step, self.written_by)
         try:
             self.folder.commit(self.name, manifest.encode())
         except OSError as error:

@@ -12,7 +12,7 @@ import hashlib
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from shoal.checkpoint.disk.filesystem import FileSystem, Writing
 from shoal.checkpoint.format import safetensors as header
 from shoal.checkpoint.format.checksums import CHUNK_BYTES, checksum, chunks
-from shoal.checkpoint.format.manifest import FileRecord, SliceRecord
+from shoal.checkpoint.format.manifest import FileRecord, Manifest, SliceRecord, TensorRecord
 from shoal.sharding.extent import Extent
 from shoal.torch_support.concurrency import Abandoned, run_concurrently
 
@@ -74,14 +74,6 @@ def _runs_text(runs: Sequence[tuple[int, int]]) -> str:
     return ",".join(f"{start}-{stop}" for start, stop in runs)
 
 
-@dataclass(frozen=True)
-class Written:
-    """A file and what is in it: the slices by the key of their tensor."""
-
-    file: FileRecord
-    slices: tuple[tuple[str, SliceRecord], ...]
-
-
 def write_file(
     disk: FileSystem,
     folder: Path,
@@ -90,8 +82,8 @@ def write_file(
     rename: Callable[[str], str] = lambda key: key,
     metadata: dict[str, str] | None = None,
     is_unwanted: threading.Event | None = None,
-) -> Written:
-    """Writes and syncs a file; the folder's entry is not synced.
+) -> Manifest:
+    """Writes and syncs a file, and returns what is in it; the folder's entry is not synced.
 
     Args:
         disk: The disk.
@@ -103,7 +95,7 @@ def write_file(
         is_unwanted: Once it is set, the rest is not written.
 
     Raises:
-        Abandoned: If it is not wanted any more.
+        Abandoned: If the event was set.
     """
     keys = [rename(each.key) for each in outgoing]
     shapes = [(key, each.dtype, each.shape) for key, each in zip(keys, outgoing, strict=True)]
@@ -120,11 +112,13 @@ def write_file(
     finally:
         file.close()
     record = FileRecord(name, num_bytes, sums.sha256, zlib.crc32(head))
-    slices = [
-        (each.tensor, SliceRecord(each.extent, 0, key, tuple(own)))
-        for key, each, own in zip(keys, outgoing, sums.checksums, strict=True)
-    ]
-    return Written(record, tuple(slices))
+    tensors: dict[str, TensorRecord] = {}
+    for key, each, own in zip(keys, outgoing, sums.checksums, strict=True):
+        known = tensors.get(each.tensor)
+        slices = known.slices if known else ()
+        added = SliceRecord(each.extent, 0, key, tuple(own))
+        tensors[each.tensor] = TensorRecord(each.dtype, each.extent.shape, (*slices, added))
+    return Manifest((record,), tensors)
 
 
 def shares(outgoing: Sequence[Outgoing], count: int) -> list[list[Outgoing]]:
@@ -137,11 +131,6 @@ def shares(outgoing: Sequence[Outgoing], count: int) -> list[list[Outgoing]]:
         divided[min(middle * count // max(total, 1), count - 1)].append(each)
         before += each.num_bytes
     return [share for share in divided if share] or [[]]
-
-
-def numbered(written: Written, number: int) -> list[tuple[str, SliceRecord]]:
-    """The slices, with the file's number in the manifest."""
-    return [(tensor, replace(each, file=number)) for tensor, each in written.slices]
 
 
 def _write_slice(

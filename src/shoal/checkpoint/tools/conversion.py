@@ -12,12 +12,12 @@ from torch import Tensor
 from shoal.checkpoint.disk.checkpoint_folder import CheckpointFolder
 from shoal.checkpoint.disk.filesystem import DISK, FileSystem, write_all
 from shoal.checkpoint.format.dtypes import CODES, dtype_name
-from shoal.checkpoint.format.manifest import Manifest, SliceRecord, TensorRecord
+from shoal.checkpoint.format.manifest import TensorRecord, joined
 from shoal.checkpoint.load.matching import PREFIX
 from shoal.checkpoint.load.reader import Wanted, read
 from shoal.checkpoint.load.tensor_source import INDEX, SINGLE, TensorSource
 from shoal.checkpoint.save.assignment import Claim, assign
-from shoal.checkpoint.save.writing import BLOCK_BYTES, Outgoing, numbered, write_file
+from shoal.checkpoint.save.writing import BLOCK_BYTES, Outgoing, write_file
 from shoal.checkpoint.tools.inspection import Progress
 from shoal.errors import CheckpointError
 from shoal.sharding.extent import Extent
@@ -53,25 +53,18 @@ def _reshard(
         key: Claim(record.dtype, record.shape, (Extent.whole(record.shape),))
         for key, record in source.tensors.items()
     }
-    slices: dict[str, list[SliceRecord]] = {key: [] for key in claims}
-    files = []
-    for number, work in enumerate(assign([claims] * num_files)):
+    parts = []
+    for number, assigned in enumerate(assign([claims] * num_files)):
         outgoing = [
             Outgoing(key, claims[key].dtype, extent, _reading(source, key, extent, progress))
-            for key, extents in work.items()
+            for key, extents in assigned.items()
             for extent in extents
         ]
         file_name = f"data-{number:05d}.safetensors"
         draft = target.draft(name)
-        written = write_file(target.disk, draft, file_name, outgoing, metadata={"format": "pt"})
-        files.append(written.file)
-        for key, each in numbered(written, number):
-            slices[key].append(each)
-    tensors = {
-        key: TensorRecord(record.dtype, record.shape, tuple(slices[key]))
-        for key, record in source.tensors.items()
-    }
-    manifest = Manifest(tuple(files), tensors, source.values, source.written_by)
+        part = write_file(target.disk, draft, file_name, outgoing, metadata={"format": "pt"})
+        parts.append(part)
+    manifest = joined(parts, source.tensors, source.values, source.written_by)
     return target.commit(name, manifest.encode())
 
 
