@@ -114,11 +114,11 @@ def load(
     )
     if isinstance(path, Mapping):
         return _load_from(lambda: StateDictSource.of(path), target, ranks)
-    place = filesystem.followed(Path(path))
-    if not filesystem.is_folder(place):  # the name of a file tells what it is
-        place = filesystem.absolute(Path(path))
-    found = together(ranks, lambda: _candidates(filesystem, place, target.rank), "looking")[0]
-    return _load_first_good(filesystem, place, found, target, ranks, fallback=fallback)
+    location = filesystem.followed(Path(path))
+    if not filesystem.is_folder(location):  # the name of a file tells what it is
+        location = filesystem.absolute(Path(path))
+    found = together(ranks, lambda: _candidates(filesystem, location, target.rank), "looking")[0]
+    return _load_first_good(filesystem, location, found, target, ranks, fallback=fallback)
 
 
 def _candidates(disk: FileSystem, path: Path, rank: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""`save`: every rank writes its part, one makes it valid, and all agree that it is.
+"""`save`: every rank writes its part, rank 0 makes it valid, and all learn whether it is.
 
 See `RunningSave` for the steps.
 """
@@ -45,7 +45,7 @@ def save(
 ) -> PendingSave:
     """Adds a checkpoint to the folder ``path``; every rank calls it.
 
-    Each rank writes what it holds, each element once; nobody needs the full model. Killed at any
+    Each rank writes what it holds, each element once; no rank needs the full model. Killed at any
     moment, the folder has the checkpoints of before, or these and the new one.
 
     Args:
@@ -86,7 +86,7 @@ def save(
     companions = Companions(scheduler, scaler, sampler)
     optimizers = optimizer_state.as_list(optimizer)
     running = RunningSave(folder, ranks, step, keep, _written_by(model, ranks))
-    running.look(
+    running.prepare(
         lambda: rank_state.collect(model, optimizers, companions, extra or {}, running.rank)
     )
     return running.complete() if wait else start(running)

@@ -69,7 +69,7 @@ class Draws:
     """What is drawn for the order of one loader; see [Note: rank 0's draws]."""
 
     def __init__(self, generators: Sequence[torch.Generator], ranks: Backend) -> None:
-        """``ranks`` is everybody who iterates; all of them call it."""
+        """``ranks`` are all that iterate; all of them call it."""
         self._generators, self._ranks = Generators(generators), ranks.lane(self)
         self._is_resumed = False
         self.start: dict[str, Any] | None = None
@@ -101,12 +101,12 @@ class Draws:
 
     def compare(self, what: str, found: str) -> None:
         """Raises if ranks differ in what they are about to divide; every rank calls it."""
-        everybody = self._ranks.all_gather_object(found)
-        odd = [rank for rank, other in enumerate(everybody) if other != everybody[0]]
+        by_rank = self._ranks.all_gather_object(found)
+        odd = [rank for rank, other in enumerate(by_rank) if other != by_rank[0]]
         if odd:
             raise MismatchError(
                 f"the ranks would divide different data: {what} is another one on rank {odd[0]} "
-                f"than on rank 0 ({everybody[odd[0]]} and {everybody[0]}). A loader that shoal "
+                f"than on rank 0 ({by_rank[odd[0]]} and {by_rank[0]}). A loader that shoal "
                 "divides gives every rank the same batches, of which each takes its part: leave "
                 "the division to shoal, or divide the data yourself and do not pass the loader"
             )

@@ -92,7 +92,7 @@ class DividedLoader(DataLoader[T]):
     def state_dict(self) -> dict[str, Any]:
         """Where in the data training is, the same on every rank; for `shoal.save` as ``sampler``.
 
-        What workers have fetched ahead and nobody was given does not count.
+        What workers have fetched ahead and was not handed out does not count.
         """
         num_batches = self._num_to_skip or self._num_batches
         if not _is_stream(self) and not self._num_to_skip:
@@ -175,7 +175,7 @@ def _divided_class(kind: Any) -> Any:
 
 
 def _is_divided(loader: DataLoader[Any], data: Backend) -> bool:
-    """Whether somebody has done it, over as many ranks as see different data."""
+    """Whether it is divided already, over as many ranks as see different data."""
     if isinstance(loader, DividedLoader):
         return True
     batches: Any = loader.batch_sampler

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 Action = Callable[[threading.Event], Any]
-"""Gets an event that is set once another has failed: then nobody wants the result any more."""
+"""Gets an event that is set once another has failed: then the result is not wanted any more."""
 
 
 class Abandoned(Exception):

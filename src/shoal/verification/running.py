@@ -125,18 +125,18 @@ def _compare_ranks(
 ) -> tuple[tuple[str, list[list[int]]] | None, bool]:
     """What the ranks have different bits of, and who has which; and whether all go on."""
     answers = world.all_gather_object((is_same, trainer.fingerprints))
-    verdicts, everybody = zip(*answers, strict=True)
+    all_same, by_rank = zip(*answers, strict=True)
     odd = None
     for kind, name in trainer.fingerprints:
         holders: dict[str, list[int]] = {}
-        for rank, prints in enumerate(everybody):
+        for rank, prints in enumerate(by_rank):
             holders.setdefault(prints.get((kind, name), ""), []).append(rank)
         # Parameters tell most: how far apart they are can be looked up.
         if len(holders) > 1 and (odd is None or kind == "parameter"):
             odd = (name or "the loss", list(holders.values()))
             if kind == "parameter":
                 break
-    return odd, all(verdicts)
+    return odd, all(all_same)
 
 
 def _sides(sides: list[list[int]]) -> str:

@@ -3,11 +3,12 @@
 [Note: never half]
 A checkpoint is written into a folder whose name begins with a dot. Only when all of its files, and
 their names, are safe on disk is that folder renamed, in one step, to the name that loaders look
-for. Then `LATEST` is replaced, in one step as well. Whoever is killed anywhere in between leaves
-the checkpoints of before and at most a folder that nobody reads and the next save removes.
+for. Then `LATEST` is replaced, in one step as well. A save that is killed anywhere in between
+leaves the checkpoints of before, and at most a folder that no loader reads and that the next save
+removes.
 
-Two saves at once would remove and mix up each other's unfinished folders, so whoever saves holds a
-lock on the folder of checkpoints.
+Two saves at once would remove and mix up each other's unfinished folders, so a save locks the
+folder of checkpoints.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ def _slice_json(record: SliceRecord) -> dict[str, Any]:
 
 
 def extent_json(extent: Extent) -> dict[str, Any]:
-    """Which elements of a tensor; its shape is given elsewhere."""
+    """Which elements of a tensor; its shape is not repeated."""
     about: dict[str, Any] = {"elements": [extent.start, extent.stop]}
     if extent.split is not None:
         runs = [list(run) for run in extent.split.runs]

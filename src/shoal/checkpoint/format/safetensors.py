@@ -43,13 +43,17 @@ def encode(
 ) -> bytes:
     """The header of a file that holds these tensors in this order, with its length in front."""
     content: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    place = 0
+    offset = 0
     for name, dtype, shape in tensors:
         num_bytes = prod(shape) * dtype.itemsize
         code = code_of(dtype)
         stored = [num_bytes] if code == BYTES_CODE and dtype is not torch.uint8 else list(shape)
-        content[name] = {"dtype": code, "shape": stored, "data_offsets": [place, place + num_bytes]}
-        place += num_bytes
+        content[name] = {
+            "dtype": code,
+            "shape": stored,
+            "data_offsets": [offset, offset + num_bytes],
+        }
+        offset += num_bytes
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(PREFIX_BYTES, "little") + text
@@ -104,13 +108,13 @@ def _entry(name: str, about: Any, base: int) -> HeaderEntry:
 
 
 def _check_gapless(entries: Mapping[str, HeaderEntry], base: int, file_bytes: int) -> None:
-    place = base
+    offset = base
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if entry.begin != place:
+        if entry.begin != offset:
             raise ValueError(
                 f"tensor {name[:200]!r} begins at byte {entry.begin}, not where the one before "
-                f"ends, at {place}"
+                f"ends, at {offset}"
             )
-        place = entry.end
-    if place != file_bytes:
-        raise ValueError(f"the tensors end at byte {place}, the file at {file_bytes}")
+        offset = entry.end
+    if offset != file_bytes:
+        raise ValueError(f"the tensors end at byte {offset}, the file at {file_bytes}")

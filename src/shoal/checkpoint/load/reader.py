@@ -1,7 +1,7 @@
 """Reads just the bytes that are wanted, and checks every one of them.
 
 Checksums cover chunks, so a chunk of which anything is wanted is read whole and compared; what is
-wanted goes straight to its place if it is all of the chunk, and by way of a small buffer if not.
+wanted is read straight into its memory if it is all of the chunk, else through a small buffer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Wanted:
-    """Elements that somebody wants, and contiguous CPU memory of the stored dtype for them."""
+    """Elements that are wanted, and contiguous CPU memory of the stored dtype for them."""
 
     tensor: str
     extent: Extent
@@ -45,18 +45,18 @@ class Wanted:
 
 @dataclass(frozen=True)
 class _Part:
-    """Runs of a slice's bytes that somebody wants, in their order, and where they go.
+    """Runs of a slice's bytes that are wanted, in their order, and where they go.
 
     Attributes:
         target: Bytes of the memory they go to.
         sources: Where in the slice each run begins.
-        places: Where in the memory.
+        offsets: Where in the memory each goes.
         lengths: How long each is.
     """
 
     target: Bytes
     sources: Indices
-    places: Indices
+    offsets: Indices
     lengths: Indices
 
     @cached_property
@@ -64,7 +64,7 @@ class _Part:
         """The run, if it is only one, as is usual; plain numbers are faster."""
         if len(self.lengths) != 1:
             return None
-        return int(self.sources[0]), int(self.places[0]), int(self.lengths[0])
+        return int(self.sources[0]), int(self.offsets[0]), int(self.lengths[0])
 
     def chunks(self) -> Sequence[int]:
         """The numbers of the chunks that have some of it."""
@@ -75,14 +75,14 @@ class _Part:
         behind = (self.sources + self.lengths - 1) // CHUNK_BYTES + 1
         return [int(number) for number in np.unique(_spelled_out(first, behind - first))]
 
-    def place_of(self, low: int, high: int) -> memoryview | None:
-        """Where these bytes of the slice go, if all of them go to one place."""
+    def memory_of(self, low: int, high: int) -> memoryview | None:
+        """Where these bytes of the slice go, if all of them go to one run of memory."""
         if self.single is None:
             return None
-        source, place, length = self.single
+        source, offset, length = self.single
         if low < source or high > source + length:
             return None
-        return self.target[place + low - source : place + high - source].data
+        return self.target[offset + low - source : offset + high - source].data
 
     def take(self, data: Bytes, low: int) -> None:
         """Copies what is wanted of the slice's bytes from ``low`` on."""
@@ -90,13 +90,13 @@ class _Part:
         ends = self.sources + self.lengths
         which = slice(np.searchsorted(ends, low, "right"), np.searchsorted(self.sources, high))
         sources = np.maximum(self.sources[which], low)
-        places = self.places[which] + sources - self.sources[which]
+        offsets = self.offsets[which] + sources - self.sources[which]
         lengths = np.minimum(ends[which], high) - sources
         if len(lengths) > _FEW_RUNS:
-            self.target[_spelled_out(places, lengths)] = data[_spelled_out(sources - low, lengths)]
+            self.target[_spelled_out(offsets, lengths)] = data[_spelled_out(sources - low, lengths)]
             return
-        for source, place, length in zip(sources - low, places, lengths, strict=True):
-            self.target[place : place + length] = data[source : source + length]
+        for source, offset, length in zip(sources - low, offsets, lengths, strict=True):
+            self.target[offset : offset + length] = data[source : source + length]
 
 
 def _spelled_out(starts: Indices, lengths: Indices) -> Indices:
@@ -107,14 +107,14 @@ def _spelled_out(starts: Indices, lengths: Indices) -> Indices:
 
 @dataclass(frozen=True)
 class _Slice:
-    """A stored slice, and who wants what of it."""
+    """A stored slice, and what is wanted of it."""
 
     tensor: str
-    place: SliceLocation
+    location: SliceLocation
     parts: list[_Part]
 
     def chunks(self) -> Sequence[int]:
-        """The numbers of the chunks that somebody wants some of."""
+        """The numbers of the chunks of which anything is wanted."""
         if len(self.parts) == 1:
             return self.parts[0].chunks()
         return sorted({number for part in self.parts for number in part.chunks()})
@@ -122,8 +122,8 @@ class _Slice:
     def read(self, number: int, file: Reading, scratch: memoryview) -> int:
         """Reads a chunk, compares its checksum and hands it out; returns its size."""
         low = number * CHUNK_BYTES
-        high = min(low + CHUNK_BYTES, self.place.end - self.place.begin)
-        own = self.parts[0].place_of(low, high) if len(self.parts) == 1 else None
+        high = min(low + CHUNK_BYTES, self.location.end - self.location.begin)
+        own = self.parts[0].memory_of(low, high) if len(self.parts) == 1 else None
         target = scratch[: high - low] if own is None else own
         self._read_into(target, number, file)
         if own is None:
@@ -132,20 +132,20 @@ class _Slice:
         return high - low
 
     def _read_into(self, target: memoryview, number: int, file: Reading) -> None:
-        begin = self.place.begin + number * CHUNK_BYTES
+        begin = self.location.begin + number * CHUNK_BYTES
         try:
             count = file.read_into(begin, target)
         except OSError as error:
             raise self._error(f"cannot be read: {error}") from error
         if count != len(target):
             raise self._error("it ends early")
-        checksums = self.place.checksums
+        checksums = self.location.checksums
         if checksums is not None and checksum(target) != checksums[number]:
             end = begin + len(target)
             raise self._error(f"the checksum of bytes {begin} to {end} is wrong")
 
     def _error(self, reason: str) -> CorruptCheckpointError:
-        return CorruptCheckpointError(str(self.place.path), reason, self.tensor)
+        return CorruptCheckpointError(str(self.location.path), reason, self.tensor)
 
 
 def read(
@@ -163,10 +163,10 @@ def read(
             content has no meaning.
     """
     slices = sorted(
-        _plan(source, wanted), key=lambda each: (str(each.place.path), each.place.begin)
+        _plan(source, wanted), key=lambda each: (str(each.location.path), each.location.begin)
     )
     with ExitStack() as stack:
-        paths = dict.fromkeys(each.place.path for each in slices)
+        paths = dict.fromkeys(each.location.path for each in slices)
         files = {path: _open(source.disk, path, stack) for path in paths}
         return _read_all(slices, files, is_unwanted or threading.Event())
 
@@ -195,7 +195,7 @@ def _read_all(
         num_bytes = 0
         scratch = memoryview(bytearray(CHUNK_BYTES))
         for each, numbers in rest:
-            file = files[each.place.path]
+            file = files[each.location.path]
             for number in numbers:
                 if has_failed.is_set() or is_unwanted.is_set():
                     return num_bytes
@@ -233,7 +233,7 @@ def _slices_of(source: TensorSource, tensor: str, wanted: Sequence[Wanted]) -> I
             left, right, lengths = (column[order] * itemsize for column in runs)
             parts.append(_Part(target, left, right, lengths))
         if parts:
-            yield _Slice(tensor, source.place(tensor, stored), parts)
+            yield _Slice(tensor, source.locate(tensor, stored), parts)
     for each, ranges in zip(wanted, found, strict=True):
         _check_covered(source, tensor, each.extent, ranges)
 

@@ -1,7 +1,7 @@
 """Where tensors can be read from: a checkpoint, or safetensors files as others write them.
 
 Opening one reads the manifest and checks it; the headers of files are read when something in them
-is wanted. Sizes, names and places are all checked before any memory is made for them.
+is wanted. Sizes, names and offsets are all checked before any memory is made for them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class TensorSource:
         path = self.folder / self.files[number].name
         return path if self.is_checked else self.disk.followed(path)
 
-    def place(self, tensor: str, part: SliceRecord) -> SliceLocation:
+    def locate(self, tensor: str, part: SliceRecord) -> SliceLocation:
         """Where a slice of a tensor lies.
 
         Raises:

@@ -1,7 +1,7 @@
 """What is loaded, read and checked beside the model: nothing of the model changes before `commit`.
 
 Anything can be wrong with a file. So one rank's part is read whole into memory of its own, with
-every checksum compared; only when all ranks have got that far is it copied to its place. State of
+every checksum compared; only when all ranks have got that far is it copied into the model. State of
 an optimizer becomes its own without another copy.
 """
 
@@ -239,7 +239,7 @@ class LoadTransaction:
     # The end ----------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """Puts everything in its place; every rank calls it."""
+        """Copies what was read into the model and all else; every rank calls it."""
         with model_state.receiving(self.target.model):
             for commit in self._parameter_commits:
                 commit()

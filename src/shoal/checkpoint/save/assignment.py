@@ -1,7 +1,7 @@
-"""Who writes what: each element once, and all ranks about as many bytes. Pure.
+"""Which rank writes what: each element once, and all ranks about as many bytes. Pure.
 
-Ranks may hold the same elements (replicas), parts of them, or parts that were cut in other places
-than other ranks' parts. What several hold is divided among them.
+Ranks may hold the same elements (replicas), parts of them, or parts that were cut otherwise than
+other ranks' parts. What several hold is divided among them.
 """
 
 from __future__ import annotations

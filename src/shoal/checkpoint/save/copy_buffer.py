@@ -30,7 +30,7 @@ class CopyBuffer:
 
         Args:
             pieces: Dtypes and lengths.
-            old: One that nobody uses any more; its memory is taken if it is large enough.
+            old: One that is not used any more; its memory is taken if it is large enough.
         """
         total = sum(_padded(length * dtype.itemsize) for dtype, length in pieces)
         is_enough = old is not None and total <= old.num_bytes <= 2 * total

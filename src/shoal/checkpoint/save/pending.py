@@ -1,4 +1,4 @@
-"""Saves that go on in the background, and how their end is agreed on.
+"""Saves that go on in the background, and how all ranks learn how they ended.
 
 [Note: background saves]
 A thread of each rank writes that rank's file. It must not communicate: what it sent would come in
@@ -134,7 +134,7 @@ class _Background:
         return self._save.folder.draft(self._save.name) / f"receipt-{rank:05d}.json"
 
     def _leave_receipt(self) -> None:
-        """Written aside and renamed, so that nobody reads half of it."""
+        """Written under another name and renamed, so that rank 0 never reads half of it."""
         disk, path = self._save.folder.disk, self._path(self._save.rank)
         try:
             write_all(disk, path.with_suffix(".new"), signed(strict_json.encode(self._receipt)))
@@ -176,13 +176,13 @@ class _Background:
         return receipt
 
     def finish(self) -> None:
-        """With all ranks: waits for the end, and agrees on it."""
+        """With all ranks: waits for the end, and raises on all if any has failed."""
         save = self._save
         atexit.unregister(self._at_exit)
         with save.discarding():
             try:
                 if save.ranks is not None:
-                    save.ranks.barrier()  # all have started: whoever waits now waits for something
+                    save.ranks.barrier()  # all threads have started, so that waiting ends
                 together(save.ranks, self._own_part, save.doing)
                 together(save.ranks, self._end, save.doing)
             except BaseException:
@@ -201,7 +201,7 @@ class _Background:
             raise self._error
 
     def _at_exit(self) -> None:
-        """The thread has ended, and nobody has asked how."""
+        """The thread has ended, and `wait` was not called."""
         if self._error is not None:
             print(f"shoal: {self._save.path} was not saved: {self._error}", file=sys.stderr)
 

@@ -1,4 +1,4 @@
-"""All that one rank has to save at one moment: tensors with their place, and plain values.
+"""All that one rank has to save: references to its tensors, and plain values.
 
 [Note: keys]
 A parameter or buffer is `model/<name>`; what an optimizer has for each element of a parameter is

@@ -83,13 +83,13 @@ class RunningSave:
         """For messages."""
         return f"saving to {self.folder.root}"
 
-    def look(self, take: Callable[[], RankState]) -> None:
-        """Finds out what everybody holds and who writes what; the first rank makes the folder."""
+    def prepare(self, collect: Callable[[], RankState]) -> None:
+        """Finds out what each rank holds and writes; the first rank makes the folder."""
         mine: list[RankState] = []
         claims: dict[str, Claim] = {}
 
         def action() -> tuple[str, tuple[str, str], tuple[str, frozenset[int]]]:
-            mine.append(take())
+            mine.append(collect())
             claims.update({key: held.claim() for key, held in mine[0].tensors.items()})
             if self.rank == 0:
                 self._begin()
@@ -99,7 +99,7 @@ class RunningSave:
             answers = together(self.ranks, action, self.doing)
             self.name = answers[0][0]
             shown = [own for _, own, _ in answers]
-            self.num_cores = _fair_share([place for _, _, place in answers])
+            self.num_cores = _fair_share([cores for _, _, cores in answers])
             division = divide(self.ranks, claims, shown, self.doing)
             self.keys = division.keys
             self.outgoing = mine[0].outgoing(division.assigned[self.rank])
@@ -216,10 +216,10 @@ class RunningSave:
             self.folder.prune(self.keep)
 
 
-def _fair_share(places: Sequence[tuple[str, frozenset[int]]]) -> int:
-    """How many of this process's cores it can have to itself, from where all ranks are."""
+def _fair_share(by_rank: Sequence[tuple[str, frozenset[int]]]) -> int:
+    """How many cores this process can have to itself, from the hosts and cores of all ranks."""
     cores = own_cores()
-    rivals = [host for host, others in places if host == platform.node() and others & cores]
+    rivals = [host for host, others in by_rank if host == platform.node() and others & cores]
     return max(1, len(cores) // max(1, len(rivals)))
 
 
@@ -232,10 +232,10 @@ def _copy(targets: Sequence[Outgoing], sources: Sequence[Outgoing], _: threading
     # A GPU's memory is copied to the host at once; waiting for that is all that training does.
     for target, source in zip(targets, sources, strict=True):
         (copied,) = target.parts()
-        place = 0
+        offset = 0
         for part in source.parts():
-            copy(copied[place : place + part.numel()], part)
-            place += part.numel()
+            copy(copied[offset : offset + part.numel()], part)
+            offset += part.numel()
 
 
 def _fixed(parts: list[Tensor]) -> Callable[[], Any]:

@@ -24,7 +24,7 @@ Progress = Callable[[int], None]
 
 def open_any(path: Path, disk: FileSystem = DISK) -> TensorSource:
     """A checkpoint, the latest of a folder of them, or safetensors files of others."""
-    if disk.is_folder(disk.followed(path)):  # whoever names a link wants it followed
+    if disk.is_folder(disk.followed(path)):  # a link that was named is to be followed
         path = disk.followed(path)
     if disk.is_file(path / MANIFEST):
         return open_checkpoint(disk, path)
@@ -45,36 +45,39 @@ def verify(source: TensorSource, progress: Progress = lambda count: None) -> Non
     Raises:
         CorruptCheckpointError: Naming the first file and tensor that are not what was written.
     """
-    places: dict[int, list[tuple[str, SliceLocation]]] = {}
+    locations: dict[int, list[tuple[str, SliceLocation]]] = {}
     for key, record in source.tensors.items():
         for part in record.slices:
-            places.setdefault(part.file, []).append((key, source.place(key, part)))
+            locations.setdefault(part.file, []).append((key, source.locate(key, part)))
     for number in range(len(source.files)):
-        _verify_file(source, number, places.get(number, []), progress)
+        _verify_file(source, number, locations.get(number, []), progress)
 
 
 def _verify_file(
-    source: TensorSource, number: int, places: list[tuple[str, SliceLocation]], progress: Progress
+    source: TensorSource,
+    number: int,
+    locations: list[tuple[str, SliceLocation]],
+    progress: Progress,
 ) -> None:
     path, record = source.path(number), source.files[number]
     digest = hashlib.sha256()
     with naming(path), opened(source.disk, path) as file:
-        begin = min((place.begin for _, place in places), default=file.num_bytes)
+        begin = min((location.begin for _, location in locations), default=file.num_bytes)
         for data in _pieces(file, 0, begin, begin or 1):
             digest.update(data)
-        for key, place in sorted(places, key=lambda each: each[1].begin):
-            for chunk, data in enumerate(_pieces(file, place.begin, place.end, CHUNK_BYTES)):
+        for key, location in sorted(locations, key=lambda each: each[1].begin):
+            for chunk, data in enumerate(_pieces(file, location.begin, location.end, CHUNK_BYTES)):
                 digest.update(data)
                 progress(len(data))
-                if place.checksums is not None and checksum(data) != place.checksums[chunk]:
+                if location.checksums is not None and checksum(data) != location.checksums[chunk]:
                     raise CorruptCheckpointError(str(path), "a checksum is wrong", key)
     if source.is_checked and digest.hexdigest() != record.sha256:
         raise CorruptCheckpointError(str(path), "its sha256 is wrong")
 
 
 def _pieces(file: Reading, begin: int, end: int, size: int) -> Iterator[memoryview]:
-    for place in range(begin, end, size):
-        data = memoryview(bytearray(min(size, end - place)))
-        if file.read_into(place, data) != len(data):
+    for offset in range(begin, end, size):
+        data = memoryview(bytearray(min(size, end - offset)))
+        if file.read_into(offset, data) != len(data):
             raise ValueError("it ends early")
         yield data

@@ -58,7 +58,7 @@ class GPT(nn.Module):
         """Small random weights."""
         super().__init__()
         self.bytes = nn.Embedding(VOCABULARY, shape.width)
-        self.places = nn.Embedding(shape.context, shape.width)
+        self.positions = nn.Embedding(shape.context, shape.width)
         self.blocks = nn.Sequential(*(DecoderBlock(shape) for _ in range(shape.num_layers)))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
@@ -69,7 +69,7 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Scores of each next byte."""
-        x = self.bytes(tokens) + self.places.weight[: tokens.shape[1]]
+        x = self.bytes(tokens) + self.positions.weight[: tokens.shape[1]]
         out: Tensor = self.head(self.norm(self.blocks(x)))
         return out
 

@@ -87,7 +87,7 @@ class PartLosses:
 def _counted(name: str, tensors: Sequence[Tensor]) -> Iterator[Tokens]:
     for mark in _MARKS:
         yield Tokens(name, mark, [int((tensor != mark).sum()) for tensor in tensors])
-        if tensors[0].dim() > 1:  # each position predicts the next, and the first is nobody's
+        if tensors[0].dim() > 1:  # each position predicts the next, and none predicts the first
             yield Tokens(name, mark, [int((tensor[:, 1:] != mark).sum()) for tensor in tensors])
 
 

@@ -23,7 +23,7 @@ Wrap = Callable[..., Any]
 
 
 class DistributedTrainer(Trainer):
-    """Trains on its rows of each global batch, with everybody else.
+    """Trains on its rows of each global batch, together with the other ranks.
 
     Gradients and parameters are gathered to be looked at, so all ranks do it together.
     """
@@ -95,9 +95,9 @@ class DistributedTrainer(Trainer):
         found = [seen.value.double() for seen in self.parameters() if seen.name == name]  # type: ignore[union-attr]
         if not found:
             return math.nan, math.nan
-        everybody = self._world.all_gather(found[0].reshape(1, -1))
-        apart = float((everybody.amax(0) - everybody.amin(0)).max())
-        return apart, apart / max(float(everybody.abs().max()), 1e-300)
+        by_rank = self._world.all_gather(found[0].reshape(1, -1))
+        apart = float((by_rank.amax(0) - by_rank.amin(0)).max())
+        return apart, apart / max(float(by_rank.abs().max()), 1e-300)
 
 
 def fingerprint(tensor: Tensor) -> str:
