@@ -18,7 +18,7 @@ from shoal.comm.operation import AllGather
 from shoal.errors import MismatchError
 from shoal.strategies.engine.flat_group import FlatGroup, Residence
 from shoal.strategies.gradients.group_gradients import GroupGradients
-from shoal.torch_support.checksum import checksum
+from shoal.torch_support.fingerprint import checksum
 
 CHECK_EVERY = 100
 """How many steps pass between two comparisons by default."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shoal.comm import Backend
 from shoal.comm.world import World
 from shoal.strategies import PipelineParallelModel
+from shoal.torch_support.fingerprint import fingerprint
 from shoal.torch_support.random_state import RandomStream
 from shoal.verification.trainers.global_batches import share
 from shoal.verification.trainers.one_process import BUILD_SEED, rank_stream
@@ -57,7 +56,7 @@ class DistributedTrainer(Trainer):
         how = {} if self._weight is None else {"weight": float(self._weight(inputs, targets))}
         with self._stream.drawing():
             loss: Tensor = self.setup.model.train_step(inputs, targets, self.setup.loss_fn, **how)  # type: ignore[operator]
-        self.fingerprints["loss", ""] = fingerprint(loss)
+        self.fingerprints["loss", ""] = fingerprint(loss, most_elements=None)
         return loss
 
     @property
@@ -74,7 +73,7 @@ class DistributedTrainer(Trainer):
         for name, whole in self.setup.model.full_gradients():  # type: ignore[operator]
             gradient = here[name].grad if name in here else None
             if type(gradient) is Tensor:  # a plain one, not a stand-in for a part of one
-                self.fingerprints["gradient", name] = fingerprint(gradient)
+                self.fingerprints["gradient", name] = fingerprint(gradient, most_elements=None)
             yield Observed("gradient", name, whole)
 
     def parameters(self) -> Iterator[Observed]:
@@ -82,7 +81,7 @@ class DistributedTrainer(Trainer):
         with self.setup.model.full_parameters():  # type: ignore[operator]
             for name, parameter in self.setup.model.named_parameters():
                 value = parameter.detach()
-                self.fingerprints["parameter", name] = fingerprint(value)
+                self.fingerprints["parameter", name] = fingerprint(value, most_elements=None)
                 yield Observed("parameter", name, value)
 
     def update(self, step: int) -> None:
@@ -98,11 +97,3 @@ class DistributedTrainer(Trainer):
         by_rank = self._world.all_gather(found[0].reshape(1, -1))
         apart = float((by_rank.amax(0) - by_rank.amin(0)).max())
         return apart, apart / max(float(by_rank.abs().max()), 1e-300)
-
-
-def fingerprint(tensor: Tensor) -> str:
-    """Equal for equal bits."""
-    # A copy, because torch never again frees a storage that numpy has seen.
-    flat = tensor.detach().reshape(-1, 1).to("cpu", copy=True)
-    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
