@@ -17,8 +17,8 @@ from shoal.checkpoint.load.state_dict_source import StateDictSource
 from shoal.checkpoint.load.tensor_source import TensorSource, open_checkpoint, open_foreign
 from shoal.checkpoint.load.transaction import LoadTransaction, Target
 from shoal.checkpoint.save.pending import finish_pending
-from shoal.checkpoint.state import model_state, optimizer_state
-from shoal.checkpoint.state.companions import Companions
+from shoal.checkpoint.state import model_state, training_state
+from shoal.checkpoint.state.training_state import Companions
 from shoal.checkpoint.together import together
 from shoal.comm import Backend
 from shoal.errors import CheckpointError, CheckpointWarning, CorruptCheckpointError
@@ -103,7 +103,7 @@ def load(
     """
     ranks = model_state.ranks_of(model)
     finish_pending(ranks)
-    optimizers = optimizer_state.as_list(optimizer)
+    optimizers = training_state.as_list(optimizer)
     target = Target(
         model,
         optimizers,

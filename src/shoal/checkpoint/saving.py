@@ -23,8 +23,8 @@ from shoal.checkpoint.disk.filesystem import DISK, FileSystem
 from shoal.checkpoint.save import rank_state
 from shoal.checkpoint.save.pending import PendingSave, finish_pending, start
 from shoal.checkpoint.save.running_save import RunningSave
-from shoal.checkpoint.state import model_state, optimizer_state
-from shoal.checkpoint.state.companions import Companions
+from shoal.checkpoint.state import model_state, training_state
+from shoal.checkpoint.state.training_state import Companions
 from shoal.comm import Backend
 from shoal.strategies import ShardedModel
 
@@ -84,7 +84,7 @@ def save(
         model.synchronize_buffers()
     folder = CheckpointFolder(filesystem.absolute(Path(path)), filesystem)
     companions = Companions(scheduler, scaler, sampler)
-    optimizers = optimizer_state.as_list(optimizer)
+    optimizers = training_state.as_list(optimizer)
     running = RunningSave(folder, ranks, step, keep, _written_by(model, ranks))
     running.prepare(
         lambda: rank_state.collect(model, optimizers, companions, extra or {}, running.rank)

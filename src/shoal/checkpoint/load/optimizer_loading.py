@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from shoal.checkpoint.format import values
 from shoal.checkpoint.load.reader import read_tensors
 from shoal.checkpoint.load.tensor_source import TensorSource
-from shoal.checkpoint.state import model_state, optimizer_state
+from shoal.checkpoint.state import model_state, training_state
 from shoal.errors import CheckpointMismatchError
 from shoal.optim.state.reception import Reception
 from shoal.sharding.holding import FullState
@@ -42,7 +42,7 @@ class OptimizerLoading:
     def receive(self, optimizer: Optimizer, model: nn.Module) -> Reception:
         """Makes room for the state."""
         self._check_class(optimizer)
-        groups = optimizer_state.held_groups(optimizer, model)
+        groups = training_state.held_groups(optimizer, model)
         known = {name for group in self.saved["groups"] for name in group["parameters"]}
         tensors = read_tensors(self.source, values.references(self._shared_of(groups)))
         dtypes = model_state.held_dtypes(model)
@@ -53,7 +53,7 @@ class OptimizerLoading:
             if self._saved_name(name) in known and name not in self.new
         }
         options = [self._options(which, *group) for which, group in enumerate(groups)]
-        return optimizer_state.receive(optimizer, model, states, options, _streams(self.saved))
+        return training_state.receive(optimizer, model, states, options, _streams(self.saved))
 
     def _saved_name(self, name: str) -> str:
         return self.ties.get(name, name)
@@ -63,14 +63,14 @@ class OptimizerLoading:
         return f"optimizer/{self.number}/{self._saved_name(name)}/{state_key}"
 
     def _check_class(self, optimizer: Optimizer) -> None:
-        wanted, found = optimizer_state.class_name(optimizer), self.saved["class"]
+        wanted, found = training_state.class_name(optimizer), self.saved["class"]
         if self.strict and found != wanted:
             raise CheckpointMismatchError(
                 f"{self.source.folder} has the state of {found} where {wanted} is to be loaded; "
                 "pass strict=False if one can go on with the other's state"
             )
 
-    def _shared_of(self, groups: optimizer_state.Groups) -> list[Any]:
+    def _shared_of(self, groups: training_state.Groups) -> list[Any]:
         names = {self._saved_name(name) for own, _ in groups for name in own}
         states = [about["shared"] for name, about in self.saved["state"].items() if name in names]
         return [states, [group["options"] for group in self.saved["groups"]]]
@@ -113,7 +113,7 @@ class OptimizerLoading:
 
 
 def _streams(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Where random draws go on, in the form that `optimizer_state.streams` gives it."""
+    """Where random draws go on, in the form that `training_state.streams` gives it."""
     found = saved.get("streams", {})
     numbers = [number for each in found.values() for number in each.values()]
     if not all(type(number) is int for number in numbers):

@@ -26,7 +26,7 @@ from shoal.checkpoint.load.reader import Wanted, read, read_tensors
 from shoal.checkpoint.load.state_dict_source import StateDictSource
 from shoal.checkpoint.load.tensor_source import TensorSource
 from shoal.checkpoint.state import model_state
-from shoal.checkpoint.state.companions import Companions, prepared
+from shoal.checkpoint.state.training_state import Companions, prepared_companions
 from shoal.errors import CheckpointMismatchError, CorruptCheckpointError
 from shoal.sharding.extent import Extent
 from shoal.torch_support.concurrency import run_concurrently
@@ -193,7 +193,7 @@ class LoadTransaction:
         self.extra = values.decode(saved.get("extra", {}), tensors)
         if not isinstance(self.extra, dict):
             raise ValueError("extra must be a dict")
-        self.apply_companions = prepared(
+        self.apply_companions = prepared_companions(
             self.target.companions,
             {name: values.decode(states, tensors) for name, states in chosen.items()},
             str(self.source.folder),

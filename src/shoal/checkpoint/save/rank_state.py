@@ -3,6 +3,10 @@
 [Note: keys]
 A parameter or buffer is `model/<name>`; what an optimizer has for each element of a parameter is
 `optimizer/<number>/<name>/<key>`. Tensors inside of plain values have the path of the value.
+
+[Note: values of all ranks]
+Values that belong to the whole run are the first rank's. Names and state of parameters are merged,
+since a rank of a pipeline knows its own only. Random states are kept rank by rank.
 """
 
 from __future__ import annotations
@@ -18,8 +22,8 @@ from torch.optim import Optimizer
 from shoal.checkpoint.format import values
 from shoal.checkpoint.save.assignment import Claim
 from shoal.checkpoint.save.writing import Outgoing
-from shoal.checkpoint.state import model_state, optimizer_state
-from shoal.checkpoint.state.companions import Companions, state_of
+from shoal.checkpoint.state import model_state, training_state
+from shoal.checkpoint.state.training_state import Companions, companion_state
 from shoal.sharding.extent import Extent
 from shoal.torch_support.random_state import RandomState
 
@@ -58,7 +62,7 @@ class RankState:
 
     Attributes:
         tensors: By key; see [Note: keys].
-        values: The rest, as JSON; see `shoal.checkpoint.save.merging` for what it consists of.
+        values: The rest, as JSON; see `collect` for what it consists of.
     """
 
     tensors: dict[str, HeldTensor] = field(default_factory=dict)
@@ -127,7 +131,7 @@ def collect(
     # The first rank's count; others' are refused for the same reasons, and may differ.
     of_run = state if rank == 0 else RankState()
     for name, objects in companions.items():
-        states = [state_of(each) for each in objects]
+        states = [companion_state(each) for each in objects]
         of_run.values[name] = of_run.encode(states, name)
     of_run.values["extra"] = of_run.encode(dict(extra), "extra")
     state.values["random"] = state.encode(RandomState.capture().to_plain(), f"random/{rank}")
@@ -155,11 +159,11 @@ def _add_optimizer(
             "parameters": names,
             "options": state.encode(options, f"optimizer/{number}/group/{which}"),
         }
-        for which, (names, options) in enumerate(optimizer_state.held_groups(optimizer, model))
+        for which, (names, options) in enumerate(training_state.held_groups(optimizer, model))
     ]
     states: dict[str, Any] = {}
     is_divisible = model_state.is_same_everywhere(model)
-    for held in optimizer_state.held_state(optimizer, model):
+    for held in training_state.held_state(optimizer, model):
         path = f"optimizer/{number}/{held.name}"
         for key, memory in held.tensors.items():
             state.add(f"{path}/{key}", held.extent, memory, is_divisible=is_divisible)
@@ -167,8 +171,50 @@ def _add_optimizer(
             shared = state.encode(dict(held.shared), path)
             states[held.name] = {"elements": sorted(held.tensors), "shared": shared}
     return {
-        "class": optimizer_state.class_name(optimizer),
+        "class": training_state.class_name(optimizer),
         "groups": groups,
         "state": states,
-        "streams": optimizer_state.streams(optimizer),
+        "streams": training_state.streams(optimizer),
     }
+
+
+def merge_values(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One set of values from those of each rank; see [Note: values of all ranks]."""
+    first = by_rank[0]
+    merged = {
+        key: first[key] for key in ("scheduler", "scaler", "sampler", "extra") if key in first
+    }
+    merged["random"] = [values["random"] for values in by_rank]
+    merged["model"] = {
+        part: _union([values["model"][part] for values in by_rank])
+        for part in ("aliases", "extra_state")
+    }
+    counts = {len(values["optimizers"]) for values in by_rank}
+    if len(counts) != 1:
+        raise ValueError(f"ranks save different numbers of optimizers: {sorted(counts)}")
+    merged["optimizers"] = [
+        _merge_optimizer([values["optimizers"][number] for values in by_rank])
+        for number in range(counts.pop())
+    ]
+    return merged
+
+
+def _merge_optimizer(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    longest = max(by_rank, key=lambda own: len(own["groups"]))
+    groups = []
+    for which, group in enumerate(longest["groups"]):
+        named = [own["groups"][which] for own in by_rank if which < len(own["groups"])]
+        names = dict.fromkeys(name for each in named for name in each["parameters"])
+        groups.append({"parameters": list(names), "options": group["options"]})
+    state = _union([own["state"] for own in by_rank])
+    about = {key: longest[key] for key in ("class", "streams")}
+    return {**about, "groups": groups, "state": state}
+
+
+def _union(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """All entries; of several for one key the first rank's."""
+    merged: dict[str, Any] = {}
+    for part in parts:
+        for key, value in part.items():
+            merged.setdefault(key, value)
+    return merged

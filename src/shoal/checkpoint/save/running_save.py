@@ -20,9 +20,8 @@ from shoal.checkpoint.format.manifest import Manifest, joined
 from shoal.checkpoint.save.assignment import Claim
 from shoal.checkpoint.save.copy_buffer import CopyBuffer
 from shoal.checkpoint.save.division import digests, divide
-from shoal.checkpoint.save.merging import Receipt, merge
 from shoal.checkpoint.save.pending import PendingSave
-from shoal.checkpoint.save.rank_state import RankState
+from shoal.checkpoint.save.rank_state import RankState, merge_values
 from shoal.checkpoint.save.writing import Outgoing, shares, write_file
 from shoal.checkpoint.together import together
 from shoal.comm import Backend
@@ -37,6 +36,9 @@ _MOST_FILES = 8
 _LEAST_BYTES = 1 << 26
 # More do not copy faster: memory has its own limit.
 _MOST_COPIERS = 4
+
+Receipt = dict[str, Any]
+"""What a rank has written and knows: a manifest as plain data, that can be sent or be a file."""
 
 
 @dataclass
@@ -207,7 +209,9 @@ class RunningSave:
         """On the first rank, once all files are safe: makes the checkpoint one that is found."""
         if self.rank != 0:
             return
-        manifest = merge(receipts, self.keys, self.step, self.written_by)
+        parts = [Manifest.from_json(each) for each in receipts]
+        values = {"step": self.step, **merge_values([part.values for part in parts])}
+        manifest = joined(parts, self.keys, values, self.written_by)
         try:
             self.folder.commit(self.name, manifest.encode())
         except OSError as error:

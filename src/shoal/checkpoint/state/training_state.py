@@ -1,8 +1,14 @@
-"""What optimizers have to save, whether they are wrapped or plain, in full names."""
+"""What optimizers have to save, in full names, and what else goes with a model: its companions.
+
+Optimizers may be wrapped or plain. Companions are schedulers, scalers and samplers: anything that
+has a ``state_dict()``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -87,3 +93,60 @@ def _names(optimizer: Optimizer, model: nn.Module) -> dict[int, str]:
                     "part of the model: pass the model that it was built for"
                 )
     return names
+
+
+@dataclass(frozen=True)
+class Companions:
+    """Schedulers, scalers and samplers; each may be one, or a list."""
+
+    scheduler: Any = None
+    scaler: Any = None
+    sampler: Any = None
+
+    def items(self) -> Iterator[tuple[str, list[Any]]]:
+        """Each as a list, by name; only what there is."""
+        for name in ("scheduler", "scaler", "sampler"):
+            value = getattr(self, name)
+            if value is not None:
+                yield name, list(value) if isinstance(value, list | tuple) else [value]
+
+
+def companion_state(companion: Any) -> Any:
+    """What is saved of it; a state that the caller has taken is saved as it is."""
+    return companion if isinstance(companion, Mapping) else companion.state_dict()
+
+
+def prepared_companions(
+    companions: Companions, saved: Mapping[str, Any], what: str, *, strict: bool
+) -> Callable[[], None]:
+    """A function that gives all of them their saved state, or, if one refuses, none of them.
+
+    Raises:
+        CheckpointMismatchError: If the checkpoint has not what is to be loaded.
+    """
+    pairs: list[tuple[Any, Any]] = []
+    for name, objects in companions.items():
+        states = saved.get(name)
+        if states is None and not strict:
+            continue
+        if not isinstance(states, list) or len(states) != len(objects):
+            found = len(states) if isinstance(states, list) else 0
+            raise CheckpointMismatchError(
+                f"{what} has the state of {found} objects for {name}=, and {len(objects)} are to "
+                "be loaded"
+            )
+        pairs += zip(objects, states, strict=True)
+    return lambda: _load_all(pairs)
+
+
+def _load_all(pairs: Sequence[tuple[Any, Any]]) -> None:
+    before = [copy.deepcopy(each.state_dict()) for each, _ in pairs]
+    for number, (each, state) in enumerate(pairs):
+        try:
+            each.load_state_dict(state)
+        except Exception as error:
+            for done, old in zip(pairs[: number + 1], before, strict=False):
+                done[0].load_state_dict(old)
+            raise CheckpointMismatchError(
+                f"{type(each).__name__} refuses its saved state: {type(error).__name__}: {error}"
+            ) from error
