@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 from typing import Any, TypeGuard
@@ -80,7 +80,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds, or some of its files.
+    """What a checkpoint holds.
 
     Attributes:
         files: The files.
@@ -94,23 +94,9 @@ class Manifest:
     values: Mapping[str, Any] = field(default_factory=dict)
     written_by: Mapping[str, Any] = field(default_factory=dict)
 
-    def encode(self) -> bytes:
-        """As bytes of a file."""
-        about = {"format": FORMAT, "version": VERSION, "chunk_bytes": CHUNK_BYTES}
-        return signed(strict_json.encode(about | self.to_json()))
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return {
-            "written_by": self.written_by,
-            "files": [_file_json(record) for record in self.files],
-            "tensors": {key: _tensor_json(record) for key, record in self.tensors.items()},
-            "values": self.values,
-        }
-
     @classmethod
     def parse(cls, data: bytes) -> Manifest:
-        """The whole of a checkpoint, from the bytes of a file.
+        """From the bytes of a file.
 
         Raises:
             ValueError: If anything about them is wrong.
@@ -125,17 +111,6 @@ class Manifest:
             )
         if content.get("chunk_bytes") != CHUNK_BYTES:
             raise ValueError(f"chunk_bytes must be {CHUNK_BYTES}")
-        manifest = cls.from_json(content)
-        _check_room(manifest.files, manifest.tensors)
-        return manifest
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Manifest:
-        """The inverse of `to_json`.
-
-        Raises:
-            ValueError: If anything about it is wrong.
-        """
         files = tuple(_parse_file(about) for about in _typed(content, "files", list))
         if len({record.name for record in files}) != len(files):
             raise ValueError("a file is there twice")
@@ -143,35 +118,9 @@ class Manifest:
             key: _parse_tensor(key, about, len(files))
             for key, about in _typed(content, "tensors", dict).items()
         }
+        _check_room(files, tensors)
         values = _typed(content, "values", dict)
         return cls(files, tensors, values, _typed(content, "written_by", dict))
-
-
-def joined(
-    parts: Sequence[Manifest],
-    keys: Iterable[str],
-    values: Mapping[str, Any],
-    written_by: Mapping[str, Any] | None = None,
-) -> Manifest:
-    """One manifest of all files; slices of one tensor may be in several.
-
-    Args:
-        parts: Of the files.
-        keys: All tensors, in the order that they get.
-        values: See `Manifest`.
-        written_by: See `Manifest`.
-    """
-    files: list[FileRecord] = []
-    slices: dict[str, list[SliceRecord]] = {}
-    records: dict[str, TensorRecord] = {}
-    for part in parts:
-        for key, record in part.tensors.items():
-            records.setdefault(key, record)
-            moved = [replace(each, file=each.file + len(files)) for each in record.slices]
-            slices.setdefault(key, []).extend(moved)
-        files += part.files
-    tensors = {key: replace(records[key], slices=tuple(slices[key])) for key in keys}
-    return Manifest(tuple(files), tensors, values, written_by or {})
 
 
 def signed(text: bytes) -> bytes:
@@ -194,21 +143,42 @@ def checked(data: bytes) -> bytes:
 # To JSON ------------------------------------------------------------------------------------
 
 
-def _file_json(record: FileRecord) -> dict[str, Any]:
-    return {
-        "name": record.name,
-        "bytes": record.num_bytes,
-        "sha256": record.sha256,
-        "header_crc32": f"{record.header_crc32:08x}",
-    }
+Content = dict[str, Any]
+"""The files and tensors of a manifest as plain data, of a whole checkpoint or a part of it."""
 
 
-def _tensor_json(record: TensorRecord) -> dict[str, Any]:
-    return {
-        "dtype": dtype_name(record.dtype),
-        "shape": list(record.shape),
-        "slices": [_slice_json(each) for each in record.slices],
+def content_of(file: FileRecord, slices: Sequence[tuple[str, torch.dtype, SliceRecord]]) -> Content:
+    """What one file holds: slices, with the key and dtype of the tensor that each is a part of."""
+    tensors: dict[str, Any] = {}
+    for key, dtype, each in slices:
+        about = {"dtype": dtype_name(dtype), "shape": list(each.extent.shape), "slices": []}
+        tensors.setdefault(key, about)["slices"].append(_slice_json(each))
+    about_file = {
+        "name": file.name,
+        "bytes": file.num_bytes,
+        "sha256": file.sha256,
+        "header_crc32": f"{file.header_crc32:08x}",
     }
+    return {"files": [about_file], "tensors": tensors}
+
+
+def joined(parts: Sequence[Content], keys: Iterable[str]) -> Content:
+    """What all files hold between them, with the tensors in the order of ``keys``."""
+    files: list[Any] = []
+    tensors: dict[str, Any] = {}
+    for part in parts:
+        for key, record in part["tensors"].items():
+            slices = tensors.setdefault(key, {**record, "slices": []})["slices"]
+            slices += [{**each, "file": each["file"] + len(files)} for each in record["slices"]]
+        files += part["files"]
+    return {"files": files, "tensors": {key: tensors[key] for key in keys}}
+
+
+def encode(content: Content, values: Mapping[str, Any], written_by: Mapping[str, Any]) -> bytes:
+    """As bytes of a file that `Manifest.parse` takes."""
+    about = {"format": FORMAT, "version": VERSION, "chunk_bytes": CHUNK_BYTES}
+    rest = {"written_by": written_by, **content, "values": values}
+    return signed(strict_json.encode(about | rest))
 
 
 def _slice_json(record: SliceRecord) -> dict[str, Any]:

@@ -10,7 +10,6 @@ same digests, so all decide alike, also if some of them remember another save or
 from __future__ import annotations
 
 import hashlib
-import json
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ _last: weakref.WeakKeyDictionary[object, Division] = weakref.WeakKeyDictionary()
 def digests(ranks: Backend | None, claims: Claims) -> tuple[str, str]:
     """Of what this rank holds, and of what all ranks held last time."""
     last = _last.get(caller(ranks))
-    return _digest(json.dumps(_to_json(claims))), last.digest if last else ""
+    return _digest(repr(claims)), last.digest if last else ""
 
 
 def divide(
@@ -58,17 +57,14 @@ def divide(
     digest = _digest("".join(own for own, _ in shown))
     if all(known == digest for _, known in shown):
         return _last[caller(ranks)]
+    own = {key: claim.to_json() for key, claim in claims.items()}
     by_rank = [
         {key: Claim.from_json(content) for key, content in contents.items()}
-        for contents in together(ranks, lambda: _to_json(claims), doing)
+        for contents in together(ranks, lambda: own, doing)
     ]
-    keys = list(dict.fromkeys(key for own in by_rank for key in own))
+    keys = list(dict.fromkeys(key for claims in by_rank for key in claims))
     division = _last[caller(ranks)] = Division(keys, assign(by_rank), digest)
     return division
-
-
-def _to_json(claims: Claims) -> dict[str, list[object]]:
-    return {key: claim.to_json() for key, claim in claims.items()}
 
 
 def _digest(text: str) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal.checkpoint.disk.checkpoint_folder import CheckpointFolder
 from shoal.checkpoint.disk.filesystem import opened
-from shoal.checkpoint.format.manifest import Manifest, joined
+from shoal.checkpoint.format.manifest import Content, encode, joined
 from shoal.checkpoint.save.assignment import Claim
 from shoal.checkpoint.save.copy_buffer import CopyBuffer
 from shoal.checkpoint.save.division import digests, divide
@@ -38,7 +38,7 @@ _LEAST_BYTES = 1 << 26
 _MOST_COPIERS = 4
 
 Receipt = dict[str, Any]
-"""What a rank has written and knows: a manifest as plain data, that can be sent or be a file."""
+"""What a rank has written and knows, as plain data that can be sent or be a file."""
 
 
 @dataclass
@@ -174,11 +174,11 @@ class RunningSave:
             ]
         )
         keys = dict.fromkeys(each.tensor for each in self.outgoing)
-        return joined(files, keys, self.values).to_json()
+        return {**joined(files, keys), "values": self.values}
 
     def _write_file(
         self, name: str, outgoing: Sequence[Outgoing], is_unwanted: threading.Event
-    ) -> Manifest:
+    ) -> Content:
         draft = self.folder.draft(self.name)
         try:
             return write_file(
@@ -209,11 +209,10 @@ class RunningSave:
         """On the first rank, once all files are safe: makes the checkpoint one that is found."""
         if self.rank != 0:
             return
-        parts = [Manifest.from_json(each) for each in receipts]
-        values = {"step": self.step, **merge_values([part.values for part in parts])}
-        manifest = joined(parts, self.keys, values, self.written_by)
+        values = {"step": self.step, **merge_values([each["values"] for each in receipts])}
+        content = joined(receipts, self.keys)
         try:
-            self.folder.commit(self.name, manifest.encode())
+            self.folder.commit(self.name, encode(content, values, self.written_by))
         except OSError as error:
             raise CheckpointError(f"cannot finish {self.path}: {error}") from error
         if self.keep is not None:

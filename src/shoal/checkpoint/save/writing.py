@@ -22,7 +22,7 @@ from torch import Tensor
 from shoal.checkpoint.disk.filesystem import FileSystem, Writing
 from shoal.checkpoint.format import safetensors as header
 from shoal.checkpoint.format.checksums import CHUNK_BYTES, checksum, chunks
-from shoal.checkpoint.format.manifest import FileRecord, Manifest, SliceRecord, TensorRecord
+from shoal.checkpoint.format.manifest import Content, FileRecord, SliceRecord, content_of
 from shoal.sharding.extent import Extent
 from shoal.torch_support.concurrency import Abandoned, run_concurrently
 
@@ -82,7 +82,7 @@ def write_file(
     rename: Callable[[str], str] = lambda key: key,
     metadata: dict[str, str] | None = None,
     is_unwanted: threading.Event | None = None,
-) -> Manifest:
+) -> Content:
     """Writes and syncs a file, and returns what is in it; the folder's entry is not synced.
 
     Args:
@@ -112,13 +112,11 @@ def write_file(
     finally:
         file.close()
     record = FileRecord(name, num_bytes, sums.sha256, zlib.crc32(head))
-    tensors: dict[str, TensorRecord] = {}
-    for key, each, own in zip(keys, outgoing, sums.checksums, strict=True):
-        known = tensors.get(each.tensor)
-        slices = known.slices if known else ()
-        added = SliceRecord(each.extent, 0, key, tuple(own))
-        tensors[each.tensor] = TensorRecord(each.dtype, each.extent.shape, (*slices, added))
-    return Manifest((record,), tensors)
+    slices = [
+        (each.tensor, each.dtype, SliceRecord(each.extent, 0, key, tuple(own)))
+        for key, each, own in zip(keys, outgoing, sums.checksums, strict=True)
+    ]
+    return content_of(record, slices)
 
 
 def shares(outgoing: Sequence[Outgoing], count: int) -> list[list[Outgoing]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from shoal.checkpoint.disk.checkpoint_folder import CheckpointFolder
 from shoal.checkpoint.disk.filesystem import DISK, FileSystem, write_all
 from shoal.checkpoint.format.dtypes import CODES, dtype_name
-from shoal.checkpoint.format.manifest import TensorRecord, joined
+from shoal.checkpoint.format.manifest import TensorRecord, encode, joined
 from shoal.checkpoint.load.matching import PREFIX
 from shoal.checkpoint.load.reader import Wanted, read
 from shoal.checkpoint.load.tensor_source import INDEX, SINGLE, TensorSource
@@ -64,8 +64,8 @@ def _reshard(
         draft = target.draft(name)
         part = write_file(target.disk, draft, file_name, outgoing, metadata={"format": "pt"})
         parts.append(part)
-    manifest = joined(parts, source.tensors, source.values, source.written_by)
-    return target.commit(name, manifest.encode())
+    content = joined(parts, source.tensors)
+    return target.commit(name, encode(content, source.values, source.written_by))
 
 
 def export(
