@@ -23,7 +23,7 @@ from checkpoint.test_layouts import (
     write,
 )
 from checkpoint.training import assert_same, on_ranks, state
-from shoal.checkpoint.save import running_save as plan
+from shoal.checkpoint.save import running_save
 from shoal.torch_support.random_state import RandomState
 from strategies.models import moved
 
@@ -118,8 +118,8 @@ def test_saved_in_the_background(tmp_path: Path, strategy: str) -> None:
 @pytest.mark.parametrize("wait", [True, False])
 def test_saved_on_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool) -> None:
     """Threads that copy work on the stream of whoever saves, and not before it is through."""
-    monkeypatch.setattr(plan, "own_cores", lambda: frozenset(range(4)))
-    monkeypatch.setattr(plan, "_LEAST_BYTES", 1 << 20)
+    monkeypatch.setattr(running_save, "own_cores", lambda: frozenset(range(4)))
+    monkeypatch.setattr(running_save, "_LEAST_BYTES", 1 << 20)
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8))).cuda()
     shoal.save(tmp_path, model, wait=wait).wait()
     with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import shoal
 from checkpoint.training import assert_same, on_ranks, state, wrap
-from shoal.checkpoint.disk import checkpoint_folder as store
+from shoal.checkpoint.disk import checkpoint_folder
 from shoal.checkpoint.disk.checkpoint_folder import CheckpointFolder
 from shoal.checkpoint.tools.conversion import export
 from shoal.checkpoint.tools.inspection import open_any, verify
@@ -261,7 +261,7 @@ def test_two_saves_at_once(tmp_path: Path) -> None:
 
 
 def test_a_save_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "_LOCK_PATIENCE_S", 0.05)
+    monkeypatch.setattr(checkpoint_folder, "_LOCK_PATIENCE_S", 0.05)
     unlock = CheckpointFolder(tmp_path).lock()
     with pytest.raises(CheckpointError, match="another save to"):
         shoal.save(tmp_path, nn.Linear(2, 2))

@@ -17,9 +17,6 @@ from shoal.errors import ShoalError
 from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.optim import DATA_PARALLEL
 from shoal.verification import Experiment, verify_experiment
-from shoal.verification.comparison import Comparison, default_tolerance
-from shoal.verification.trainers.global_batches import share, take
-from shoal.verification.trainers.trainer import Observed
 
 STRATEGIES = DATA_PARALLEL
 
@@ -387,59 +384,3 @@ def test_a_step_too_small_to_test_anything() -> None:
 def test_what_cannot_be_tried(build, options, error, words) -> None:
     with pytest.raises(error, match=words):
         shoal.verify(build, **options)
-
-
-# The parts ------------------------------------------------------------------------------
-
-
-def test_shares() -> None:
-    batch = ({"a": torch.arange(5), "b": torch.ones(2, 5)}, [torch.arange(5), 3])
-    shares = [share(batch, rank, 3) for rank in range(3)]
-    assert [inputs["a"].tolist() for inputs, _ in shares] == [[0, 1], [2, 3], [4]]
-    assert all(inputs["b"].shape == (2, 5) for inputs, _ in shares)
-    assert [targets[0].tolist() for _, targets in shares] == [[0, 1], [2, 3], [4]]
-
-
-def test_batches_are_used_again() -> None:
-    assert take(iter([(0, 0), (1, 1)]), 5) == [(0, 0), (1, 1), (0, 0), (1, 1), (0, 0)]
-
-
-@pytest.mark.parametrize(
-    ("dtypes", "tolerance"),
-    [
-        ([torch.float64], 1e-10),
-        ([torch.float64, torch.float32], 1e-5),
-        ([torch.float32, torch.bfloat16], 1e-2),
-        ([], 1e-5),
-    ],
-)
-def test_default_tolerance(dtypes, tolerance) -> None:
-    assert default_tolerance(nn.ModuleList(nn.Linear(1, 1).to(d) for d in dtypes)) == tolerance
-
-
-@pytest.mark.parametrize(
-    ("expected", "got", "is_same"),
-    [
-        (torch.ones(3), torch.ones(3) + 1.9e-5, True),
-        (torch.ones(3), torch.ones(3) + 2.1e-5, False),
-        (None, None, True),
-        (None, torch.zeros(3), True),
-        (torch.ones(3), None, False),
-        (torch.tensor([float("nan")]), torch.tensor([float("nan")]), False),
-        (torch.ones(1), torch.tensor([float("nan")]), False),
-        (torch.empty(0), torch.empty(0), True),
-    ],
-)
-def test_what_a_judge_lets_pass(expected, got, is_same) -> None:
-    judge = Comparison(1e-5)
-    step = [Observed("parameter", "w", expected)], [Observed("parameter", "w", got)]
-    assert judge.compare(0, *step) is is_same
-    assert (judge.first is None) is is_same
-
-
-def test_gradients_are_measured_against_the_largest() -> None:
-    judge = Comparison(1e-5)
-    small = Observed("gradient", "w", torch.tensor([1e-8]), scale=1e-3)
-    assert judge.compare(0, [small], [Observed("gradient", "w", torch.tensor([1.5e-8]))])
-    assert not judge.compare(1, [small], [Observed("gradient", "w", torch.tensor([5e-8]))])
-    assert judge.first.step == 2

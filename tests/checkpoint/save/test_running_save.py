@@ -27,12 +27,12 @@ from checkpoint.training import (
     wrap,
 )
 from shoal.checkpoint.disk.filesystem import opened
-from shoal.checkpoint.save import running_save as plan
+from shoal.checkpoint.save import running_save
 from shoal.checkpoint.save.writing import Outgoing, shares, write_file
 from shoal.checkpoint.tools.inspection import open_any, verify
 from shoal.errors import CheckpointError
 from shoal.sharding.extent import Extent
-from shoal.torch_support.concurrency import Abandoned, run_concurrently
+from shoal.torch_support.concurrency import Abandoned
 
 CORES = 6
 
@@ -40,8 +40,8 @@ CORES = 6
 @pytest.fixture(autouse=True)
 def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """And files that are worth it."""
-    monkeypatch.setattr(plan, "own_cores", lambda: frozenset(range(CORES)))
-    monkeypatch.setattr(plan, "_LEAST_BYTES", 64)
+    monkeypatch.setattr(running_save, "own_cores", lambda: frozenset(range(CORES)))
+    monkeypatch.setattr(running_save, "_LEAST_BYTES", 64)
 
 
 def names_in(path: Path) -> list[str]:
@@ -68,7 +68,7 @@ def test_as_many_as_there_are_cores(tmp_path: Path) -> None:
 
 
 def test_one_if_they_would_be_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_LEAST_BYTES", 1 << 26)
+    monkeypatch.setattr(running_save, "_LEAST_BYTES", 1 << 26)
     on_ranks(train_and_save, 2, tmp_path, "zero3", [0])
     assert names_in(tmp_path) == ["data-00000.safetensors", "data-00001.safetensors"]
 
@@ -119,10 +119,10 @@ def test_cores_that_others_do_not_use() -> None:
     """Where each rank has been given its own, all of them are its own."""
     here = platform.node()
     own, others = frozenset(range(CORES)), frozenset(range(CORES, 2 * CORES))
-    assert plan._fair_share([(here, own)]) == CORES
-    assert plan._fair_share([(here, own), (here, others), ("elsewhere", own)]) == CORES
-    assert plan._fair_share([(here, own), (here, own)]) == CORES // 2
-    assert plan._fair_share([(here, own)] * 50) == 1
+    assert running_save._fair_share([(here, own)]) == CORES
+    assert running_save._fair_share([(here, own), (here, others), ("elsewhere", own)]) == CORES
+    assert running_save._fair_share([(here, own), (here, own)]) == CORES // 2
+    assert running_save._fair_share([(here, own)] * 50) == 1
 
 
 # Parts ---------------------------------------------------------------------------------------
@@ -146,52 +146,9 @@ def test_shares(sizes: list[int], count: int) -> None:
     assert largest <= sum(sizes) / count + max(sizes, default=0)
 
 
-def test_side_by_side() -> None:
-    done = []
-
-    def fail(has_failed: threading.Event) -> None:
-        raise KeyError("first")
-
-    def wait(has_failed: threading.Event) -> None:
-        assert has_failed.wait(30)
-        done.append(True)
-        raise SystemExit
-
-    assert run_concurrently([]) == []
-    assert run_concurrently([lambda _, n=n: n for n in range(3)]) == [0, 1, 2]
-    for actions in ([wait, fail, wait], [fail, wait, wait]):
-        with pytest.raises(KeyError):
-            run_concurrently(actions)
-    assert len(done) == 4
-
-
-def test_interrupted_while_others_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are told, and waited for: nobody writes on in a folder that is being removed."""
-    done = []
-
-    def wait(has_failed: threading.Event) -> None:
-        assert has_failed.wait(30)
-        done.append(True)
-
-    def join(thread: threading.Thread, timeout: float | None = None) -> None:
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(threading.Thread, "join", join)
-    with pytest.raises(KeyboardInterrupt):
-        run_concurrently([lambda _: None, wait])
-    assert done == [True]
-
-
-def test_threads_have_the_modes_of_whom_they_work_for(tmp_path: Path) -> None:
-    def modes(_: threading.Event) -> tuple[bool, bool]:
-        return torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-
+def test_saved_in_inference_mode(tmp_path: Path) -> None:
     with torch.inference_mode():
-        assert run_concurrently([modes, modes]) == [(True, False)] * 2
         shoal.save(tmp_path, build()[0], wait=False).wait()
-    with torch.no_grad():
-        assert run_concurrently([modes, modes]) == [(False, False)] * 2
 
 
 def test_no_more_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
