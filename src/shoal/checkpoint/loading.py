@@ -14,14 +14,14 @@ from shoal.checkpoint.disk.checkpoint_folder import LATEST, MANIFEST, Checkpoint
 from shoal.checkpoint.disk.filesystem import DISK, FileSystem
 from shoal.checkpoint.load.matching import Misfits
 from shoal.checkpoint.load.state_dict_source import StateDictSource
-from shoal.checkpoint.load.tensor_source import TensorSource, open_checkpoint, open_foreign
+from shoal.checkpoint.load.tensor_source import TensorSource, open_checkpoint, open_path
 from shoal.checkpoint.load.transaction import LoadTransaction, Target
 from shoal.checkpoint.save.pending import finish_pending
 from shoal.checkpoint.state import model_state, training_state
 from shoal.checkpoint.state.training_state import Companions
 from shoal.checkpoint.together import together
 from shoal.comm import Backend
-from shoal.errors import CheckpointError, CheckpointWarning, CorruptCheckpointError
+from shoal.errors import CheckpointWarning, CorruptCheckpointError
 
 
 class Loaded(dict[str, Any]):
@@ -162,14 +162,7 @@ def _load_first_good(
 
 
 def _open(disk: FileSystem, path: Path, name: str) -> TensorSource:
-    if name or disk.is_file(path / MANIFEST):
-        return open_checkpoint(disk, path / name)
-    source = open_foreign(disk, path)
-    if source is None:
-        raise CheckpointError(
-            f"there is no checkpoint at {path}: neither one of shoal nor a model.safetensors"
-        )
-    return source
+    return open_checkpoint(disk, path / name) if name else open_path(disk, path)
 
 
 def _load_from(open_source: Any, target: Target, ranks: Backend | None) -> Loaded:

@@ -228,6 +228,22 @@ def open_foreign(disk: FileSystem, path: Path) -> TensorSource | None:
     return None
 
 
+def open_path(disk: FileSystem, path: Path) -> TensorSource:
+    """A checkpoint, or what others have written.
+
+    Raises:
+        CheckpointError: If there is neither.
+    """
+    if disk.is_file(path / MANIFEST):
+        return open_checkpoint(disk, path)
+    source = open_foreign(disk, path)
+    if source is None:
+        raise CheckpointError(
+            f"there is no checkpoint at {path}: neither one of shoal nor a model.safetensors"
+        )
+    return source
+
+
 def _refuse_pickle(disk: FileSystem, path: Path) -> None:
     begin = bytearray(2)
     with naming(path), opened(disk, disk.followed(path)) as file:

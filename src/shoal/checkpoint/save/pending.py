@@ -163,11 +163,11 @@ class _Background:
                 self._save.folder.disk.remove_file(self._path(0))
             return receipt
         disk, path = self._save.folder.disk, self._path(rank)
-        patience = _Patience(lambda: self._save.num_bytes_of(rank))
+        stall = _StallWatch(lambda: self._save.num_bytes_of(rank))
         while not disk.is_file(path):
             if self._is_cancelled.wait(_LOOK_AGAIN_S):
                 return None
-            if not threading.main_thread().is_alive() and patience.is_over():
+            if not threading.main_thread().is_alive() and stall.is_over():
                 raise CheckpointError(f"rank {rank} has not written its part of {self._save.path}")
         receipt = parse(checked(read_all(disk, path, _MOST_RECEIPT_BYTES)))
         disk.remove_file(path)  # it is no part of the checkpoint
@@ -206,7 +206,7 @@ class _Background:
             print(f"shoal: {self._save.path} was not saved: {self._error}", file=sys.stderr)
 
 
-class _Patience:
+class _StallWatch:
     """Over when something has stayed the same for too long."""
 
     def __init__(self, look: Callable[[], object]) -> None:

@@ -14,9 +14,9 @@ from shoal.checkpoint.load.tensor_source import (
     TensorSource,
     naming,
     open_checkpoint,
-    open_foreign,
+    open_path,
 )
-from shoal.errors import CheckpointError, CorruptCheckpointError
+from shoal.errors import CorruptCheckpointError
 
 Progress = Callable[[int], None]
 """Told how many bytes more have been looked at."""
@@ -26,17 +26,8 @@ def open_any(path: Path, disk: FileSystem = DISK) -> TensorSource:
     """A checkpoint, the latest of a folder of them, or safetensors files of others."""
     if disk.is_folder(disk.followed(path)):  # a link that was named is to be followed
         path = disk.followed(path)
-    if disk.is_file(path / MANIFEST):
-        return open_checkpoint(disk, path)
-    names = CheckpointFolder(path, disk).candidates()
-    if names:
-        return open_checkpoint(disk, path / names[0])
-    source = open_foreign(disk, path)
-    if source is None:
-        raise CheckpointError(
-            f"there is no checkpoint at {path}: neither one of shoal nor a model.safetensors"
-        )
-    return source
+    names = [] if disk.is_file(path / MANIFEST) else CheckpointFolder(path, disk).candidates()
+    return open_checkpoint(disk, path / names[0]) if names else open_path(disk, path)
 
 
 def verify(source: TensorSource, progress: Progress = lambda count: None) -> None:
