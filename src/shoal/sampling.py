@@ -144,7 +144,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         }
 
     def _num_handed_out(self, reader: Any) -> int | None:
-        """None for all there are."""
+        """None for all samples."""
         if reader is None and self._is_over:  # a loop that has come to its end
             return None
         if reader is None:

@@ -51,7 +51,7 @@ class Generators:
         return {**common, "own": self.own_states()}
 
     def own_states(self) -> list[torch.Tensor]:
-        """Those of the user's generators."""
+        """The states of the user's generators."""
         return [each.get_state() for each in self.own]
 
     def restore_plain(self, state: dict[str, Any]) -> None:

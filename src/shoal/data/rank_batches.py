@@ -34,7 +34,7 @@ class SameOrderSampler(Sampler[Any]):
         """Draws as rank 0 does."""
         self.inner, self._draws = inner, draws
         self.num_to_skip = 0
-        """Of the next iteration: what was trained on before."""
+        """How many items the next iteration leaves out: what was trained on before."""
 
     def __iter__(self) -> Iterator[Any]:
         """The same on every rank, from where training goes on."""
@@ -50,7 +50,7 @@ class SameOrderSampler(Sampler[Any]):
         return num_given
 
     def __len__(self) -> int:
-        """As the user's."""
+        """The length of the user's sampler."""
         return len(self.inner)  # type: ignore[arg-type]
 
 

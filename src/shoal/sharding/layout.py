@@ -21,12 +21,12 @@ class Slot:
 
     @property
     def stop(self) -> int:
-        """Where the next begins."""
+        """Where the parameter ends."""
         return self.start + self.shape.numel()
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Where it begins and ends."""
+        """Where the parameter begins and ends."""
         return self.start, self.stop
 
 

@@ -56,7 +56,7 @@ class _Work:
             self._fail(error)
 
     def start(self, number: int) -> threading.Thread | None:
-        """None if this thread had to do it."""
+        """The thread; None if no thread could be started and this one has done the work."""
         thread = threading.Thread(target=self._do_aside, args=(number,), daemon=True)
         thread.name = "shoal-side"
         try:

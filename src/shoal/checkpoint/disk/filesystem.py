@@ -141,14 +141,14 @@ class FileSystem:
             return []
 
     def is_folder(self, path: Path) -> bool:
-        """Whether it is a folder itself, not a link to one."""
+        """Whether a path is a folder itself, not a link to one."""
         try:
             return stat.S_ISDIR(os.lstat(path).st_mode)
         except (FileNotFoundError, NotADirectoryError):
             return False
 
     def is_file(self, path: Path) -> bool:
-        """Whether it is a file itself, not a link to one."""
+        """Whether a path is a file itself, not a link to one."""
         try:
             return stat.S_ISREG(os.lstat(path).st_mode)
         except (FileNotFoundError, NotADirectoryError):

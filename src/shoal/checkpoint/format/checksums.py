@@ -19,7 +19,7 @@ CHUNK_BYTES = 1 << 18
 """How many bytes of a slice one checksum covers."""
 
 DIGITS = 16
-"""Of a checksum in hexadecimal."""
+"""How many hexadecimal digits a checksum has."""
 
 _WORD = np.dtype("<u4")
 _ROW_WORDS = 512

@@ -74,7 +74,7 @@ class TensorRecord:
 
     @property
     def num_bytes(self) -> int:
-        """Of the full tensor."""
+        """The size of the full tensor."""
         return self.shape.numel() * self.dtype.itemsize
 
 
@@ -175,7 +175,7 @@ def joined(parts: Sequence[Content], keys: Iterable[str]) -> Content:
 
 
 def encode(content: Content, values: Mapping[str, Any], written_by: Mapping[str, Any]) -> bytes:
-    """As bytes of a file that `Manifest.parse` takes."""
+    """The bytes of a manifest's file, as `Manifest.parse` takes them."""
     about = {"format": FORMAT, "version": VERSION, "chunk_bytes": CHUNK_BYTES}
     rest = {"written_by": written_by, **content, "values": values}
     return signed(strict_json.encode(about | rest))

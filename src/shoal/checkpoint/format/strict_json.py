@@ -43,7 +43,7 @@ def parse(data: bytes) -> Any:
 
 
 def is_count(value: Any) -> TypeGuard[int]:
-    """Whether it can be a size or an offset."""
+    """Whether a value can be a size or an offset."""
     return type(value) is int and 0 <= value < 2**63
 
 

@@ -64,7 +64,7 @@ class TensorSource:
     _headers: dict[int, dict[str, HeaderEntry]] = field(default_factory=dict)
 
     def path(self, number: int) -> Path:
-        """Of a file."""
+        """The path of a file, by its number."""
         path = self.folder / self.files[number].name
         return path if self.is_checked else self.disk.followed(path)
 
@@ -128,7 +128,7 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
 
 
 class naming:
-    """Inside, what goes wrong is said of a file."""
+    """Inside, errors count as damage of a file, and name it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

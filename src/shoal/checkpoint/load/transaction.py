@@ -56,7 +56,7 @@ class Target:
 
 @dataclass
 class LoadTransaction:
-    """One rank's part of what is loaded, on its way."""
+    """One rank's part of a load: found, read and checked, then committed or dropped."""
 
     source: TensorSource
     target: Target

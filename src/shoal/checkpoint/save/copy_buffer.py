@@ -44,7 +44,7 @@ class CopyBuffer:
 
     @property
     def num_bytes(self) -> int:
-        """All there is."""
+        """The size of the memory."""
         return self._memory.numel()
 
     def take(self, dtype: torch.dtype, length: int) -> Tensor:

@@ -71,7 +71,7 @@ class PendingSave:
         return self.path
 
     def __repr__(self) -> str:
-        """Where to, and whether it is known how it ended."""
+        """The path, and whether all ranks know how the save ended."""
         return f"<PendingSave {self.path}{'' if self.is_agreed else ', not agreed on yet'}>"
 
 
@@ -156,7 +156,7 @@ class _Background:
             self._save.unlock()
 
     def _wait_for_receipt(self, rank: int) -> Any:
-        """None if it is not wanted any more."""
+        """A rank's receipt; None if the save was cancelled meanwhile."""
         if rank == 0:
             receipt = self._receipt
             if self._save.size > 1:

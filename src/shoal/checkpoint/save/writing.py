@@ -61,12 +61,12 @@ class Outgoing:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what is in the file."""
+        """The shape that the file has it in."""
         return tuple(self.extent.shape) if self.extent.is_whole else (self.extent.num_elements,)
 
     @property
     def num_bytes(self) -> int:
-        """Of what is in the file."""
+        """The size in the file."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -187,7 +187,7 @@ class _Sums:
 
     @property
     def sha256(self) -> str:
-        """As far as it has caught up."""
+        """Of the blocks that `catch_up` has hashed."""
         return self._digest.hexdigest()
 
     def begin_slice(self) -> None:

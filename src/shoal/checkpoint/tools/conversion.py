@@ -180,5 +180,5 @@ def _reading(
 
 
 def total_bytes(tensors: Mapping[str, TensorRecord]) -> int:
-    """Of all tensors."""
+    """The size of all tensors."""
     return sum(record.num_bytes for record in tensors.values())

@@ -52,7 +52,7 @@ class PartLosses:
 
     @property
     def is_mean_over_rows(self) -> bool:
-        """What it should be."""
+        """Whether the loss is what shoal expects: a mean over rows."""
         return self._is_mean(self._rows)
 
     @property

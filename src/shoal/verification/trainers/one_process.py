@@ -67,7 +67,7 @@ class WholeBatch(Trainer):
             yield Observed("gradient", name, gradient, max(sizes, default=1.0))
 
     def parameters(self) -> Iterator[Observed]:
-        """As they are."""
+        """The parameters as they are after the last update."""
         for name, parameter in self.setup.model.named_parameters():
             yield Observed("parameter", name, parameter.detach())
 
@@ -77,7 +77,7 @@ class WholeBatch(Trainer):
             super().update(step)
 
     def stepping(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
-        """What it draws comes from the streams that ranks have."""
+        """Around a step: the optimizer draws from the streams that ranks have."""
         supervision = self._supervisions[id(optimizer)]
         return contextlib.nullcontext() if supervision is None else supervision.step()
 
@@ -229,7 +229,7 @@ class Buffers:
 
 
 def _average(of_ranks: Sequence[Tensor]) -> Tensor:
-    """Of floating numbers; others are the first rank's."""
+    """The average of floating numbers; of other numbers the first rank's."""
     first = of_ranks[0]
     if not first.is_floating_point():
         return first
