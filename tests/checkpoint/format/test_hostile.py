@@ -20,7 +20,7 @@ from checkpoint.memory_disk import MemoryDisk
 from shoal.checkpoint.format import safetensors as header
 from shoal.checkpoint.format.manifest import Manifest, signed
 from shoal.checkpoint.format.strict_json import parse
-from shoal.checkpoint.load.reader import read_tensors
+from shoal.checkpoint.load.slice_reader import read_tensors
 from shoal.checkpoint.tools.inspection import open_any, verify
 from shoal.errors import CheckpointError
 

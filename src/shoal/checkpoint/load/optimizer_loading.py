@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.checkpoint.format import values
-from shoal.checkpoint.load.reader import read_tensors
+from shoal.checkpoint.load.slice_reader import read_tensors
 from shoal.checkpoint.load.tensor_source import TensorSource
 from shoal.checkpoint.state import model_state, training_state
 from shoal.errors import CheckpointMismatchError

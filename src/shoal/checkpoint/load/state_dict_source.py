@@ -12,7 +12,7 @@ from torch import Tensor
 from shoal.checkpoint.disk.filesystem import DISK
 from shoal.checkpoint.format.manifest import TensorRecord
 from shoal.checkpoint.load.matching import PREFIX
-from shoal.checkpoint.load.reader import Wanted
+from shoal.checkpoint.load.slice_reader import Wanted
 from shoal.checkpoint.load.tensor_source import TensorSource
 from shoal.sharding.extent import Extent, overlap
 

@@ -22,7 +22,7 @@ from shoal.checkpoint.format import values
 from shoal.checkpoint.load import matching
 from shoal.checkpoint.load.matching import Match, Misfits
 from shoal.checkpoint.load.optimizer_loading import OptimizerLoading
-from shoal.checkpoint.load.reader import Wanted, read, read_tensors
+from shoal.checkpoint.load.slice_reader import Wanted, read, read_tensors
 from shoal.checkpoint.load.state_dict_source import StateDictSource
 from shoal.checkpoint.load.tensor_source import TensorSource
 from shoal.checkpoint.state import model_state

@@ -14,7 +14,7 @@ from shoal.checkpoint.disk.filesystem import DISK, FileSystem, write_all
 from shoal.checkpoint.format.dtypes import CODES, dtype_name
 from shoal.checkpoint.format.manifest import TensorRecord, encode, joined
 from shoal.checkpoint.load.matching import PREFIX
-from shoal.checkpoint.load.reader import Wanted, read
+from shoal.checkpoint.load.slice_reader import Wanted, read
 from shoal.checkpoint.load.tensor_source import INDEX, SINGLE, TensorSource
 from shoal.checkpoint.save.assignment import Claim, assign
 from shoal.checkpoint.save.writing import BLOCK_BYTES, Outgoing, write_file
