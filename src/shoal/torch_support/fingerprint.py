@@ -54,7 +54,7 @@ def _elements_of(tensor: Tensor, most_elements: int | None) -> bytes:
     # An odd stride does not stay in one column.
     spaced = flat if most_elements is None else flat[:: flat.numel() // most_elements | 1]
     # A copy, because torch never again frees a storage that numpy has seen.
-    here = torch.empty(spaced.shape, dtype=spaced.dtype).copy_(spaced)
+    here = torch.empty(spaced.shape, dtype=spaced.dtype, device="cpu").copy_(spaced)
     shape = repr((tuple(tensor.shape), tensor.dtype)).encode()
     return shape + here.unsqueeze(-1).view(torch.uint8).numpy().tobytes() if len(here) else b""
 

@@ -13,7 +13,6 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import torch
@@ -67,7 +66,7 @@ class Outgoing:
     @property
     def num_bytes(self) -> int:
         """The size in the file."""
-        return prod(self.shape) * self.dtype.itemsize
+        return self.extent.num_elements * self.dtype.itemsize
 
 
 def _runs_text(runs: Sequence[tuple[int, int]]) -> str:
