@@ -3,9 +3,9 @@
 [Note: background saves]
 A thread of each rank writes that rank's file. It must not communicate: what it sent would come in
 between the training's own collectives, in another order on each rank. So ranks leave *receipts* in
-the unfinished checkpoint's folder, and the first rank's thread finishes it when all are there. The
-training learns of it at the next call of `save` or `load`, or in `wait`: there the ranks meet, wait
-for their own threads, and raise together if any has failed.
+the unfinished checkpoint's folder for the first rank, whose thread finishes the checkpoint when all
+are there. The training learns of it at the next call of `save` or `load`, or in `wait`: there the
+ranks meet, wait for their own threads, and raise together if any has failed.
 
 A process that ends without that waits for its thread, and says so if the save was lost. Pools of
 threads refuse work by then, so nothing that a save does may use one.
@@ -117,7 +117,7 @@ class _Background:
         time.sleep(0)  # lets go of the interpreter: training goes first
         try:
             self._receipt = self._save.write()
-            if self._save.size > 1:
+            if self._save.rank > 0:
                 self._leave_receipt()
         except Exception as error:
             self._error = error
@@ -158,10 +158,7 @@ class _Background:
     def _wait_for_receipt(self, rank: int) -> Any:
         """A rank's receipt; None if the save was cancelled meanwhile."""
         if rank == 0:
-            receipt = self._receipt
-            if self._save.size > 1:
-                self._save.folder.disk.remove_file(self._path(0))
-            return receipt
+            return self._receipt
         disk, path = self._save.folder.disk, self._path(rank)
         stall = _StallWatch(lambda: self._save.num_bytes_of(rank))
         while not disk.is_file(path):
