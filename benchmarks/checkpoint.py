@@ -39,8 +39,8 @@ from timing import readable_time
 from torch import Tensor, nn
 
 import shoal
-from shoal.checkpoint.disk import removal as letting_go
-from shoal.checkpoint.disk.store import Store
+from shoal.checkpoint.disk import removal
+from shoal.checkpoint.disk.checkpoint_folder import CheckpointFolder
 from shoal.comm import Backend
 
 RESULTS = Path(__file__).parent / "results" / "checkpoint.json"
@@ -110,7 +110,7 @@ class Contest:
 
     def time(self, action: Callable[[], object]) -> float:
         """Until the slowest rank is done."""
-        letting_go.wait()  # what is removed in the background is nobody else's concern
+        removal.wait()  # what is removed in the background is nobody else's concern
         self.backend.barrier()
         begin = time.perf_counter()
         action()
@@ -166,7 +166,7 @@ class Contest:
         """All that was saved before what is there now."""
         self._remove_old_files()
         if self.rank == 0:
-            Store(self.folder / "shoal").prune(keep=1)
+            CheckpointFolder(self.folder / "shoal").prune(keep=1)
 
     def _remove_old_files(self) -> None:
         for path in self.old:

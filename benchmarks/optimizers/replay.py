@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.verification.judge import Judge
-from shoal.verification.trainees.single import SplitBatch
+from shoal.verification.comparison import Comparison
+from shoal.verification.trainers.one_process import SplitBatch
 
 Change = Callable[[Tensor], Tensor]
 # Far beyond what a few steps make of the models here, unless training diverges.
@@ -40,14 +40,14 @@ class Replay(SplitBatch):
     def compute(self, step: int) -> Tensor:
         """Forward and backward, and the change."""
         loss = super().compute(step)
-        for parameter in self.parts.model.parameters():
+        for parameter in self.setup.model.parameters():
             if self._change is not None and parameter.grad is not None:
                 parameter.grad = self._change(parameter.grad)
         return loss
 
     def is_stable(self) -> bool:
         """Trains; returns whether nothing grew without bounds."""
-        seen = (each for step in range(self._steps) for each in self.walk(step))
+        seen = (each for step in range(self._steps) for each in self.observe(step))
         return all(
             bool((each.value.detach().abs() <= _BOUNDS[each.kind]).all())
             for each in seen
@@ -56,10 +56,10 @@ class Replay(SplitBatch):
 
     def distance_to(self, other: Replay, kind: str) -> float:
         """Trains both; returns the largest difference of a loss, a gradient or a parameter."""
-        judge = Judge(math.inf)
+        comparison = Comparison(math.inf)
         for step in range(self._steps):
-            judge.compare(step, self.walk(step), other.walk(step))
-        return judge.largest[kind]
+            comparison.compare(step, self.observe(step), other.observe(step))
+        return comparison.largest[kind]
 
 
 @dataclass

@@ -22,7 +22,7 @@ from shoal.launch.joining.join import check_name, choose_for_cpu, join
 from shoal.optim.registry import wrap_model, wrap_optimizer, wrap_optimizers
 from shoal.sampling import sampler as sampler
 from shoal.strategies.options import check_type
-from shoal.verification import Report, Trial, hold
+from shoal.verification import Experiment, Report, verify_experiment
 
 Loader = TypeVar("Loader", bound=DataLoader[Any] | Sequence[DataLoader[Any]])
 
@@ -290,7 +290,7 @@ def verify(
         >>> print(report)
         >>> report.raise_if_different()
     """
-    trial = Trial(
+    experiment = Experiment(
         build,
         as_distributed,
         strategy,
@@ -302,4 +302,4 @@ def verify(
         weight,
         options,
     )
-    return hold(trial, run)
+    return verify_experiment(experiment, run)

@@ -3,7 +3,7 @@
 [Note: global batches]
 An epoch is one order of all samples, the same on every rank, cut into *global batches*. A rank
 takes its contiguous part of each; where a batch does not divide, the first ranks get one sample
-more. So what is trained does not depend on who trains it, and a place in the epoch is a number of
+more. So what is trained does not depend on the ranks, and a position in the epoch is a number of
 samples, whatever the number of ranks.
 
 Every rank has a part in every batch: a rank without samples would have nothing to call the model
@@ -95,8 +95,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of an epoch; without it each iteration takes the next epoch's.
 
-        Naming the epoch that was resumed leaves the place in it as it is: if nothing is left of it,
-        its iteration is empty, and the next epoch is the next one to train on.
+        Naming the epoch that was resumed leaves the position in it as it is: if nothing is left of
+        it, its iteration is empty, and the next epoch is the next one to train on.
         """
         if epoch != self.epoch:
             self._warn_of_gap(epoch)
@@ -108,7 +108,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self.epoch, self._begin, self._position, self._is_resumed = epoch, 0, 0, False
 
     def _is_resumed_at_the_end(self, size: int) -> bool:
-        """Whether a state was loaded of which nothing is left, and nobody asked for its epoch."""
+        """Whether a state was loaded of which nothing is left, and its epoch was not asked for."""
         return self._is_resumed and not self._is_named and len(self._cuts(self._begin, size)) == 1
 
     def _warn_of_gap(self, epoch: int) -> None:
@@ -144,7 +144,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         }
 
     def _num_handed_out(self, reader: Any) -> int | None:
-        """None for all there are."""
+        """None for all samples."""
         if reader is None and self._is_over:  # a loop that has come to its end
             return None
         if reader is None:

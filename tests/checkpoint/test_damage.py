@@ -20,8 +20,8 @@ from checkpoint.training import assert_same, build, on_ranks, state, train, wrap
 from shoal.checkpoint.disk.filesystem import FileSystem
 from shoal.checkpoint.format.checksums import CHUNK_BYTES
 from shoal.checkpoint.format.manifest import Manifest, signed
-from shoal.checkpoint.load.reading import Wanted, _plan, read_tensors
-from shoal.checkpoint.load.source import open_checkpoint
+from shoal.checkpoint.load.slice_reader import Wanted, _plan, read_tensors
+from shoal.checkpoint.load.tensor_source import open_checkpoint
 from shoal.checkpoint.tools.inspection import open_any, verify
 from shoal.errors import CheckpointError, CheckpointWarning, CorruptCheckpointError
 from shoal.sharding.extent import Extent
@@ -145,15 +145,19 @@ def test_every_flipped_bit() -> None:
         Wanted(key, Extent.whole(tensor.shape), tensor.view(-1)) for key, tensor in every.items()
     ]
     slices = list(_plan(source, wanted))
-    begin = min(each.place.begin for each in slices)
-    assert begin + sum(each.place.end - each.place.begin for each in slices) == len(data) > 60_000
+    begin = min(each.location.begin for each in slices)
+    assert (
+        begin + sum(each.location.end - each.location.begin for each in slices)
+        == len(data)
+        > 60_000
+    )
     for _ in flips(data, range(begin * 8)):
         assert is_refused(lambda: source._read_header(0))
     file, scratch = disk.open(path / DATA), memoryview(bytearray(CHUNK_BYTES))
     for each in slices:
         assert list(each.chunks()) in ([], [0])
         for number in each.chunks():
-            for _ in flips(data, range(each.place.begin * 8, each.place.end * 8)):
+            for _ in flips(data, range(each.location.begin * 8, each.location.end * 8)):
                 assert is_refused(partial(each.read, number, file, scratch))
             each.read(number, file, scratch)
 

@@ -23,8 +23,8 @@ from checkpoint.test_layouts import (
     write,
 )
 from checkpoint.training import assert_same, on_ranks, state
-from shoal.checkpoint.save import plan
-from shoal.checkpoint.state import random_states
+from shoal.checkpoint.save import running_save
+from shoal.torch_support.random_state import RandomState
 from strategies.models import moved
 
 pytestmark = [
@@ -118,8 +118,8 @@ def test_saved_in_the_background(tmp_path: Path, strategy: str) -> None:
 @pytest.mark.parametrize("wait", [True, False])
 def test_saved_on_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool) -> None:
     """Threads that copy work on the stream of whoever saves, and not before it is through."""
-    monkeypatch.setattr(plan, "own_cores", lambda: frozenset(range(4)))
-    monkeypatch.setattr(plan, "_LEAST_BYTES", 1 << 20)
+    monkeypatch.setattr(running_save, "own_cores", lambda: frozenset(range(4)))
+    monkeypatch.setattr(running_save, "_LEAST_BYTES", 1 << 20)
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8))).cuda()
     shoal.save(tmp_path, model, wait=wait).wait()
     with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():  # type: ignore[no-untyped-call]
@@ -156,10 +156,10 @@ def test_generators_of_the_gpu_go_on(tmp_path: Path) -> None:
     ids=["dtype", "size", "values"],
 )
 def test_states_that_are_none_are_found_before_anything_changes(damaged: torch.Tensor) -> None:
-    good = random_states.capture()
-    random_states.check(good)
+    good = RandomState.capture().to_plain()
+    RandomState.from_plain(good)
     with pytest.raises(ValueError, match="no states of random generators"):
-        random_states.check({**good, "cuda": [damaged] * torch.cuda.device_count()})
+        RandomState.from_plain({**good, "cuda": [damaged] * torch.cuda.device_count()})
 
 
 def take_over(layout: Any, given: Any, optimizer: str) -> Any:

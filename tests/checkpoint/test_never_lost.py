@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import shoal
 from checkpoint.training import assert_same, on_ranks, state, wrap
-from shoal.checkpoint.disk import store
-from shoal.checkpoint.disk.store import Store
+from shoal.checkpoint.disk import checkpoint_folder
+from shoal.checkpoint.disk.checkpoint_folder import CheckpointFolder
 from shoal.checkpoint.tools.conversion import export
 from shoal.checkpoint.tools.inspection import open_any, verify
 from shoal.errors import CheckpointError, CheckpointMismatchError
@@ -248,7 +248,7 @@ def test_an_export_others_could_not_read(tmp_path: Path) -> None:
 
 def test_two_saves_at_once(tmp_path: Path) -> None:
     """One waits for the other; they would write into one unfinished folder."""
-    unlock = Store(tmp_path).lock()
+    unlock = CheckpointFolder(tmp_path).lock()
     model = nn.Linear(2, 2)
     second = threading.Thread(target=shoal.save, args=(tmp_path, model))
     second.start()
@@ -261,8 +261,8 @@ def test_two_saves_at_once(tmp_path: Path) -> None:
 
 
 def test_a_save_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "_LOCK_PATIENCE_S", 0.05)
-    unlock = Store(tmp_path).lock()
+    monkeypatch.setattr(checkpoint_folder, "_LOCK_PATIENCE_S", 0.05)
+    unlock = CheckpointFolder(tmp_path).lock()
     with pytest.raises(CheckpointError, match="another save to"):
         shoal.save(tmp_path, nn.Linear(2, 2))
     unlock()

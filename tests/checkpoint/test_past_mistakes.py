@@ -23,8 +23,7 @@ from checkpoint.training import (
     wrap,
 )
 from shoal.checkpoint.disk.filesystem import FileSystem
-from shoal.checkpoint.load import reading
-from shoal.checkpoint.load import transaction as staging
+from shoal.checkpoint.load import slice_reader, transaction
 from shoal.checkpoint.tools.inspection import open_any
 from shoal.errors import CheckpointMismatchError
 
@@ -150,9 +149,9 @@ def test_what_does_not_fit_is_told_before_all_is_read(
 
     def read(source: Any, wanted: Any, is_unwanted: threading.Event) -> None:
         assert is_unwanted.wait(30)
-        num_read.append(reading.read(source, wanted, is_unwanted))
+        num_read.append(slice_reader.read(source, wanted, is_unwanted))
 
-    monkeypatch.setattr(staging, "read", read)
+    monkeypatch.setattr(transaction, "read", read)
     with pytest.raises(CheckpointMismatchError, match="AdamW"):
         shoal.load(tmp_path, model, torch.optim.AdamW(model.parameters()))
     assert num_read == [0]

@@ -11,14 +11,14 @@ from rich.console import Console
 
 import leaks
 from shoal.cli import main
-from shoal.cli.demo.gpt import GPT, Shape, batch, text
+from shoal.cli.demo.gpt import GPT, GPTShape, batch, text
 from shoal.cli.demo.lesson import learn_alone
 from shoal.cli.demo.training import show_training
 from shoal.comm.bootstrap.store import store_for_one_host
 from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.optim import DATA_PARALLEL
 
-SMALL = Shape(width=32, num_layers=2, num_heads=2, context=16, batch_size=8)
+SMALL = GPTShape(width=32, num_layers=2, num_heads=2, context=16, batch_size=8)
 
 
 @pytest.fixture

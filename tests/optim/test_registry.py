@@ -13,7 +13,7 @@ from shoal.errors import ShoalError
 from shoal.optim import DATA_PARALLEL, PAIRS, DDPOptimizer, ZeRO1Optimizer
 from shoal.optim.registry import choose_strategy
 from shoal.strategies import DDPModel, ZeRO1Model, ZeRO2Model
-from shoal.verification import Trial, hold
+from shoal.verification import Experiment, verify_experiment
 
 
 def build() -> nn.Module:
@@ -79,7 +79,7 @@ def test_verified_and_saved(tmp_path) -> None:
         batches = [(torch.randn(7, 5), torch.randn(7, 3)) for _ in range(3)]
         return model, optimizers, batches, F.mse_loss
 
-    report = hold(Trial(make, wrap, ranks=3), shoal.run)
+    report = verify_experiment(Experiment(make, wrap, ranks=3), shoal.run)
     assert report.equal, report
 
     def save() -> None:

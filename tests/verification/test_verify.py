@@ -16,10 +16,7 @@ from shoal.comm.bootstrap.store import store_for_one_host
 from shoal.errors import ShoalError
 from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.optim import DATA_PARALLEL
-from shoal.verification import Trial, hold
-from shoal.verification.judge import Judge, default_tolerance
-from shoal.verification.trainees.batches import share, take
-from shoal.verification.trainees.trainee import Seen
+from shoal.verification import Experiment, verify_experiment
 
 STRATEGIES = DATA_PARALLEL
 
@@ -334,7 +331,7 @@ def drift(model, optimizers):
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 def test_a_forgotten_gradient_is_found(strategy) -> None:
-    report = hold(Trial(builder(), sabotage(forget_a_gradient), strategy), run)
+    report = verify_experiment(Experiment(builder(), sabotage(forget_a_gradient), strategy), run)
     assert report.difference.kind == "gradient"
     assert report.difference.step == 1
     assert report.difference.absolute > 1e-3
@@ -343,7 +340,7 @@ def test_a_forgotten_gradient_is_found(strategy) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 def test_a_step_too_many_is_found(strategy) -> None:
-    report = hold(Trial(builder(), sabotage(step_twice), strategy), run)
+    report = verify_experiment(Experiment(builder(), sabotage(step_twice), strategy), run)
     assert report.difference.kind == "parameter"
     assert report.difference.name == "0.weight"
     assert report.difference.num_others == 3
@@ -351,13 +348,13 @@ def test_a_step_too_many_is_found(strategy) -> None:
 
 
 def test_gradients_that_were_not_averaged_are_found() -> None:
-    report = hold(Trial(builder(), sabotage(keep_to_oneself)), run)
+    report = verify_experiment(Experiment(builder(), sabotage(keep_to_oneself)), run)
     assert not report.equal
     assert report.difference.step == 1
 
 
 def test_ranks_that_differ_by_a_bit_are_found() -> None:
-    report = hold(Trial(builder(), sabotage(drift)), run)
+    report = verify_experiment(Experiment(builder(), sabotage(drift)), run)
     assert (report.difference.kind, report.difference.name) == ("ranks", "2.weight")
     assert report.difference.absolute == pytest.approx(1e-7, rel=0.5)
     assert "rank 0 and rank 1 differ in 2.weight" in report.cause
@@ -387,59 +384,3 @@ def test_a_step_too_small_to_test_anything() -> None:
 def test_what_cannot_be_tried(build, options, error, words) -> None:
     with pytest.raises(error, match=words):
         shoal.verify(build, **options)
-
-
-# The parts ------------------------------------------------------------------------------
-
-
-def test_shares() -> None:
-    batch = ({"a": torch.arange(5), "b": torch.ones(2, 5)}, [torch.arange(5), 3])
-    shares = [share(batch, rank, 3) for rank in range(3)]
-    assert [inputs["a"].tolist() for inputs, _ in shares] == [[0, 1], [2, 3], [4]]
-    assert all(inputs["b"].shape == (2, 5) for inputs, _ in shares)
-    assert [targets[0].tolist() for _, targets in shares] == [[0, 1], [2, 3], [4]]
-
-
-def test_batches_are_used_again() -> None:
-    assert take(iter([(0, 0), (1, 1)]), 5) == [(0, 0), (1, 1), (0, 0), (1, 1), (0, 0)]
-
-
-@pytest.mark.parametrize(
-    ("dtypes", "tolerance"),
-    [
-        ([torch.float64], 1e-10),
-        ([torch.float64, torch.float32], 1e-5),
-        ([torch.float32, torch.bfloat16], 1e-2),
-        ([], 1e-5),
-    ],
-)
-def test_default_tolerance(dtypes, tolerance) -> None:
-    assert default_tolerance(nn.ModuleList(nn.Linear(1, 1).to(d) for d in dtypes)) == tolerance
-
-
-@pytest.mark.parametrize(
-    ("expected", "got", "is_same"),
-    [
-        (torch.ones(3), torch.ones(3) + 1.9e-5, True),
-        (torch.ones(3), torch.ones(3) + 2.1e-5, False),
-        (None, None, True),
-        (None, torch.zeros(3), True),
-        (torch.ones(3), None, False),
-        (torch.tensor([float("nan")]), torch.tensor([float("nan")]), False),
-        (torch.ones(1), torch.tensor([float("nan")]), False),
-        (torch.empty(0), torch.empty(0), True),
-    ],
-)
-def test_what_a_judge_lets_pass(expected, got, is_same) -> None:
-    judge = Judge(1e-5)
-    step = [Seen("parameter", "w", expected)], [Seen("parameter", "w", got)]
-    assert judge.compare(0, *step) is is_same
-    assert (judge.first is None) is is_same
-
-
-def test_gradients_are_measured_against_the_largest() -> None:
-    judge = Judge(1e-5)
-    small = Seen("gradient", "w", torch.tensor([1e-8]), scale=1e-3)
-    assert judge.compare(0, [small], [Seen("gradient", "w", torch.tensor([1.5e-8]))])
-    assert not judge.compare(1, [small], [Seen("gradient", "w", torch.tensor([5e-8]))])
-    assert judge.first.step == 2

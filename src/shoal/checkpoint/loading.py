@@ -10,18 +10,18 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.checkpoint.agreement import together
+from shoal.checkpoint.disk.checkpoint_folder import LATEST, MANIFEST, CheckpointFolder
 from shoal.checkpoint.disk.filesystem import DISK, FileSystem
-from shoal.checkpoint.disk.store import LATEST, MANIFEST, Store
-from shoal.checkpoint.load.in_memory import MemorySource
 from shoal.checkpoint.load.matching import Misfits
-from shoal.checkpoint.load.source import Source, open_checkpoint, open_foreign
-from shoal.checkpoint.load.transaction import Staging, Target
+from shoal.checkpoint.load.state_dict_source import StateDictSource
+from shoal.checkpoint.load.tensor_source import TensorSource, open_checkpoint, open_path
+from shoal.checkpoint.load.transaction import LoadTransaction, Target
 from shoal.checkpoint.save.pending import finish_pending
-from shoal.checkpoint.state import model_state, optimizer_state
-from shoal.checkpoint.state.companions import Companions
+from shoal.checkpoint.state import model_state, training_state
+from shoal.checkpoint.state.training_state import Companions
+from shoal.checkpoint.together import together
 from shoal.comm import Backend
-from shoal.errors import CheckpointError, CheckpointWarning, CorruptCheckpointError
+from shoal.errors import CheckpointWarning, CorruptCheckpointError
 
 
 class Loaded(dict[str, Any]):
@@ -103,7 +103,7 @@ def load(
     """
     ranks = model_state.ranks_of(model)
     finish_pending(ranks)
-    optimizers = optimizer_state.as_list(optimizer)
+    optimizers = training_state.as_list(optimizer)
     target = Target(
         model,
         optimizers,
@@ -113,12 +113,12 @@ def load(
         0 if ranks is None else ranks.rank,
     )
     if isinstance(path, Mapping):
-        return _load_from(lambda: MemorySource.of(path), target, ranks)
-    place = filesystem.followed(Path(path))
-    if not filesystem.is_folder(place):  # the name of a file tells what it is
-        place = filesystem.absolute(Path(path))
-    found = together(ranks, lambda: _candidates(filesystem, place, target.rank), "looking")[0]
-    return _load_first_good(filesystem, place, found, target, ranks, fallback=fallback)
+        return _load_from(lambda: StateDictSource.of(path), target, ranks)
+    location = filesystem.followed(Path(path))
+    if not filesystem.is_folder(location):  # the name of a file tells what it is
+        location = filesystem.absolute(Path(path))
+    found = together(ranks, lambda: _candidates(filesystem, location, target.rank), "looking")[0]
+    return _load_first_good(filesystem, location, found, target, ranks, fallback=fallback)
 
 
 def _candidates(disk: FileSystem, path: Path, rank: int) -> list[str]:
@@ -130,11 +130,11 @@ def _candidates(disk: FileSystem, path: Path, rank: int) -> list[str]:
         return []
     if disk.is_file(path / MANIFEST):
         return [""]
-    store = Store(path, disk)
-    names = store.candidates()
+    folder = CheckpointFolder(path, disk)
+    names = folder.candidates()
     if not names:
         return [""]
-    latest = store.latest()
+    latest = folder.latest()
     if latest is not None and latest != names[0]:
         _warn(f"{path / LATEST} names {latest}, which is not there; the newest is {names[0]}")
     return names
@@ -161,27 +161,20 @@ def _load_first_good(
     raise AssertionError("there is always a candidate")
 
 
-def _open(disk: FileSystem, path: Path, name: str) -> Source:
-    if name or disk.is_file(path / MANIFEST):
-        return open_checkpoint(disk, path / name)
-    source = open_foreign(disk, path)
-    if source is None:
-        raise CheckpointError(
-            f"there is no checkpoint at {path}: neither one of shoal nor a model.safetensors"
-        )
-    return source
+def _open(disk: FileSystem, path: Path, name: str) -> TensorSource:
+    return open_checkpoint(disk, path / name) if name else open_path(disk, path)
 
 
 def _load_from(open_source: Any, target: Target, ranks: Backend | None) -> Loaded:
     """Stages on every rank, and commits if all have succeeded."""
-    staging: list[Staging] = []
+    transactions: list[LoadTransaction] = []
 
     def resolve() -> list[Any]:
-        staging.append(Staging(open_source(), target))
-        return staging[0].resolve()
+        transactions.append(LoadTransaction(open_source(), target))
+        return transactions[0].resolve()
 
     found = together(ranks, resolve, "opening a checkpoint")
-    mine = staging[0]
+    mine = transactions[0]
     mine.check(found)
     together(ranks, mine.read, "reading a checkpoint")
     together(ranks, mine.apply_companions, "loading what goes with a model")

@@ -1,6 +1,6 @@
-"""`save`: every rank writes its part, one makes it valid, and all agree that it is.
+"""`save`: every rank writes its part, rank 0 makes it valid, and all learn whether it is.
 
-See `Plan` for the steps.
+See `RunningSave` for the steps.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shoal.checkpoint.disk.checkpoint_folder import MOST_STEP, CheckpointFolder
 from shoal.checkpoint.disk.filesystem import DISK, FileSystem
-from shoal.checkpoint.disk.store import MOST_STEP, Store
-from shoal.checkpoint.save import snapshot
+from shoal.checkpoint.save import rank_state
 from shoal.checkpoint.save.pending import PendingSave, finish_pending, start
-from shoal.checkpoint.save.plan import Plan
-from shoal.checkpoint.state import model_state, optimizer_state
-from shoal.checkpoint.state.companions import Companions
+from shoal.checkpoint.save.running_save import RunningSave
+from shoal.checkpoint.state import model_state, training_state
+from shoal.checkpoint.state.training_state import Companions
 from shoal.comm import Backend
 from shoal.strategies import ShardedModel
 
@@ -45,7 +45,7 @@ def save(
 ) -> PendingSave:
     """Adds a checkpoint to the folder ``path``; every rank calls it.
 
-    Each rank writes what it holds, each element once; nobody needs the full model. Killed at any
+    Each rank writes what it holds, each element once; no rank needs the full model. Killed at any
     moment, the folder has the checkpoints of before, or these and the new one.
 
     Args:
@@ -82,12 +82,14 @@ def save(
     if isinstance(model, ShardedModel):
         model.check_ranks("shoal.save()")
         model.synchronize_buffers()
-    store = Store(filesystem.absolute(Path(path)), filesystem)
+    folder = CheckpointFolder(filesystem.absolute(Path(path)), filesystem)
     companions = Companions(scheduler, scaler, sampler)
-    optimizers = optimizer_state.as_list(optimizer)
-    plan = Plan(store, ranks, step, keep, _written_by(model, ranks))
-    plan.look(lambda: snapshot.take(model, optimizers, companions, extra or {}, plan.rank))
-    return plan.complete() if wait else start(plan)
+    optimizers = training_state.as_list(optimizer)
+    running = RunningSave(folder, ranks, step, keep, _written_by(model, ranks))
+    running.prepare(
+        lambda: rank_state.collect(model, optimizers, companions, extra or {}, running.rank)
+    )
+    return running.complete() if wait else start(running)
 
 
 def _checked(step: Any, keep: Any) -> tuple[int | None, int | None]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
-    from shoal.checkpoint.load.source import Source
+    from shoal.checkpoint.load.tensor_source import TensorSource
 
 PathArgument = Annotated[
     Path,
@@ -59,7 +59,7 @@ def reshard_command(
     """Write a checkpoint again into another number of files; loading never needs it."""
     from rich.console import Console
 
-    from shoal.checkpoint.disk.store import Store
+    from shoal.checkpoint.disk.checkpoint_folder import CheckpointFolder
     from shoal.checkpoint.tools.conversion import reshard, total_bytes
     from shoal.checkpoint.tools.inspection import open_any
 
@@ -68,7 +68,7 @@ def reshard_command(
     console = Console(highlight=False)
     source = open_any(path)
     with _progress(console, "writing", total_bytes(source.tensors)) as progress:
-        written = reshard(source, Store(target), files, progress)
+        written = reshard(source, CheckpointFolder(target), files, progress)
     console.print(str(written), markup=False, soft_wrap=True)
 
 
@@ -130,7 +130,7 @@ def _progress(console: Console, what: str, total: int) -> Iterator[Callable[[int
         yield lambda count: bar.advance(task, count)
 
 
-def _show(console: Console, source: Source) -> None:
+def _show(console: Console, source: TensorSource) -> None:
     from rich.table import Table
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -139,7 +139,7 @@ def _show(console: Console, source: Source) -> None:
     console.print(table)
 
 
-def _facts(source: Source) -> Iterator[tuple[str, Any]]:
+def _facts(source: TensorSource) -> Iterator[tuple[str, Any]]:
     yield "path", source.folder
     if source.values.get("step") is not None:
         yield "step", source.values["step"]
@@ -157,7 +157,7 @@ def _facts(source: Source) -> Iterator[tuple[str, Any]]:
     yield "files", f"{len(source.files)}, {_size(total)}"
 
 
-def _kinds(source: Source) -> list[tuple[str, int, int]]:
+def _kinds(source: TensorSource) -> list[tuple[str, int, int]]:
     counts: dict[str, tuple[int, int]] = {}
     for key, record in source.tensors.items():
         kind = key.partition("/")[0]
@@ -166,7 +166,7 @@ def _kinds(source: Source) -> list[tuple[str, int, int]]:
     return [(f"{kind} state", *both) for kind, both in counts.items()]
 
 
-def _show_tensors(console: Console, source: Source) -> None:
+def _show_tensors(console: Console, source: TensorSource) -> None:
     from rich.table import Table
 
     table = Table("tensor", "dtype", "shape", "bytes", "slices")

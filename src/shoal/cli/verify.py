@@ -83,7 +83,7 @@ def _strategies(wanted: str) -> list[str]:
 
 def _check(reference: str, backend: str) -> None:
     from shoal.launch.joining.join import check_name
-    from shoal.verification.trial import REFERENCES
+    from shoal.verification.experiment import REFERENCES
 
     if reference not in REFERENCES:
         raise typer.BadParameter(

@@ -12,16 +12,14 @@ augmentation is as their own seeds say.
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
-from shoal.checkpoint.state import random_states
 from shoal.comm import Backend
 from shoal.errors import MismatchError
+from shoal.torch_support.random_state import RandomState
 
 T = TypeVar("T")
 _END: Any = object()
@@ -36,33 +34,29 @@ class Generators:
 
     def capture(self) -> Any:
         """Their states, for `restore`."""
-        common = (torch.get_rng_state(), np.random.get_state(), random.getstate())
-        return common, [each.get_state() for each in self.own]
+        return RandomState.capture(with_cuda=False), self.own_states()
 
     def restore(self, state: Any) -> None:
         """Puts all of them back."""
         self.restore_common(state)
-        for each, saved in zip(self.own, state[1], strict=True):
-            each.set_state(saved)
+        self.restore_own(state[1])
 
     def restore_common(self, state: Any) -> None:
         """Puts those back that everything draws from."""
-        torch_state, numpy_state, python_state = state[0]
-        torch.set_rng_state(torch_state)
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
+        state[0].restore()
 
     def to_plain(self) -> dict[str, Any]:
         """Their states as plain values, to be sent and saved."""
-        return {**random_states.capture(), "cuda": [], "own": self.own_states()}
+        common = RandomState.capture(with_cuda=False).to_plain()
+        return {**common, "own": self.own_states()}
 
     def own_states(self) -> list[torch.Tensor]:
-        """Those of the user's generators."""
+        """The states of the user's generators."""
         return [each.get_state() for each in self.own]
 
     def restore_plain(self, state: dict[str, Any]) -> None:
         """Takes over what `to_plain` gave."""
-        random_states.restore(state, num_saved=1, rank=0)
+        RandomState.from_plain(state).restore()
         self.restore_own(state["own"])
 
     def restore_own(self, states: Sequence[torch.Tensor]) -> None:
@@ -75,7 +69,7 @@ class Draws:
     """What is drawn for the order of one loader; see [Note: rank 0's draws]."""
 
     def __init__(self, generators: Sequence[torch.Generator], ranks: Backend) -> None:
-        """``ranks`` is everybody who iterates; all of them call it."""
+        """``ranks`` are all that iterate; all of them call it."""
         self._generators, self._ranks = Generators(generators), ranks.lane(self)
         self._is_resumed = False
         self.start: dict[str, Any] | None = None
@@ -107,12 +101,12 @@ class Draws:
 
     def compare(self, what: str, found: str) -> None:
         """Raises if ranks differ in what they are about to divide; every rank calls it."""
-        everybody = self._ranks.all_gather_object(found)
-        odd = [rank for rank, other in enumerate(everybody) if other != everybody[0]]
+        by_rank = self._ranks.all_gather_object(found)
+        odd = [rank for rank, other in enumerate(by_rank) if other != by_rank[0]]
         if odd:
             raise MismatchError(
                 f"the ranks would divide different data: {what} is another one on rank {odd[0]} "
-                f"than on rank 0 ({everybody[odd[0]]} and {everybody[0]}). A loader that shoal "
+                f"than on rank 0 ({by_rank[odd[0]]} and {by_rank[0]}). A loader that shoal "
                 "divides gives every rank the same batches, of which each takes its part: leave "
                 "the division to shoal, or divide the data yourself and do not pass the loader"
             )

@@ -19,8 +19,15 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from shoal.comm import Backend
-from shoal.data.batches import AgreedSampler, ItemsOfBatch, Part, Place, RankBatches, RowsOfBatch
 from shoal.data.draws import Draws
+from shoal.data.rank_batches import (
+    ItemsOfBatch,
+    Part,
+    Position,
+    RankBatches,
+    RowsOfBatch,
+    SameOrderSampler,
+)
 from shoal.errors import MismatchError
 from shoal.sampling import GlobalBatchSampler
 from shoal.strategies import ShardedModel
@@ -35,7 +42,7 @@ class DividedLoader(DataLoader[T]):
     """
 
     _draws: Draws
-    _place: Place
+    _position: Position
     _num_batches = 0
     """How many of the iteration under way were handed out."""
     _num_to_skip = 0
@@ -58,7 +65,7 @@ class DividedLoader(DataLoader[T]):
         if _is_stream(self):
             yield from islice(self._stream(begin), self._num_batches, None)
         else:
-            self._agreed.num_to_skip = self._num_batches
+            self._same_order.num_to_skip = self._num_batches
             yield from (batch.value if isinstance(batch, Part) else batch for batch in begin())
 
     def _stream(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -69,10 +76,10 @@ class DividedLoader(DataLoader[T]):
                 yield part.value
 
     @property
-    def _agreed(self) -> AgreedSampler:
+    def _same_order(self) -> SameOrderSampler:
         """What gives the indices."""
-        agreed: Any = self.sampler if self.batch_sampler is None else self.batch_sampler
-        return cast(AgreedSampler, agreed)
+        sampler: Any = self.sampler if self.batch_sampler is None else self.batch_sampler
+        return cast(SameOrderSampler, sampler)
 
     def __len__(self) -> int:
         """Batches of an epoch, the same on every rank."""
@@ -80,16 +87,16 @@ class DividedLoader(DataLoader[T]):
         if not _is_stream(self) or self.batch_size is None or self.drop_last:
             return length
         rest = len(self.dataset) % self.batch_size  # type: ignore[arg-type]
-        return length - (0 < rest < self._place.size)
+        return length - (0 < rest < self._position.size)
 
     def state_dict(self) -> dict[str, Any]:
         """Where in the data training is, the same on every rank; for `shoal.save` as ``sampler``.
 
-        What workers have fetched ahead and nobody was given does not count.
+        What workers have fetched ahead and was not handed out does not count.
         """
         num_batches = self._num_to_skip or self._num_batches
         if not _is_stream(self) and not self._num_to_skip:
-            num_batches = self._agreed.num_drawn(num_batches)
+            num_batches = self._same_order.num_drawn(num_batches)
         return {
             "batches": num_batches,
             "batch_size": self.batch_size,
@@ -135,24 +142,26 @@ def _divide(loader: DataLoader[T], model: ShardedModel) -> DataLoader[T]:
     if _is_divided(loader, model.data_group):
         return loader
     _check_alike(loader, model.all_ranks)
-    place = Place(model.data_group.rank, model.data_group.size)
+    position = Position(model.data_group.rank, model.data_group.size)
     draws = Draws(_generators(loader), model.all_ranks)
     divided = copy.copy(loader)
     divided.__class__ = _divided_class(cast(Any, type(loader)))
-    changes = {"_draws": draws, "_place": place, "_iterator": None}
-    vars(divided).update(changes | _changes(loader, draws, place))  # setattr refuses some of them
+    changes = {"_draws": draws, "_position": position, "_iterator": None}
+    vars(divided).update(
+        changes | _changes(loader, draws, position)
+    )  # setattr refuses some of them
     return divided
 
 
-def _changes(loader: DataLoader[Any], draws: Draws, place: Place) -> dict[str, Any]:
+def _changes(loader: DataLoader[Any], draws: Draws, position: Position) -> dict[str, Any]:
     """Which attributes a divided loader has another of."""
     if _is_stream(loader):
         kind = RowsOfBatch if loader.batch_size is None else ItemsOfBatch
-        return {"collate_fn": kind(loader.collate_fn, place)}
+        return {"collate_fn": kind(loader.collate_fn, position)}
     if loader.batch_sampler is not None:
-        return {"batch_sampler": RankBatches(loader.batch_sampler, draws, place)}
-    rows = RowsOfBatch(loader.collate_fn, place)
-    return {"sampler": AgreedSampler(loader.sampler, draws), "collate_fn": rows}
+        return {"batch_sampler": RankBatches(loader.batch_sampler, draws, position)}
+    rows = RowsOfBatch(loader.collate_fn, position)
+    return {"sampler": SameOrderSampler(loader.sampler, draws), "collate_fn": rows}
 
 
 def _is_stream(loader: DataLoader[Any]) -> bool:
@@ -166,7 +175,7 @@ def _divided_class(kind: Any) -> Any:
 
 
 def _is_divided(loader: DataLoader[Any], data: Backend) -> bool:
-    """Whether somebody has done it, over as many ranks as see different data."""
+    """Whether it is divided already, over as many ranks as see different data."""
     if isinstance(loader, DividedLoader):
         return True
     batches: Any = loader.batch_sampler

@@ -131,7 +131,7 @@ class ParameterAnalyzer:
 
 
 def _layers(model: nn.Module, kind_of: Callable[[nn.Parameter], _Kind]) -> Iterator[ParameterGroup]:
-    """Each module's own parameters, by kind; a tied one at each of its places."""
+    """Each module's own parameters, by kind; a tied one in each module that has it."""
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in model.modules():
         kinds: dict[_Kind, list[nn.Parameter]] = {}
@@ -167,12 +167,12 @@ def _used_by_several(
 ) -> dict[str, nn.Parameter]:
     """Parameters that occur in layers of more than one group."""
     group_of = {name: number for number, group in enumerate(groups) for name in group.names}
-    places: dict[str, int] = {}
+    counts: dict[str, int] = {}
     users: dict[str, nn.Parameter] = {}
     for layer in layers:
         for name, parameter in zip(layer.names, layer.parameters, strict=True):
-            places[name] = places.get(name, 0) + 1
-            if places[name] > 1 and len(groups[group_of[name]].names) > 1:
+            counts[name] = counts.get(name, 0) + 1
+            if counts[name] > 1 and len(groups[group_of[name]].names) > 1:
                 users[name] = parameter
     return users
 

@@ -1,4 +1,4 @@
-"""Which elements of a full tensor somebody holds, and what two holders have in common.
+"""Which elements of a full tensor a rank holds, and what two extents have in common.
 
 [Note: extents]
 A rank holds a tensor-parallel part of a full tensor, or all of it; of that part, flattened, it owns
@@ -89,10 +89,10 @@ class Extent:
             return _array(0), _array(0), _array(0)
         firsts = np.array([start for start, _ in split.runs], np.int64) * inner
         lengths = np.array([stop - start for start, stop in split.runs], np.int64) * inner
-        places = np.cumsum(lengths) - lengths
+        run_starts = np.cumsum(lengths) - lengths
         rows = np.arange(self.start // row, -(-self.stop // row), dtype=np.int64)[:, None]
         full = (rows * full_row + firsts).ravel()
-        own = (rows * row + places).ravel() - self.start
+        own = (rows * row + run_starts).ravel() - self.start
         sizes = np.tile(lengths, len(rows))
         before = np.clip(-own, 0, sizes)
         behind = np.clip(own + sizes - self.num_elements, 0, sizes - before)

@@ -13,7 +13,7 @@ _ALIGNMENT_BYTES = 128
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one parameter in its group's buffer, in elements."""
+    """Where one parameter lies in its group's buffer, in elements."""
 
     name: str
     shape: torch.Size
@@ -21,12 +21,12 @@ class Slot:
 
     @property
     def stop(self) -> int:
-        """Where the next begins."""
+        """Where the parameter ends."""
         return self.start + self.shape.numel()
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Where it begins and ends."""
+        """Where the parameter begins and ends."""
         return self.start, self.stop
 
 
@@ -48,7 +48,7 @@ class GroupLayout:
     The buffer may be longer than its parameters; what is beyond them never leaves the layout.
 
     Attributes:
-        slots: The parameters' places.
+        slots: Where the parameters lie.
         bounds: Where each rank's slice begins, and at the end the length of the buffer.
 
     Example:
@@ -118,7 +118,7 @@ def _in_a_row(shapes: Sequence[tuple[str, torch.Size]]) -> tuple[Slot, ...]:
 
 
 def balanced_owners(sizes: Sequence[int], num_ranks: int, load: list[int]) -> list[int]:
-    """An owner for each parameter, the largest first to whoever has the least.
+    """An owner for each parameter, the largest first, to the rank that has the least.
 
     ``load`` is what each rank has already; it is brought up to date.
     """

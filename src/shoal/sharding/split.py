@@ -32,7 +32,7 @@ class Split:
 
     @property
     def local_shape(self) -> torch.Size:
-        """Of what the rank holds."""
+        """The shape of what the rank holds."""
         sizes = list(self.shape)
         sizes[self.dim] = sum(stop - start for start, stop in self.runs)
         return torch.Size(sizes)

@@ -350,6 +350,10 @@ class ShardedModel(ModuleWrapper):
                 if start < stop or (start == stop == slot.start and not slot.shape.numel()):
                     yield Held(slot.name, extent, group.master[start - low : stop - low])
 
+    def held_dtypes(self) -> dict[str, torch.dtype]:
+        """What optimizers step this rank's parameters in, by name: the dtype of `held`."""
+        return {name: group.master_dtype for group in self.engine.groups for name in group.names}
+
     @contextlib.contextmanager
     def receiving(self) -> Iterator[None]:
         """Inside, what `held` gives may be written to; afterwards every rank has the new values."""

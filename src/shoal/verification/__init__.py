@@ -1,8 +1,8 @@
 """Does distributed training give what one process gives? Trains both, and compares."""
 
-from shoal.verification.judge import Difference
+from shoal.verification.comparison import Difference
+from shoal.verification.experiment import Experiment
 from shoal.verification.report import Report
-from shoal.verification.trial import Trial
-from shoal.verification.verdict import hold
+from shoal.verification.running import verify_experiment
 
-__all__ = ["Difference", "Report", "Trial", "hold"]
+__all__ = ["Difference", "Experiment", "Report", "verify_experiment"]

@@ -1,4 +1,4 @@
-"""What came out of a trial, for people and for programs."""
+"""What came out of an experiment, for people and for programs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from shoal.errors import ShoalError
-from shoal.verification.judge import Difference
+from shoal.verification.comparison import Difference
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Report:
         backend: Over what.
         reference: "batch" or "split".
         steps: How many steps were asked for.
-        tolerance: What an element may be off by; see `Judge`.
+        tolerance: What an element may be off by; see `Comparison`.
         difference: The first one, or None.
         cause: The likely reason for it; empty without a difference.
         largest: The largest difference of an element seen, by kind.

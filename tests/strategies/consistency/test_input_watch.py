@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 import pools
 import shoal
-from shoal.torch_support.fingerprint import fingerprint
 
 
 def train(case: str, strategy: str = "ddp", options: dict | None = None) -> None:
@@ -144,23 +143,3 @@ def test_it_costs_nothing_after_the_first_steps() -> None:
 
     for second, third in pools.Team("memory", 2).run(look):
         assert second == third
-
-
-@pytest.mark.parametrize(
-    ("left", "right", "is_same"),
-    [
-        (torch.ones(3), torch.ones(3), True),
-        (torch.ones(3), torch.ones(3, 1), False),
-        (torch.ones(3), torch.ones(3).double(), False),
-        (torch.zeros(1 << 18), torch.arange(1 << 18) % 7 / 7, False),
-        ({"a": torch.ones(2), "b": 3}, {"a": torch.ones(2), "b": 4}, False),
-        ([torch.ones(2), "text"], [torch.ones(2), "text"], True),
-        (torch.ones(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16), False),
-    ],
-)  # fmt: skip
-def test_fingerprints(left, right, is_same) -> None:
-    assert (fingerprint(left) == fingerprint(right)) is is_same
-
-
-def test_nothing_to_look_at() -> None:
-    assert fingerprint(()) == fingerprint([object()]) == fingerprint(torch.empty(0)) == ""

@@ -19,7 +19,7 @@ from shoal.errors import MismatchError
 from shoal.optim import PAIRS
 from shoal.optim.stepping.hyperparameters import Hyperparameters
 from shoal.strategies.consistency import drift
-from shoal.torch_support.checksum import checksum
+from shoal.torch_support.fingerprint import checksum
 from strategies.loops import distinct, local, seeded, wrapped
 from strategies.models import OddMLP
 

@@ -1,12 +1,13 @@
 """All that checkpoints ever do to a disk, as one small interface.
 
-Every write, sync and rename goes through here, so a test can put a disk of its own in its place
-that fills up, fails, or loses power at any moment.
+Every write, sync and rename goes through `FileSystem`, so a test can pass one that fills up, fails,
+or loses power at any moment.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import stat
@@ -14,12 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from shoal.checkpoint.disk import removal as letting_go
+from shoal.checkpoint.disk import removal
 from shoal.system import libc
 
 Buffer = memoryview | bytes
 # As much is written before the disk begins with it, so that there is little to wait for in the end.
 _EARLY_BYTES = 1 << 24
+_FALLOC_FL_KEEP_SIZE = 1
+_SYNC_FILE_RANGE_WRITE = 2
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Writing(Protocol):
@@ -39,14 +43,14 @@ class Writing(Protocol):
 
 
 class Reading(Protocol):
-    """A file that is read from any place."""
+    """A file that is read from any offset."""
 
     @property
     def num_bytes(self) -> int:
         """Its size when it was opened."""
 
-    def read_into(self, place: int, target: memoryview) -> int:
-        """Fills ``target`` from a place on; returns how many bytes there were."""
+    def read_into(self, offset: int, target: memoryview) -> int:
+        """Fills ``target`` from an offset on; returns how many bytes there were."""
 
     def close(self) -> None:
         """Ends it. Twice is fine."""
@@ -97,10 +101,10 @@ class FileSystem:
 
     def remove_folder_with(self, path: Path, files: Sequence[Path]) -> None:
         """Removes a folder and the files in it: names now, what they take up in the background."""
-        with letting_go.held(files):
+        with removal.kept_open(files):
             for file in files:
                 self.remove_file(file)
-            with contextlib.suppress(OSError):  # network file systems keep names of what is held
+            with contextlib.suppress(OSError):  # network file systems keep the names of open files
                 self.remove_folder(path)
         if self.is_folder(path):
             self.settle()
@@ -108,13 +112,13 @@ class FileSystem:
 
     def settle(self) -> None:
         """Returns once what was removed has given its room back."""
-        letting_go.wait()
+        removal.wait()
 
     def lock(self, path: Path) -> Callable[[], None]:
         """Locks a folder until the process ends; returns what gives the lock back.
 
         Raises:
-            BlockingIOError: If somebody else has it.
+            BlockingIOError: If another process or thread has it.
         """
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -136,14 +140,14 @@ class FileSystem:
             return []
 
     def is_folder(self, path: Path) -> bool:
-        """Whether it is a folder itself, not a link to one."""
+        """Whether a path is a folder itself, not a link to one."""
         try:
             return stat.S_ISDIR(os.lstat(path).st_mode)
         except (FileNotFoundError, NotADirectoryError):
             return False
 
     def is_file(self, path: Path) -> bool:
-        """Whether it is a file itself, not a link to one."""
+        """Whether a path is a file itself, not a link to one."""
         try:
             return stat.S_ISREG(os.lstat(path).st_mode)
         except (FileNotFoundError, NotADirectoryError):
@@ -171,7 +175,7 @@ DISK = FileSystem()
 
 
 def _unlock(descriptor: int) -> None:
-    """Said aloud: children of this process may have the file open as well."""
+    """Unlocks explicitly: a forked child may have the descriptor, so closing is not enough."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
@@ -217,10 +221,10 @@ class _ReadFile:
             self.close()
             raise OSError(f"{path} is no plain file")
 
-    def read_into(self, place: int, target: memoryview) -> int:
+    def read_into(self, offset: int, target: memoryview) -> int:
         done = 0
         while done < len(target):
-            count = os.preadv(self._descriptor, [target[done:]], place + done)
+            count = os.preadv(self._descriptor, [target[done:]], offset + done)
             if not count:
                 break
             done += count
@@ -230,6 +234,10 @@ class _ReadFile:
         if self._descriptor >= 0:
             descriptor, self._descriptor = self._descriptor, -1
             os.close(descriptor)
+
+
+# Hints to Linux that Python's `os` does not have. Where the system or the file system does not know
+# them, nothing happens.
 
 
 @contextlib.contextmanager

@@ -1,9 +1,8 @@
-"""Files that are removed: the system has much to let go of, and nobody needs to wait for it.
+"""Removes files without waiting for the system to free what they occupy.
 
-Removing a large file takes the system a while: pages of memory and blocks on the disk are freed one
-after the other, and it waits for the disk in between. But a file that somebody holds is only freed
-when that one lets go. So we hold what is removed, and let go of it in a thread: names are gone at
-once, and training goes on.
+Freeing a large file takes the system a while: memory pages and disk blocks are freed one after the
+other. But a file that is open is freed only when it is closed. So files are opened before their
+names are removed, and a thread closes them: the names are gone at once, and training goes on.
 """
 
 from __future__ import annotations
@@ -16,61 +15,61 @@ from itertools import islice
 from pathlib import Path
 
 # A process may open only so many files.
-_MOST_HELD = 32
+_MOST_OPEN = 32
 
-_held: set[int] = set()
+_open: set[int] = set()
 _threads: set[threading.Thread] = set()
 
 
 @contextlib.contextmanager
-def held(paths: Sequence[Path]) -> Iterator[None]:
-    """Inside, these files can be removed quickly; afterwards they are let go of."""
-    descriptors = [held for path in islice(paths, _MOST_HELD) if (held := _hold(path)) is not None]
+def kept_open(paths: Sequence[Path]) -> Iterator[None]:
+    """Inside, removing these files is quick; a thread closes them afterwards."""
+    opened = [_open_any(path) for path in islice(paths, _MOST_OPEN)]
     try:
         yield
     finally:
-        _let_go_aside(descriptors)
+        _close_in_thread([descriptor for descriptor in opened if descriptor is not None])
 
 
 def wait() -> None:
-    """Returns once everything is let go of."""
+    """Returns once all files are closed."""
     for thread in list(_threads):
         thread.join()
         _threads.discard(thread)
 
 
-def _hold(path: Path) -> int | None:
-    """Whatever it is: it is not opened, and a link is not followed."""
-    with contextlib.suppress(OSError, AttributeError):  # other systems than Linux
+def _open_any(path: Path) -> int | None:
+    """Opens a file, link or pipe only as a name: nothing is followed or waited for."""
+    with contextlib.suppress(OSError, AttributeError):  # systems other than Linux
         descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-        _held.add(descriptor)
+        _open.add(descriptor)
         return descriptor
     return None
 
 
-def _let_go_aside(descriptors: Sequence[int]) -> None:
+def _close_in_thread(descriptors: Sequence[int]) -> None:
     if not descriptors:
         return
-    thread = threading.Thread(target=_let_go, args=(descriptors,), name="shoal-free", daemon=True)
+    thread = threading.Thread(target=_close, args=(descriptors,), name="shoal-free", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # there are no more threads to be had
-        _let_go(descriptors)
+    except RuntimeError:  # the process may not start more threads
+        _close(descriptors)
     else:
-        _threads.add(thread)  # only now: one that has not started cannot be waited for
+        _threads.add(thread)  # only now: a thread that has not started cannot be joined
 
 
-def _let_go(descriptors: Sequence[int]) -> None:
+def _close(descriptors: Sequence[int]) -> None:
     for descriptor in descriptors:
-        _held.discard(descriptor)  # before: its number may be another file's afterwards
+        _open.discard(descriptor)  # first: once closed, the number may be another file's
         os.close(descriptor)
 
 
-def _forget() -> None:
-    """In a child: what it has inherited would keep the room taken for as long as it lives."""
+def _close_in_child() -> None:
+    """Descriptors that a forked child inherits would keep the files' room for its lifetime."""
     _threads.clear()
-    while _held:
-        os.close(_held.pop())
+    while _open:
+        os.close(_open.pop())
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_close_in_child)

@@ -5,7 +5,7 @@ A chunk is a matrix of 32-bit numbers, 512 to a row. Its checksum is made of the
 and of its rows, all modulo 2**32. What changes one number changes one of both; only if four or more
 change so that every row and every column comes to the same as before, no sum shows it. The sums
 are a hundredth of the data, and 64 bits of their sha256 are kept.
-It guards against accidents. Whoever can change files on purpose can change checksums as well.
+It guards against accidents. Files that are changed on purpose can get new checksums as well.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CHUNK_BYTES = 1 << 18
 """How many bytes of a slice one checksum covers."""
 
 DIGITS = 16
-"""Of a checksum in hexadecimal."""
+"""How many hexadecimal digits a checksum has."""
 
 _WORD = np.dtype("<u4")
 _ROW_WORDS = 512
@@ -43,8 +43,8 @@ def checksum(chunk: memoryview | bytes) -> int:
 
 def chunks(block: memoryview) -> Iterator[memoryview]:
     """What one checksum each covers."""
-    for place in range(0, len(block), CHUNK_BYTES):
-        yield block[place : place + CHUNK_BYTES]
+    for start in range(0, len(block), CHUNK_BYTES):
+        yield block[start : start + CHUNK_BYTES]
 
 
 def num_chunks(num_bytes: int) -> int:

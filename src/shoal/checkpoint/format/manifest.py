@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -74,7 +74,7 @@ class TensorRecord:
 
     @property
     def num_bytes(self) -> int:
-        """Of the full tensor."""
+        """The size of the full tensor."""
         return self.shape.numel() * self.dtype.itemsize
 
 
@@ -93,19 +93,6 @@ class Manifest:
     tensors: Mapping[str, TensorRecord]
     values: Mapping[str, Any] = field(default_factory=dict)
     written_by: Mapping[str, Any] = field(default_factory=dict)
-
-    def encode(self) -> bytes:
-        """As bytes of a file."""
-        content = {
-            "format": FORMAT,
-            "version": VERSION,
-            "written_by": self.written_by,
-            "chunk_bytes": CHUNK_BYTES,
-            "files": [_file_json(record) for record in self.files],
-            "tensors": {key: _tensor_json(record) for key, record in self.tensors.items()},
-            "values": self.values,
-        }
-        return signed(strict_json.encode(content))
 
     @classmethod
     def parse(cls, data: bytes) -> Manifest:
@@ -156,39 +143,60 @@ def checked(data: bytes) -> bytes:
 # To JSON ------------------------------------------------------------------------------------
 
 
-def _file_json(record: FileRecord) -> dict[str, Any]:
-    return {
-        "name": record.name,
-        "bytes": record.num_bytes,
-        "sha256": record.sha256,
-        "header_crc32": f"{record.header_crc32:08x}",
+Content = dict[str, Any]
+"""The files and tensors of a manifest as plain data, of a whole checkpoint or a part of it."""
+
+
+def content_of(file: FileRecord, slices: Sequence[tuple[str, torch.dtype, SliceRecord]]) -> Content:
+    """What one file holds: slices, with the key and dtype of the tensor that each is a part of."""
+    tensors: dict[str, Any] = {}
+    for key, dtype, each in slices:
+        about = {"dtype": dtype_name(dtype), "shape": list(each.extent.shape), "slices": []}
+        tensors.setdefault(key, about)["slices"].append(_slice_json(each))
+    about_file = {
+        "name": file.name,
+        "bytes": file.num_bytes,
+        "sha256": file.sha256,
+        "header_crc32": f"{file.header_crc32:08x}",
     }
+    return {"files": [about_file], "tensors": tensors}
 
 
-def _tensor_json(record: TensorRecord) -> dict[str, Any]:
+def joined(parts: Sequence[Content], keys: Iterable[str]) -> Content:
+    """What all files hold between them, with the tensors in the order of ``keys``."""
+    files: list[Any] = []
+    tensors: dict[str, Any] = {}
+    for part in parts:
+        for key, record in part["tensors"].items():
+            slices = tensors.setdefault(key, {**record, "slices": []})["slices"]
+            slices += [{**each, "file": each["file"] + len(files)} for each in record["slices"]]
+        files += part["files"]
+    return {"files": files, "tensors": {key: tensors[key] for key in keys}}
+
+
+def encode(content: Content, values: Mapping[str, Any], written_by: Mapping[str, Any]) -> bytes:
+    """The bytes of a manifest's file, as `Manifest.parse` takes them."""
+    about = {"format": FORMAT, "version": VERSION, "chunk_bytes": CHUNK_BYTES}
+    rest = {"written_by": written_by, **content, "values": values}
+    return signed(strict_json.encode(about | rest))
+
+
+def _slice_json(record: SliceRecord) -> dict[str, Any]:
     return {
-        "dtype": dtype_name(record.dtype),
-        "shape": list(record.shape),
-        "slices": [slice_json(each) for each in record.slices],
-    }
-
-
-def slice_json(record: SliceRecord) -> dict[str, Any]:
-    """One slice; its shape is the tensor's."""
-    about: dict[str, Any] = {
         "file": record.file,
         "key": record.key,
-        "elements": [record.extent.start, record.extent.stop],
+        **extent_json(record.extent),
         "checksums": "".join(f"{each:0{DIGITS}x}" for each in record.checksums),
     }
-    if record.extent.split is not None:
-        about["split"] = split_json(record.extent.split)
+
+
+def extent_json(extent: Extent) -> dict[str, Any]:
+    """Which elements of a tensor; its shape is not repeated."""
+    about: dict[str, Any] = {"elements": [extent.start, extent.stop]}
+    if extent.split is not None:
+        runs = [list(run) for run in extent.split.runs]
+        about["split"] = {"dim": extent.split.dim, "runs": runs}
     return about
-
-
-def split_json(split: Split) -> dict[str, Any]:
-    """Which indices of which dimension."""
-    return {"dim": split.dim, "runs": [list(run) for run in split.runs]}
 
 
 # From JSON ----------------------------------------------------------------------------------
@@ -219,11 +227,10 @@ def _parse_file(about: Any) -> FileRecord:
     return FileRecord(name, num_bytes, sha256, int(crc, 16))
 
 
-def parse_checksums(text: Any) -> tuple[int, ...]:
-    """A number of hexadecimal digits for each."""
+def _parse_checksums(text: Any) -> tuple[int, ...]:
     if not isinstance(text, str) or not _HEX.fullmatch(text) or len(text) % DIGITS:
         raise ValueError("checksums must be hexadecimal")
-    return tuple(int(text[place : place + DIGITS], 16) for place in range(0, len(text), DIGITS))
+    return tuple(int(text[i : i + DIGITS], 16) for i in range(0, len(text), DIGITS))
 
 
 def _parse_tensor(key: str, about: Any, num_files: int) -> TensorRecord:
@@ -273,24 +280,24 @@ def _parse_slice(about: Any, shape: torch.Size, dtype: torch.dtype, num_files: i
     file, key = about.get("file"), about.get("key")
     if not is_count(file) or file >= num_files or not isinstance(key, str):
         raise ValueError("a slice has no proper file and key")
-    split = None if "split" not in about else parse_split(about["split"], shape)
-    extent = parse_extent(about.get("elements"), shape, split)
-    found = parse_checksums(about.get("checksums"))
+    extent = parse_extent(about, shape)
+    found = _parse_checksums(about.get("checksums"))
     if len(found) != num_chunks(extent.num_elements * dtype.itemsize):
         raise ValueError(f"a slice of {extent.num_elements} elements has {len(found)} checksums")
     return SliceRecord(extent, file, key, found)
 
 
-def parse_extent(elements: Any, shape: torch.Size, split: Split | None) -> Extent:
-    """From where to where, in the tensor or its part."""
+def parse_extent(about: Mapping[str, Any], shape: torch.Size) -> Extent:
+    """The inverse of `extent_json`."""
+    elements = about.get("elements")
+    split = None if "split" not in about else _parse_split(about["split"], shape)
     whole = Extent.whole(shape, split)
-    is_pair = isinstance(elements, list) and len(elements) == 2 and all(map(is_count, elements))
-    if not is_pair or not elements[0] <= elements[1] <= whole.stop:
+    if not _is_run(elements, whole.stop):
         raise ValueError(f"elements {str(elements)[:50]} are not in a part of {whole.stop}")
     return whole.narrowed(*elements)
 
 
-def parse_split(about: Any, shape: torch.Size) -> Split:
+def _parse_split(about: Any, shape: torch.Size) -> Split:
     """A tensor-parallel part: its indices are in the tensor, and none is there twice."""
     dim = about.get("dim") if isinstance(about, dict) else None
     if not is_count(dim) or dim >= len(shape):
@@ -304,6 +311,6 @@ def parse_split(about: Any, shape: torch.Size) -> Split:
     return Split(shape, dim, tuple((start, stop) for start, stop in runs))
 
 
-def _is_run(run: Any, size: int) -> bool:
+def _is_run(run: Any, size: int) -> TypeGuard[list[int]]:
     is_pair = isinstance(run, list) and len(run) == 2 and all(map(is_count, run))
     return is_pair and run[0] <= run[1] <= size

@@ -22,7 +22,7 @@ _ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
-class Entry:
+class HeaderEntry:
     """One tensor of a file.
 
     Attributes:
@@ -43,13 +43,17 @@ def encode(
 ) -> bytes:
     """The header of a file that holds these tensors in this order, with its length in front."""
     content: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    place = 0
+    offset = 0
     for name, dtype, shape in tensors:
         num_bytes = prod(shape) * dtype.itemsize
         code = code_of(dtype)
         stored = [num_bytes] if code == BYTES_CODE and dtype is not torch.uint8 else list(shape)
-        content[name] = {"dtype": code, "shape": stored, "data_offsets": [place, place + num_bytes]}
-        place += num_bytes
+        content[name] = {
+            "dtype": code,
+            "shape": stored,
+            "data_offsets": [offset, offset + num_bytes],
+        }
+        offset += num_bytes
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(PREFIX_BYTES, "little") + text
@@ -69,7 +73,7 @@ def header_bytes(prefix: bytes, file_bytes: int) -> int:
     return PREFIX_BYTES + length
 
 
-def decode(header: bytes, file_bytes: int) -> dict[str, Entry]:
+def decode(header: bytes, file_bytes: int) -> dict[str, HeaderEntry]:
     """The tensors of a file of that size, from the file's first bytes.
 
     Raises:
@@ -86,7 +90,7 @@ def decode(header: bytes, file_bytes: int) -> dict[str, Entry]:
     return entries
 
 
-def _entry(name: str, about: Any, base: int) -> Entry:
+def _entry(name: str, about: Any, base: int) -> HeaderEntry:
     if not isinstance(about, dict) or about.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"tensor {name[:200]!r} needs a dtype, a shape and data_offsets")
     shape, offsets = about["shape"], about["data_offsets"]
@@ -100,17 +104,17 @@ def _entry(name: str, about: Any, base: int) -> Entry:
         raise ValueError(
             f"tensor {name[:200]!r} of shape {str(shape)[:100]} cannot have {end - begin} bytes"
         )
-    return Entry(dtype, tuple(shape), base + begin, base + end)
+    return HeaderEntry(dtype, tuple(shape), base + begin, base + end)
 
 
-def _check_gapless(entries: Mapping[str, Entry], base: int, file_bytes: int) -> None:
-    place = base
+def _check_gapless(entries: Mapping[str, HeaderEntry], base: int, file_bytes: int) -> None:
+    offset = base
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if entry.begin != place:
+        if entry.begin != offset:
             raise ValueError(
                 f"tensor {name[:200]!r} begins at byte {entry.begin}, not where the one before "
-                f"ends, at {place}"
+                f"ends, at {offset}"
             )
-        place = entry.end
-    if place != file_bytes:
-        raise ValueError(f"the tensors end at byte {place}, the file at {file_bytes}")
+        offset = entry.end
+    if offset != file_bytes:
+        raise ValueError(f"the tensors end at byte {offset}, the file at {file_bytes}")

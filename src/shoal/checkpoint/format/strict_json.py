@@ -6,22 +6,22 @@ import json
 from collections import Counter
 from typing import Any, NoReturn, TypeGuard
 
-# Lists and objects take ten times the memory of their shortest text. What shoal and safetensors
-# write has longer ones.
-_BYTES_A_CONTAINER = 6
-_FREE_CONTAINERS = 256
+# A list or object takes up to twenty times the memory of its shortest text, "[],". So many of them
+# are harmless; more must have something in them.
+_HARMLESS_CONTAINERS = 1 << 20
+_LEAST_BYTES_PER_CONTAINER = 6
 _MOST_DIGITS = 400
 
 
 def encode(value: Any) -> bytes:
-    """A JSON text that `parse` takes: many short lists are made up for with spaces at the end."""
+    """A JSON text that `parse` takes.
+
+    Raises:
+        ValueError: If `parse` would refuse it.
+    """
     text = json.dumps(value, allow_nan=False).encode()
-    missing = _BYTES_A_CONTAINER * _num_containers(text) - len(text)
-    return text[:-1] + b" " * max(missing, 0) + text[-1:]
-
-
-def _num_containers(data: bytes) -> int:
-    return data.count(b"[") + data.count(b"{")
+    _check_containers(text)
+    return text
 
 
 def parse(data: bytes) -> Any:
@@ -30,9 +30,7 @@ def parse(data: bytes) -> Any:
     Raises:
         ValueError: If it is none, or is not what honest writers write.
     """
-    containers = _num_containers(data)
-    if containers > _FREE_CONTAINERS + len(data) // _BYTES_A_CONTAINER:
-        raise ValueError(f"{containers} lists and objects in {len(data)} bytes")
+    _check_containers(data)
     try:
         return json.loads(
             data.decode("utf-8"),
@@ -45,8 +43,16 @@ def parse(data: bytes) -> Any:
 
 
 def is_count(value: Any) -> TypeGuard[int]:
-    """Whether it can be a size or a position."""
+    """Whether a value can be a size or an offset."""
     return type(value) is int and 0 <= value < 2**63
+
+
+def _check_containers(data: bytes) -> None:
+    count = data.count(b"[") + data.count(b"{")
+    if count > max(_HARMLESS_CONTAINERS, len(data) // _LEAST_BYTES_PER_CONTAINER):
+        raise ValueError(
+            f"{count} lists and objects with next to nothing in them; a tensor has room for that"
+        )
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

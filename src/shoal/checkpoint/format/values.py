@@ -55,7 +55,7 @@ def encode(value: Any, path: str, put: TensorSink) -> Any:
     if isinstance(value, Mapping):
         return _encode_mapping(value, path, put)
     if isinstance(value, list | tuple | set | frozenset):
-        items = [encode(item, f"{path}/{place}", put) for place, item in enumerate(value)]
+        items = [encode(item, f"{path}/{index}", put) for index, item in enumerate(value)]
         if isinstance(value, list):
             return items
         return {"$tuple" if isinstance(value, tuple) else "$set": items}
@@ -103,8 +103,8 @@ def _encode_mapping(value: Mapping[Any, Any], path: str, put: TensorSink) -> Any
     if is_plain and not isinstance(value, Counter):
         return {str(key): encode(item, f"{path}/{key}", put) for key, item in value.items()}
     pairs = [
-        [encode(key, f"{path}/{place}k", put), encode(item, f"{path}/{place}", put)]
-        for place, (key, item) in enumerate(value.items())
+        [encode(key, f"{path}/{index}k", put), encode(item, f"{path}/{index}", put)]
+        for index, (key, item) in enumerate(value.items())
     ]
     return {"$counter" if isinstance(value, Counter) else "$dict": pairs}
 

@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.checkpoint.format import values
-from shoal.checkpoint.load.reading import read_tensors
-from shoal.checkpoint.load.source import Source
-from shoal.checkpoint.state import optimizer_state
+from shoal.checkpoint.load.slice_reader import read_tensors
+from shoal.checkpoint.load.tensor_source import TensorSource
+from shoal.checkpoint.state import model_state, training_state
 from shoal.errors import CheckpointMismatchError
 from shoal.optim.state.reception import Reception
 from shoal.sharding.holding import FullState
@@ -32,7 +32,7 @@ class OptimizerLoading:
         new: Names of parameters that are not those of the checkpoint: they keep their state.
     """
 
-    source: Source
+    source: TensorSource
     saved: Mapping[str, Any]
     number: int
     strict: bool
@@ -42,17 +42,18 @@ class OptimizerLoading:
     def receive(self, optimizer: Optimizer, model: nn.Module) -> Reception:
         """Makes room for the state."""
         self._check_class(optimizer)
-        groups = optimizer_state.held_groups(optimizer, model)
+        groups = training_state.held_groups(optimizer, model)
         known = {name for group in self.saved["groups"] for name in group["parameters"]}
         tensors = read_tensors(self.source, values.references(self._shared_of(groups)))
+        dtypes = model_state.held_dtypes(model)
         states = {
-            name: self._full_state(name, tensors, _dtype_of(model, name))
+            name: self._full_state(name, tensors, dtypes[name])
             for names, _ in groups
             for name in names
             if self._saved_name(name) in known and name not in self.new
         }
-        options = [self._options(place, names, own) for place, (names, own) in enumerate(groups)]
-        return optimizer_state.receive(optimizer, model, states, options, _streams(self.saved))
+        options = [self._options(which, *group) for which, group in enumerate(groups)]
+        return training_state.receive(optimizer, model, states, options, _streams(self.saved))
 
     def _saved_name(self, name: str) -> str:
         return self.ties.get(name, name)
@@ -62,14 +63,14 @@ class OptimizerLoading:
         return f"optimizer/{self.number}/{self._saved_name(name)}/{state_key}"
 
     def _check_class(self, optimizer: Optimizer) -> None:
-        wanted, found = optimizer_state.class_name(optimizer), self.saved["class"]
+        wanted, found = training_state.class_name(optimizer), self.saved["class"]
         if self.strict and found != wanted:
             raise CheckpointMismatchError(
                 f"{self.source.folder} has the state of {found} where {wanted} is to be loaded; "
                 "pass strict=False if one can go on with the other's state"
             )
 
-    def _shared_of(self, groups: optimizer_state.Groups) -> list[Any]:
+    def _shared_of(self, groups: training_state.Groups) -> list[Any]:
         names = {self._saved_name(name) for own, _ in groups for name in own}
         states = [about["shared"] for name, about in self.saved["state"].items() if name in names]
         return [states, [group["options"] for group in self.saved["groups"]]]
@@ -89,19 +90,19 @@ class OptimizerLoading:
             dtypes[key] = dtype if follows else found
         return FullState(dtypes, values.decode(about["shared"], tensors))
 
-    def _options(self, place: int, names: list[str], own: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _options(self, index: int, names: list[str], own: Mapping[str, Any]) -> Mapping[str, Any]:
         """Hyperparameters of the saved group that has these parameters."""
         groups = self.saved["groups"]
         members = {name: which for which, own in enumerate(groups) for name in own["parameters"]}
         found = {members[self._saved_name(n)] for n in names if self._saved_name(n) in members}
         if len(found) > 1:
             raise CheckpointMismatchError(
-                f"parameter group {place} of the optimizer has parameters of the groups "
+                f"parameter group {index} of the optimizer has parameters of the groups "
                 f"{sorted(found)} of {self.source.folder}: build it with the same groups"
             )
-        if not found and (names or place >= len(groups)):
+        if not found and (names or index >= len(groups)):
             return own  # all of its parameters are new
-        which = found.pop() if found else place
+        which = found.pop() if found else index
         options = values.decode(groups[which]["options"], self._option_tensors(groups[which]))
         if not isinstance(options, dict) or "params" in options:
             raise ValueError("hyperparameters must be a dict")
@@ -112,21 +113,9 @@ class OptimizerLoading:
 
 
 def _streams(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Where random draws go on, in the form that `optimizer_state.streams` gives it."""
+    """Where random draws go on, in the form that `training_state.streams` gives it."""
     found = saved.get("streams", {})
     numbers = [number for each in found.values() for number in each.values()]
     if not all(type(number) is int for number in numbers):
         raise ValueError("what an optimizer draws from must be given in whole numbers")
     return found  # type: ignore[no-any-return]
-
-
-def _dtype_of(model: nn.Module, name: str) -> torch.dtype:
-    """What the optimizer steps: masters, where there are any."""
-    engine = getattr(model, "engine", None)
-    if engine is None:
-        return model.get_parameter(name).dtype
-    for group in engine.groups:
-        if name in group.names:
-            dtype: torch.dtype = group.master_dtype
-            return dtype
-    return model.get_parameter(name).dtype

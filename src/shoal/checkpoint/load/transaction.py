@@ -1,7 +1,7 @@
 """What is loaded, read and checked beside the model: nothing of the model changes before `commit`.
 
 Anything can be wrong with a file. So one rank's part is read whole into memory of its own, with
-every checksum compared; only when all ranks have got that far is it copied to its place. State of
+every checksum compared; only when all ranks have got that far is it copied into the model. State of
 an optimizer becomes its own without another copy.
 """
 
@@ -17,19 +17,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.checkpoint.disk.store import MANIFEST
+from shoal.checkpoint.disk.checkpoint_folder import MANIFEST
 from shoal.checkpoint.format import values
 from shoal.checkpoint.load import matching
-from shoal.checkpoint.load.in_memory import MemorySource
 from shoal.checkpoint.load.matching import Match, Misfits
 from shoal.checkpoint.load.optimizer_loading import OptimizerLoading
-from shoal.checkpoint.load.reading import Wanted, read, read_tensors
-from shoal.checkpoint.load.source import Source
-from shoal.checkpoint.state import model_state, random_states
-from shoal.checkpoint.state.companions import Companions, prepared
+from shoal.checkpoint.load.slice_reader import Wanted, read, read_tensors
+from shoal.checkpoint.load.state_dict_source import StateDictSource
+from shoal.checkpoint.load.tensor_source import TensorSource
+from shoal.checkpoint.state import model_state
+from shoal.checkpoint.state.training_state import Companions, prepared_companions
 from shoal.errors import CheckpointMismatchError, CorruptCheckpointError
 from shoal.sharding.extent import Extent
-from shoal.torch_support.threads import side_by_side
+from shoal.torch_support.concurrency import run_concurrently
+from shoal.torch_support.random_state import RandomState
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,10 @@ class Target:
 
 
 @dataclass
-class Staging:
-    """One rank's part of what is loaded, on its way."""
+class LoadTransaction:
+    """One rank's part of a load: found, read and checked, then committed or dropped."""
 
-    source: Source
+    source: TensorSource
     target: Target
     match: Match = field(default_factory=Match)
     misfits: Misfits = field(default_factory=Misfits)
@@ -95,11 +96,11 @@ class Staging:
     def read(self) -> None:
         """Reads this rank's part and checks it; the model stays as it is."""
         parameters = [*self._stage_parameters(), *self._stage_buffers()]
-        if isinstance(self.source, MemorySource):
+        if isinstance(self.source, StateDictSource):
             self.source.read([*parameters, *self._stage_rest()])
             return
         # The disk begins with what is known already.
-        rest, _ = side_by_side(
+        rest, _ = run_concurrently(
             [lambda _: self._stage_rest(), partial(read, self.source, parameters)]
         )
         read(self.source, rest)
@@ -174,6 +175,10 @@ class Staging:
     # The rest ---------------------------------------------------------------------------
 
     def _stage_values(self) -> None:
+        # [Note: random numbers at another number of ranks]
+        # A checkpoint has the generators of each rank that wrote it. Rank r takes those of rank r;
+        # where there were fewer ranks, it takes those of rank r modulo their number and seeds them
+        # anew from their own state and r, so that no two ranks draw the same.
         saved = self.source.values
         states = saved.get("random", [])
         own = [states[self.target.rank % len(states)]] if self.target.with_random and states else []
@@ -188,7 +193,7 @@ class Staging:
         self.extra = values.decode(saved.get("extra", {}), tensors)
         if not isinstance(self.extra, dict):
             raise ValueError("extra must be a dict")
-        self.apply_companions = prepared(
+        self.apply_companions = prepared_companions(
             self.target.companions,
             {name: values.decode(states, tensors) for name, states in chosen.items()},
             str(self.source.folder),
@@ -198,10 +203,11 @@ class Staging:
             if name in known:
                 self._commits.append(partial(known[name].set_extra_state, state))
         if own:
-            restored = values.decode(own[0], tensors)
-            random_states.check(restored)
-            count, rank = len(states), self.target.rank
-            self._commits.append(lambda: random_states.restore(restored, count, rank))
+            state, rank = RandomState.from_plain(values.decode(own[0], tensors)), self.target.rank
+            is_shared = rank >= len(states)
+            self._commits.append(
+                partial(state.restore_branch, rank) if is_shared else state.restore
+            )
 
     def _check_extra_state(self, known: set[str], saved: set[str]) -> None:
         if self.target.strict and self.source.is_checked and known != saved:
@@ -233,7 +239,7 @@ class Staging:
     # The end ----------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """Puts everything in its place; every rank calls it."""
+        """Copies what was read into the model and all else; every rank calls it."""
         with model_state.receiving(self.target.model):
             for commit in self._parameter_commits:
                 commit()

@@ -1,7 +1,7 @@
-"""Who writes what: each element once, and all ranks about as many bytes. Pure.
+"""Which rank writes what: each element once, and all ranks about as many bytes. Pure.
 
-Ranks may hold the same elements (replicas), parts of them, or parts that were cut in other places
-than other ranks' parts. What several hold is divided among them.
+Ranks may hold the same elements (replicas), parts of them, or parts that were cut otherwise than
+other ranks' parts. What several hold is divided among them.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
+from shoal.checkpoint.format.dtypes import dtype_called, dtype_name
+from shoal.checkpoint.format.manifest import extent_json, parse_extent, parse_shape
 from shoal.sharding.extent import Extent
 from shoal.sharding.split import Split
 
-# Smaller ones are not worth cutting: they go to whoever has the least to write.
+# Smaller tensors are not worth cutting: the rank that has the least to write gets them.
 _DIVIDED_BYTES = 1 << 18
 
 
@@ -36,19 +39,34 @@ class Claim:
     extents: tuple[Extent, ...]
     is_divisible: bool = True
 
+    def to_json(self) -> list[Any]:
+        """As plain data, to be sent."""
+        extents = [extent_json(each) for each in self.extents]
+        return [dtype_name(self.dtype), list(self.shape), extents, self.is_divisible]
+
+    @classmethod
+    def from_json(cls, content: Sequence[Any]) -> Claim:
+        """The inverse of `to_json`."""
+        dtype, sizes, extents, is_divisible = content
+        shape = parse_shape(sizes)
+        parsed = tuple(parse_extent(each, shape) for each in extents)
+        return cls(dtype_called(dtype), shape, parsed, is_divisible)
+
 
 Claims = Mapping[str, Claim]
-Work = dict[str, list[Extent]]
+"""What one rank holds, by the key of the tensor."""
+Assigned = dict[str, list[Extent]]
+"""What one rank writes, by the key of the tensor."""
 
 
-def assign(claims: Sequence[Claims]) -> list[Work]:
+def assign(claims: Sequence[Claims]) -> list[Assigned]:
     """What each rank writes, from what each rank holds, by rank.
 
     Raises:
         ValueError: If ranks hold tensors of one name that differ in shape or dtype.
     """
     load = [0] * len(claims)
-    work: list[Work] = [{} for _ in claims]
+    work: list[Assigned] = [{} for _ in claims]
     keys = dict.fromkeys(key for own in claims for key in own)
     for key in sorted(keys, key=lambda key: -_num_bytes(claims, key)):
         holders = [rank for rank, own in enumerate(claims) if key in own]
@@ -96,7 +114,9 @@ def _by_split(
 
 def _divide(ranges: Sequence[_Range], itemsize: int, load: Sequence[int]) -> list[_Range]:
     """Runs without overlap as (rank, start, stop); neighbours of one rank are joined."""
-    if all(start == stop for start, stop, _ in ranges):  # nothing, but somebody has to say so
+    if all(
+        start == stop for start, stop, _ in ranges
+    ):  # empty, but a rank must record that it exists
         start, _, rank = ranges[0]
         return [(rank, start, start)]
     edges = sorted({edge for start, stop, _ in ranges for edge in (start, stop)})
@@ -124,6 +144,6 @@ def _share(
     if not ranks:
         return []
     if len(ranks) > 1 and (high - low) * itemsize >= _DIVIDED_BYTES * len(ranks):
-        edges = [low + (high - low) * place // len(ranks) for place in range(len(ranks) + 1)]
+        edges = [low + (high - low) * i // len(ranks) for i in range(len(ranks) + 1)]
         return [(rank, edges[i], edges[i + 1]) for i, rank in enumerate(ranks)]
     return [(min(ranks, key=lambda rank: load[rank] + extra[rank]), low, high)]

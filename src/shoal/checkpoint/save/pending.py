@@ -1,11 +1,11 @@
-"""Saves that go on in the background, and how their end is agreed on.
+"""Saves that go on in the background, and how all ranks learn how they ended.
 
 [Note: background saves]
 A thread of each rank writes that rank's file. It must not communicate: what it sent would come in
 between the training's own collectives, in another order on each rank. So ranks leave *receipts* in
-the unfinished checkpoint's folder, and the first rank's thread finishes it when all are there. The
-training learns of it at the next call of `save` or `load`, or in `wait`: there the ranks meet, wait
-for their own threads, and raise together if any has failed.
+the unfinished checkpoint's folder for the first rank, whose thread finishes the checkpoint when all
+are there. The training learns of it at the next call of `save` or `load`, or in `wait`: there the
+ranks meet, wait for their own threads, and raise together if any has failed.
 
 A process that ends without that waits for its thread, and says so if the save was lost. Pools of
 threads refuse work by then, so nothing that a save does may use one.
@@ -23,18 +23,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.checkpoint.agreement import together
 from shoal.checkpoint.disk.filesystem import read_all, write_all
 from shoal.checkpoint.format import strict_json
 from shoal.checkpoint.format.manifest import checked, signed
 from shoal.checkpoint.format.strict_json import parse
-from shoal.checkpoint.save.arena import Arena
-from shoal.checkpoint.save.division import caller
+from shoal.checkpoint.save.copy_buffer import CopyBuffer
+from shoal.checkpoint.together import caller, together
 from shoal.comm import Backend
 from shoal.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from shoal.checkpoint.save.plan import Plan
+    from shoal.checkpoint.save.running_save import RunningSave
 
 _MOST_RECEIPT_BYTES = 1 << 30
 _LOOK_AGAIN_S = 0.02
@@ -72,12 +71,12 @@ class PendingSave:
         return self.path
 
     def __repr__(self) -> str:
-        """Where to, and whether it is known how it ended."""
+        """The path, and whether all ranks know how the save ended."""
         return f"<PendingSave {self.path}{'' if self.is_agreed else ', not agreed on yet'}>"
 
 
 _pending: weakref.WeakKeyDictionary[object, PendingSave] = weakref.WeakKeyDictionary()
-_copies: weakref.WeakKeyDictionary[object, Arena] = weakref.WeakKeyDictionary()
+_copies: weakref.WeakKeyDictionary[object, CopyBuffer] = weakref.WeakKeyDictionary()
 """What the last save has copied into, for the next: memory that is new takes longer to fill."""
 
 
@@ -88,25 +87,25 @@ def finish_pending(ranks: Backend | None) -> None:
         pending.wait()
 
 
-def start(plan: Plan) -> PendingSave:
+def start(save: RunningSave) -> PendingSave:
     """Copies what there is to write, and writes it in the background."""
-    who = caller(plan.ranks)
+    who = caller(save.ranks)
 
     def copy() -> None:
-        _copies[who] = plan.copy(_copies.pop(who, None))
+        _copies[who] = save.copy(_copies.pop(who, None))
 
-    with plan.discarding():
-        together(plan.ranks, copy, plan.doing)
-    background = _Background(plan)
-    pending = _pending[who] = PendingSave(plan.path, background.finish)
+    with save.discarding():
+        together(save.ranks, copy, save.doing)
+    background = _Background(save)
+    pending = _pending[who] = PendingSave(save.path, background.finish)
     return pending
 
 
 class _Background:
     """One rank's thread; see [Note: background saves]."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, save: RunningSave) -> None:
+        self._save = save
         self._receipt: Any = None
         self._error: Exception | None = None
         self._has_written, self._is_cancelled = threading.Event(), threading.Event()
@@ -117,26 +116,26 @@ class _Background:
     def _work(self) -> None:
         time.sleep(0)  # lets go of the interpreter: training goes first
         try:
-            self._receipt = self._plan.write()
-            if self._plan.size > 1:
+            self._receipt = self._save.write()
+            if self._save.rank > 0:
                 self._leave_receipt()
         except Exception as error:
             self._error = error
             self._leave_word(error)
-        self._plan.outgoing = ()
+        self._save.outgoing = ()
         self._has_written.set()
-        if self._plan.rank == 0 and self._error is None:
+        if self._save.rank == 0 and self._error is None:
             try:
                 self._commit_when_all_have_written()
             except Exception as error:
                 self._error = error
 
     def _path(self, rank: int) -> Path:
-        return self._plan.store.draft(self._plan.name) / f"receipt-{rank:05d}.json"
+        return self._save.folder.draft(self._save.name) / f"receipt-{rank:05d}.json"
 
     def _leave_receipt(self) -> None:
-        """Written aside and renamed, so that nobody reads half of it."""
-        disk, path = self._plan.store.disk, self._path(self._plan.rank)
+        """Written under another name and renamed, so that rank 0 never reads half of it."""
+        disk, path = self._save.folder.disk, self._path(self._save.rank)
         try:
             write_all(disk, path.with_suffix(".new"), signed(strict_json.encode(self._receipt)))
             disk.rename(path.with_suffix(".new"), path)
@@ -145,47 +144,44 @@ class _Background:
 
     def _leave_word(self, error: Exception) -> None:
         """So that the first rank does not wait for what will not come."""
-        if self._plan.rank != 0:
+        if self._save.rank != 0:
             self._receipt = {"failed": f"{type(error).__name__}: {error}"}
             with contextlib.suppress(Exception):  # whatever has failed may fail again
                 self._leave_receipt()
 
     def _commit_when_all_have_written(self) -> None:
-        receipts = [self._wait_for_receipt(rank) for rank in range(self._plan.size)]
+        receipts = [self._wait_for_receipt(rank) for rank in range(self._save.size)]
         if all(receipt is not None for receipt in receipts):
-            self._plan.commit(receipts)
-            self._plan.unlock()
+            self._save.commit(receipts)
+            self._save.unlock()
 
     def _wait_for_receipt(self, rank: int) -> Any:
-        """None if it is not wanted any more."""
+        """A rank's receipt; None if the save was cancelled meanwhile."""
         if rank == 0:
-            receipt = self._receipt
-            if self._plan.size > 1:
-                self._plan.store.disk.remove_file(self._path(0))
-            return receipt
-        disk, path = self._plan.store.disk, self._path(rank)
-        patience = _Patience(lambda: self._plan.num_bytes_of(rank))
+            return self._receipt
+        disk, path = self._save.folder.disk, self._path(rank)
+        stall = _StallWatch(lambda: self._save.num_bytes_of(rank))
         while not disk.is_file(path):
             if self._is_cancelled.wait(_LOOK_AGAIN_S):
                 return None
-            if not threading.main_thread().is_alive() and patience.is_over():
-                raise CheckpointError(f"rank {rank} has not written its part of {self._plan.path}")
+            if not threading.main_thread().is_alive() and stall.is_over():
+                raise CheckpointError(f"rank {rank} has not written its part of {self._save.path}")
         receipt = parse(checked(read_all(disk, path, _MOST_RECEIPT_BYTES)))
         disk.remove_file(path)  # it is no part of the checkpoint
         if "failed" in receipt:
-            raise CheckpointError(f"{self._plan.doing} failed on rank {rank}: {receipt['failed']}")
+            raise CheckpointError(f"{self._save.doing} failed on rank {rank}: {receipt['failed']}")
         return receipt
 
     def finish(self) -> None:
-        """With all ranks: waits for the end, and agrees on it."""
-        plan = self._plan
+        """With all ranks: waits for the end, and raises on all if any has failed."""
+        save = self._save
         atexit.unregister(self._at_exit)
-        with plan.discarding():
+        with save.discarding():
             try:
-                if plan.ranks is not None:
-                    plan.ranks.barrier()  # all have started: whoever waits now waits for something
-                together(plan.ranks, self._own_part, plan.doing)
-                together(plan.ranks, self._end, plan.doing)
+                if save.ranks is not None:
+                    save.ranks.barrier()  # all threads have started, so that waiting ends
+                together(save.ranks, self._own_part, save.doing)
+                together(save.ranks, self._end, save.doing)
             except BaseException:
                 self._is_cancelled.set()
                 self._thread.join()
@@ -202,12 +198,12 @@ class _Background:
             raise self._error
 
     def _at_exit(self) -> None:
-        """The thread has ended, and nobody has asked how."""
+        """The thread has ended, and `wait` was not called."""
         if self._error is not None:
-            print(f"shoal: {self._plan.path} was not saved: {self._error}", file=sys.stderr)
+            print(f"shoal: {self._save.path} was not saved: {self._error}", file=sys.stderr)
 
 
-class _Patience:
+class _StallWatch:
     """Over when something has stayed the same for too long."""
 
     def __init__(self, look: Callable[[], object]) -> None:

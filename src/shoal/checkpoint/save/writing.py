@@ -12,8 +12,7 @@ import hashlib
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,9 +21,9 @@ from torch import Tensor
 from shoal.checkpoint.disk.filesystem import FileSystem, Writing
 from shoal.checkpoint.format import safetensors as header
 from shoal.checkpoint.format.checksums import CHUNK_BYTES, checksum, chunks
-from shoal.checkpoint.format.manifest import FileRecord, SliceRecord
+from shoal.checkpoint.format.manifest import Content, FileRecord, SliceRecord, content_of
 from shoal.sharding.extent import Extent
-from shoal.torch_support.threads import Abandoned, side_by_side
+from shoal.torch_support.concurrency import Abandoned, run_concurrently
 
 # The system gives a file memory in pieces as large as what is written at once.
 BLOCK_BYTES = 16 * CHUNK_BYTES
@@ -61,25 +60,17 @@ class Outgoing:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what is in the file."""
+        """The shape that the file has it in."""
         return tuple(self.extent.shape) if self.extent.is_whole else (self.extent.num_elements,)
 
     @property
     def num_bytes(self) -> int:
-        """Of what is in the file."""
-        return prod(self.shape) * self.dtype.itemsize
+        """The size in the file."""
+        return self.extent.num_elements * self.dtype.itemsize
 
 
 def _runs_text(runs: Sequence[tuple[int, int]]) -> str:
     return ",".join(f"{start}-{stop}" for start, stop in runs)
-
-
-@dataclass(frozen=True)
-class Written:
-    """A file and what is in it: the slices by the key of their tensor."""
-
-    file: FileRecord
-    slices: tuple[tuple[str, SliceRecord], ...]
 
 
 def write_file(
@@ -90,8 +81,8 @@ def write_file(
     rename: Callable[[str], str] = lambda key: key,
     metadata: dict[str, str] | None = None,
     is_unwanted: threading.Event | None = None,
-) -> Written:
-    """Writes and syncs a file; the folder's entry is not synced.
+) -> Content:
+    """Writes and syncs a file, and returns what is in it; the folder's entry is not synced.
 
     Args:
         disk: The disk.
@@ -103,7 +94,7 @@ def write_file(
         is_unwanted: Once it is set, the rest is not written.
 
     Raises:
-        Abandoned: If it is not wanted any more.
+        Abandoned: If the event was set.
     """
     keys = [rename(each.key) for each in outgoing]
     shapes = [(key, each.dtype, each.shape) for key, each in zip(keys, outgoing, strict=True)]
@@ -116,15 +107,15 @@ def write_file(
         file.write(head)
         for each in outgoing:
             _write_slice(file, each, sums, is_unwanted)
-        side_by_side([lambda _: sums.catch_up(), lambda _: file.sync()])
+        run_concurrently([lambda _: sums.catch_up(), lambda _: file.sync()])
     finally:
         file.close()
     record = FileRecord(name, num_bytes, sums.sha256, zlib.crc32(head))
     slices = [
-        (each.tensor, SliceRecord(each.extent, 0, key, tuple(own)))
+        (each.tensor, each.dtype, SliceRecord(each.extent, 0, key, tuple(own)))
         for key, each, own in zip(keys, outgoing, sums.checksums, strict=True)
     ]
-    return Written(record, tuple(slices))
+    return content_of(record, slices)
 
 
 def shares(outgoing: Sequence[Outgoing], count: int) -> list[list[Outgoing]]:
@@ -137,11 +128,6 @@ def shares(outgoing: Sequence[Outgoing], count: int) -> list[list[Outgoing]]:
         divided[min(middle * count // max(total, 1), count - 1)].append(each)
         before += each.num_bytes
     return [share for share in divided if share] or [[]]
-
-
-def numbered(written: Written, number: int) -> list[tuple[str, SliceRecord]]:
-    """The slices, with the file's number in the manifest."""
-    return [(tensor, replace(each, file=number)) for tensor, each in written.slices]
 
 
 def _write_slice(
@@ -200,7 +186,7 @@ class _Sums:
 
     @property
     def sha256(self) -> str:
-        """As far as it has caught up."""
+        """Of the blocks that `catch_up` has hashed."""
         return self._digest.hexdigest()
 
     def begin_slice(self) -> None:

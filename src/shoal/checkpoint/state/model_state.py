@@ -49,6 +49,12 @@ def held_parameters(model: nn.Module) -> Iterator[Held]:
         yield Held(name, Extent.whole(parameter.shape), memory.reshape(-1))
 
 
+def held_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """What optimizers step the parameters in, by name."""
+    own = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    return own | model.held_dtypes() if isinstance(model, ShardedModel) else own
+
+
 def check_steps(model: nn.Module) -> None:
     """Raises for a model whose last step has stopped half-way."""
     if isinstance(model, ShardedModel):

@@ -9,15 +9,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shoal.checkpoint.disk.checkpoint_folder import CheckpointFolder
 from shoal.checkpoint.disk.filesystem import DISK, FileSystem, write_all
-from shoal.checkpoint.disk.store import Store
 from shoal.checkpoint.format.dtypes import CODES, dtype_name
-from shoal.checkpoint.format.manifest import Manifest, SliceRecord, TensorRecord
+from shoal.checkpoint.format.manifest import TensorRecord, encode, joined
 from shoal.checkpoint.load.matching import PREFIX
-from shoal.checkpoint.load.reading import Wanted, read
-from shoal.checkpoint.load.source import INDEX, SINGLE, Source
+from shoal.checkpoint.load.slice_reader import Wanted, read
+from shoal.checkpoint.load.tensor_source import INDEX, SINGLE, TensorSource
 from shoal.checkpoint.save.assignment import Claim, assign
-from shoal.checkpoint.save.writing import BLOCK_BYTES, Outgoing, numbered, write_file
+from shoal.checkpoint.save.writing import BLOCK_BYTES, Outgoing, write_file
 from shoal.checkpoint.tools.inspection import Progress
 from shoal.errors import CheckpointError
 from shoal.sharding.extent import Extent
@@ -27,7 +27,9 @@ def _silent(count: int) -> None:
     """Nobody wants to know how far it is."""
 
 
-def reshard(source: Source, target: Store, num_files: int, progress: Progress = _silent) -> Path:
+def reshard(
+    source: TensorSource, target: CheckpointFolder, num_files: int, progress: Progress = _silent
+) -> Path:
     """Writes a checkpoint again, into a number of files of about one size.
 
     Loading never needs it, since every number of ranks reads any files; fewer or more of them may
@@ -42,37 +44,32 @@ def reshard(source: Source, target: Store, num_files: int, progress: Progress = 
         unlock()
 
 
-def _reshard(source: Source, target: Store, num_files: int, progress: Progress) -> Path:
+def _reshard(
+    source: TensorSource, target: CheckpointFolder, num_files: int, progress: Progress
+) -> Path:
     step = source.values.get("step")
     name = target.begin(step if isinstance(step, int) else None)
     claims = {
         key: Claim(record.dtype, record.shape, (Extent.whole(record.shape),))
         for key, record in source.tensors.items()
     }
-    slices: dict[str, list[SliceRecord]] = {key: [] for key in claims}
-    files = []
-    for number, work in enumerate(assign([claims] * num_files)):
+    parts = []
+    for number, assigned in enumerate(assign([claims] * num_files)):
         outgoing = [
             Outgoing(key, claims[key].dtype, extent, _reading(source, key, extent, progress))
-            for key, extents in work.items()
+            for key, extents in assigned.items()
             for extent in extents
         ]
         file_name = f"data-{number:05d}.safetensors"
         draft = target.draft(name)
-        written = write_file(target.disk, draft, file_name, outgoing, metadata={"format": "pt"})
-        files.append(written.file)
-        for key, each in numbered(written, number):
-            slices[key].append(each)
-    tensors = {
-        key: TensorRecord(record.dtype, record.shape, tuple(slices[key]))
-        for key, record in source.tensors.items()
-    }
-    manifest = Manifest(tuple(files), tensors, source.values, source.written_by)
-    return target.commit(name, manifest.encode())
+        part = write_file(target.disk, draft, file_name, outgoing, metadata={"format": "pt"})
+        parts.append(part)
+    content = joined(parts, source.tensors)
+    return target.commit(name, encode(content, source.values, source.written_by))
 
 
 def export(
-    source: Source,
+    source: TensorSource,
     folder: Path,
     dtype: torch.dtype | None = None,
     most_bytes: int | None = None,
@@ -115,7 +112,7 @@ def export(
     return [folder / name for name in names]
 
 
-def _check_dtypes(source: Source, keys: Sequence[str]) -> None:
+def _check_dtypes(source: TensorSource, keys: Sequence[str]) -> None:
     """Other readers would see bytes where there are numbers."""
     for key in keys:
         dtype = source.tensors[key].dtype
@@ -153,7 +150,9 @@ def _index(names: Sequence[str], files: Sequence[Sequence[Outgoing]]) -> bytes:
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2).encode()
 
 
-def _whole(source: Source, key: str, dtype: torch.dtype | None, progress: Progress) -> Outgoing:
+def _whole(
+    source: TensorSource, key: str, dtype: torch.dtype | None, progress: Progress
+) -> Outgoing:
     record = source.tensors[key]
     extent = Extent.whole(record.shape)
     parts = _reading(source, key, extent, progress)
@@ -163,7 +162,7 @@ def _whole(source: Source, key: str, dtype: torch.dtype | None, progress: Progre
 
 
 def _reading(
-    source: Source, key: str, extent: Extent, progress: Progress
+    source: TensorSource, key: str, extent: Extent, progress: Progress
 ) -> Callable[[], Iterator[Tensor]]:
     """The elements of an extent, a block at a time."""
     record = source.tensors[key]
@@ -181,5 +180,5 @@ def _reading(
 
 
 def total_bytes(tensors: Mapping[str, TensorRecord]) -> int:
-    """Of all tensors."""
+    """The size of all tensors."""
     return sum(record.num_bytes for record in tensors.values())

@@ -13,7 +13,7 @@ VOCABULARY = 128
 
 
 @dataclass(frozen=True)
-class Shape:
+class GPTShape:
     """How large the model and its batches are."""
 
     width: int = 160
@@ -23,10 +23,10 @@ class Shape:
     batch_size: int = 16
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """Attention and a feed-forward layer, each added to what comes in."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: GPTShape) -> None:
         """No biases in the attention: a key's has no gradient in exact arithmetic."""
         super().__init__()
         self._num_heads = shape.num_heads
@@ -54,12 +54,12 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Predicts the next byte; the last layer shares its weight with the first."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: GPTShape) -> None:
         """Small random weights."""
         super().__init__()
         self.bytes = nn.Embedding(VOCABULARY, shape.width)
-        self.places = nn.Embedding(shape.context, shape.width)
-        self.blocks = nn.Sequential(*(Block(shape) for _ in range(shape.num_layers)))
+        self.positions = nn.Embedding(shape.context, shape.width)
+        self.blocks = nn.Sequential(*(DecoderBlock(shape) for _ in range(shape.num_layers)))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
         for parameter in self.parameters():
@@ -69,7 +69,7 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Scores of each next byte."""
-        x = self.bytes(tokens) + self.places.weight[: tokens.shape[1]]
+        x = self.bytes(tokens) + self.positions.weight[: tokens.shape[1]]
         out: Tensor = self.head(self.norm(self.blocks(x)))
         return out
 
@@ -88,7 +88,7 @@ def text() -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
 
 
-def batch(shape: Shape, step: int) -> tuple[Tensor, Tensor]:
+def batch(shape: GPTShape, step: int) -> tuple[Tensor, Tensor]:
     """The global batch of a step: pieces of the text, and the same one byte later."""
     generator = torch.Generator().manual_seed(step)
     last = text().numel() - shape.context - 1

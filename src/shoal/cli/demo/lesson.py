@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.api import as_distributed
-from shoal.cli.demo.gpt import GPT, Shape, batch, loss_fn
+from shoal.cli.demo.gpt import GPT, GPTShape, batch, loss_fn
 from shoal.comm.operation.partition import offsets, split_sizes
 from shoal.comm.world import World, current
 
@@ -43,14 +43,14 @@ class Learned:
     moved: float = 0.0
 
 
-def make(shape: Shape) -> tuple[GPT, torch.optim.Optimizer]:
+def make(shape: GPTShape) -> tuple[GPT, torch.optim.Optimizer]:
     """The same model each time."""
     torch.manual_seed(0)
     model = GPT(shape)
     return model, torch.optim.AdamW(model.parameters(), lr=2e-3, eps=1e-6)
 
 
-def learn_alone(shape: Shape, num_steps: int, tell: Tell) -> Learned:
+def learn_alone(shape: GPTShape, num_steps: int, tell: Tell) -> Learned:
     """One process, the plain loop, on one core as each rank is."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -60,7 +60,7 @@ def learn_alone(shape: Shape, num_steps: int, tell: Tell) -> Learned:
         torch.set_num_threads(num_threads)
 
 
-def _learn_alone(shape: Shape, num_steps: int, tell: Tell) -> Learned:
+def _learn_alone(shape: GPTShape, num_steps: int, tell: Tell) -> Learned:
     model, optimizer = make(shape)
     learned, times = Learned(), []
     for step in range(num_steps):
@@ -81,7 +81,7 @@ def _learn_alone(shape: Shape, num_steps: int, tell: Tell) -> Learned:
 
 
 def learn_together(
-    strategies: Sequence[str], shape: Shape, num_steps: int, news: str
+    strategies: Sequence[str], shape: GPTShape, num_steps: int, news: str
 ) -> dict[str, Learned]:
     """One rank of many, under one strategy after the other.
 
@@ -94,7 +94,7 @@ def learn_together(
     return learned
 
 
-def _learn_together(strategy: str, shape: Shape, num_steps: int, news: str) -> Learned:
+def _learn_together(strategy: str, shape: GPTShape, num_steps: int, news: str) -> Learned:
     world = current()
     model, optimizer = as_distributed(*make(shape), strategy=strategy)
     learned, times, moved_before = Learned(), [], 0.0

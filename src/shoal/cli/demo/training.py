@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from shoal.api import run
-from shoal.cli.demo.gpt import GPT, Shape
+from shoal.cli.demo.gpt import GPT, GPTShape
 from shoal.cli.demo.lesson import Learned, learn_alone, learn_together
 from shoal.launch.joining.join import choose_for_cpu
 from shoal.optim import DATA_PARALLEL, PAIRS
@@ -28,9 +28,9 @@ _TIMEOUT_S = 120.0
 _LOOK_EVERY_S = 0.1
 
 
-def show_training(console: Console, num_steps: int, shape: Shape | None = None) -> bool:
+def show_training(console: Console, num_steps: int, shape: GPTShape | None = None) -> bool:
     """Trains under every strategy; returns whether all were equal to one process."""
-    shape = shape or Shape()
+    shape = shape or GPTShape()
     backend = choose_for_cpu(is_one_host=True)
     num_parameters = sum(parameter.numel() for parameter in GPT(shape).parameters())
     console.rule(f"[bold]A GPT of {num_parameters / 1e6:.1f} million parameters", align="left")
@@ -48,7 +48,7 @@ def show_training(console: Console, num_steps: int, shape: Shape | None = None) 
 
 
 def _train(
-    shape: Shape, num_steps: int, backend: str, lines: dict[str, _Line]
+    shape: GPTShape, num_steps: int, backend: str, lines: dict[str, _Line]
 ) -> dict[str, list[Learned]]:
     """Each rank's lesson by strategy; the processes start once for all."""
     with tempfile.TemporaryDirectory(prefix="shoal-demo-") as folder:

@@ -21,7 +21,7 @@ from shoal.strategies.consistency.rounds import Vote
 from shoal.strategies.engine.flat_group import FlatGroup, Residence
 from shoal.strategies.gradients.group_gradients import GroupGradients
 from shoal.strategies.ranks import Ownership
-from shoal.torch_support.checksum import checksum
+from shoal.torch_support.fingerprint import checksum
 
 CHECK_EVERY = 100
 """How many steps pass between two comparisons by default."""

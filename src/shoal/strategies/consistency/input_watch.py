@@ -13,7 +13,7 @@ from typing import Any
 from shoal.comm import Backend
 from shoal.strategies.consistency.progress import Progress
 from shoal.strategies.consistency.rounds import Vote
-from shoal.torch_support.fingerprint import fingerprint
+from shoal.torch_support.fingerprint import fingerprint, fingerprint_number
 
 NUM_ROUNDS = 3
 # Of a round with more calls of the model, the first ones tell enough.
@@ -44,7 +44,7 @@ class InputWatch:
         if not self.rounds_left:
             return
         is_unknown = not all(self._seen) or not self._seen
-        own = int(fingerprint(self._seen)[:15], 16) if self._seen else 0
+        own = fingerprint_number(self._seen)
         self._seen = []
         doing = "the end of a backward, inputs compared"
         vote = Vote.cast(self._backend, self._progress, doing, wish=is_unknown, numbers=[own])

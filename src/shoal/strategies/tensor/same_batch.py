@@ -15,38 +15,30 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.comm import Backend
 from shoal.errors import MismatchError
+from shoal.torch_support.fingerprint import checksum, fingerprint
+from shoal.torch_support.random_state import set_torch_states, torch_states
 
-Fingerprint = tuple[tuple[int, ...], str, float]
+Seen = list[tuple[str, str, int]]
+"""Of each tensor dtype and shape, a fingerprint of a sample, and a checksum of all elements."""
 
 
 def begin_together(group: Backend, device: torch.device, inputs: Any) -> None:
     """Compares what the ranks were given, and lets all go on with the first one's generators.
 
-    Of tensors shapes and a sum over all elements are compared, not every element.
+    Of tensors shapes, a sample and a sum over all elements are compared, not every element.
 
     Raises:
         MismatchError: On all ranks of the group, if tensors among the inputs differ.
     """
-    seen = [_fingerprint(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    generators = _generators(device) if group.rank == 0 else []
+    seen = [_look_at(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    generators = torch_states(device) if group.rank == 0 else []
     answers = group.all_gather_object((seen, generators))
     _check_same([fingerprints for fingerprints, _ in answers])
     if group.rank > 0:
-        _set_generators(device, answers[0][1])
+        set_torch_states(answers[0][1], device)
 
 
-def _generators(device: torch.device) -> list[Tensor]:
-    on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.get_rng_state(), *on_device]
-
-
-def _set_generators(device: torch.device, states: list[Tensor]) -> None:
-    torch.set_rng_state(states[0].cpu())
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1].cpu(), device)
-
-
-def _check_same(everybody: list[list[Fingerprint]]) -> None:
+def _check_same(everybody: list[Seen]) -> None:
     odd = next((rank for rank, other in enumerate(everybody) if other != everybody[0]), None)
     if odd is not None:
         raise MismatchError(
@@ -57,16 +49,10 @@ def _check_same(everybody: list[list[Fingerprint]]) -> None:
         )
 
 
-def _fingerprint(tensor: Tensor) -> Fingerprint:
-    """Shape, dtype, and a sum in which places count, the same for the same bits."""
-    flat = tensor.detach().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    numbers = flat.to(torch.float64)
-    weights = torch.arange(1, len(numbers) + 1, device=numbers.device, dtype=torch.float64).sqrt()
-    total = float(torch.nan_to_num(numbers).mul(weights).sum()) if len(numbers) else 0.0
-    return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), total
+def _look_at(tensor: Tensor) -> tuple[str, str, int]:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype}{list(tensor.shape)}", fingerprint(tensor), int(checksum(tensor))
 
 
-def _described(seen: list[Fingerprint]) -> str:
-    return ", ".join(f"{dtype}{list(shape)} (sum {total:.6g})" for shape, dtype, total in seen)
+def _described(seen: Seen) -> str:
+    return ", ".join(f"{kind} (checksum {total})" for kind, _, total in seen)

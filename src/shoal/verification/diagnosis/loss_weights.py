@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from shoal.strategies.training import call_module, count_items
-from shoal.verification.trainees.batches import Batch, share
-from shoal.verification.trainees.trainee import Parts
+from shoal.verification.trainers.global_batches import Batch, share
+from shoal.verification.trainers.trainer import Setup
 
 # What padding and ignored targets are marked with: torch's default, labels, masks, RoBERTa, images.
 _MARKS = (-100, 0, -1, 1, 255)
@@ -42,17 +42,17 @@ class Tokens:
 class PartLosses:
     """The loss of one batch, and those of its parts."""
 
-    def __init__(self, parts: Parts, batch: Batch, num_parts: int) -> None:
+    def __init__(self, setup: Setup, batch: Batch, num_parts: int) -> None:
         """Calls the model as it is, without training it."""
         self._shares = [share(batch, number, num_parts) for number in range(num_parts)]
         with torch.no_grad():
-            self._whole = _loss(parts, batch)
-            self._losses = [_loss(parts, each) for each in self._shares]
+            self._whole = _loss(setup, batch)
+            self._losses = [_loss(setup, each) for each in self._shares]
         self._rows = [count_items(inputs) for inputs, _ in self._shares]
 
     @property
     def is_mean_over_rows(self) -> bool:
-        """What it should be."""
+        """Whether the loss is what shoal expects: a mean over rows."""
         return self._is_mean(self._rows)
 
     @property
@@ -87,7 +87,7 @@ class PartLosses:
 def _counted(name: str, tensors: Sequence[Tensor]) -> Iterator[Tokens]:
     for mark in _MARKS:
         yield Tokens(name, mark, [int((tensor != mark).sum()) for tensor in tensors])
-        if tensors[0].dim() > 1:  # each position predicts the next, and the first is nobody's
+        if tensors[0].dim() > 1:  # each position predicts the next, and none predicts the first
             yield Tokens(name, mark, [int((tensor[:, 1:] != mark).sum()) for tensor in tensors])
 
 
@@ -98,6 +98,6 @@ def _may_mark(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(((tensor == 0) | (tensor == 1)).all())
 
 
-def _loss(parts: Parts, batch: Batch) -> float:
+def _loss(setup: Setup, batch: Batch) -> float:
     inputs, targets = batch
-    return float(parts.loss_fn(call_module(parts.model, parts.model, inputs), targets))
+    return float(setup.loss_fn(call_module(setup.model, setup.model, inputs), targets))

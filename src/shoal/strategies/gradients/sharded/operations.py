@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shoal.errors import ShoalError
 from shoal.strategies.gradients.sharded.numbers import NUMBERS
 from shoal.strategies.gradients.sharded.part import GradientPart, PartLayout, PartTensor
-from shoal.torch_support.checksum import checksum
+from shoal.torch_support.fingerprint import checksum
 
 aten = torch.ops.aten
 

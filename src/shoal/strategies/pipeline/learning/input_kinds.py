@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from shoal.comm import Backend
 from shoal.errors import MismatchError
 from shoal.system.rank_names import name_ranks
+from shoal.torch_support.fingerprint import fingerprint_number
 
 # Enough to tell batches apart, few enough to cost nothing.
 _MOST_SAMPLED = 4096
@@ -50,14 +50,16 @@ def mode_of(module: nn.Module) -> str:
         for device in _DEVICES
         if torch.is_autocast_enabled(device)
     }
-    return f"{_number(training.encode())} {torch.is_grad_enabled()} {narrow}"
+    return f"{fingerprint_number(training)} {torch.is_grad_enabled()} {narrow}"
 
 
 def agree(group: Backend, kinds: Sequence[InputKind], module: nn.Module, batch: Any) -> str:
     """What all ranks' parameters want of gradients, as a text; and all have the same batch."""
     wanted = "".join("1" if p.requires_grad else "0" for p in module.parameters())
     form = "|".join(f"{kind.structure} {kind.sizes}" for kind in kinds)
-    own = [_number(form.encode()), _number(_sample(batch)), _number(wanted.encode())]
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    sample = fingerprint_number(tensors, _MOST_SAMPLED)
+    own = [fingerprint_number(form), sample, fingerprint_number(wanted)]
     numbers = group.all_gather(torch.tensor([own], device=group.device)).tolist()
     odd = [rank for rank, number in enumerate(numbers) if number[:2] != numbers[0][:2]]
     if odd:
@@ -68,19 +70,3 @@ def agree(group: Backend, kinds: Sequence[InputKind], module: nn.Module, batch: 
             f"(here, rank {group.rank}: {shown}). Take a sampler with world=model.data_group"
         )
     return "-".join(str(flags) for *_, flags in numbers)
-
-
-def _sample(batch: Any) -> bytes:
-    """Some bytes of every tensor: all of a small one, values here and there of a large one."""
-    leaves = [leaf.detach().reshape(-1) for leaf in tree_leaves(batch) if _is_plain(leaf)]
-    # An odd stride does not stay in one column.
-    parts = [leaf[:: (leaf.numel() // _MOST_SAMPLED) | 1] for leaf in leaves]
-    return b"".join(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
-
-
-def _is_plain(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_meta
-
-
-def _number(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1

@@ -17,6 +17,7 @@ from shoal.strategies.layers.module_snapshot import Snapshot
 from shoal.strategies.tensor.layers.dropout import Undropped
 from shoal.strategies.tensor.trial.trial_call import TrialCall, is_hugging_face
 from shoal.strategies.tensor.trial.watching import watching
+from shoal.torch_support.random_state import torch_states
 
 
 @dataclass(frozen=True)
@@ -123,10 +124,10 @@ class TrialRun:
         if not self._way.training:
             yield
             return
-        before = _generators()
+        before = torch_states()
         with undropped:
             yield
-        if not all(map(torch.equal, before, _generators())):
+        if not all(map(torch.equal, before, torch_states())):
             raise SplitDiffers
 
     @property
@@ -184,11 +185,6 @@ class TrialRun:
 
     def _leave(self, _: nn.Module, __: object) -> None:
         self._is_inside = False
-
-
-def _generators() -> list[Tensor]:
-    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return [torch.get_rng_state(), *on_devices]
 
 
 @contextlib.contextmanager

@@ -1,0 +1,256 @@
+"""Where tensors can be read from: a checkpoint, or safetensors files as others write them.
+
+Opening one reads the manifest and checks it; the headers of files are read when something in them
+is wanted. Sizes, names and offsets are all checked before any memory is made for them.
+"""
+
+from __future__ import annotations
+
+import errno
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.checkpoint.disk.checkpoint_folder import MANIFEST, MOST_MANIFEST_BYTES
+from shoal.checkpoint.disk.filesystem import FileSystem, Reading, opened, read_all
+from shoal.checkpoint.format import safetensors as header
+from shoal.checkpoint.format.dtypes import code_of, dtype_of_code
+from shoal.checkpoint.format.manifest import FileRecord, Manifest, SliceRecord, TensorRecord
+from shoal.checkpoint.format.safetensors import HeaderEntry
+from shoal.checkpoint.format.strict_json import parse
+from shoal.errors import CheckpointError, CorruptCheckpointError
+from shoal.sharding.extent import Extent
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_MOST_INDEX_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class SliceLocation:
+    """Where a slice lies: its file, its bytes, and their checksums if there are any."""
+
+    path: Path
+    begin: int
+    end: int
+    checksums: tuple[int, ...] | None
+
+
+@dataclass
+class TensorSource:
+    """Tensors that can be read.
+
+    Attributes:
+        disk: Where the files are.
+        folder: The folder of the files.
+        tensors: By key, as in a manifest.
+        files: The names of the files, by number, and what is known of them.
+        values: See `Manifest`; empty for files of others.
+        written_by: See `Manifest`.
+    """
+
+    disk: FileSystem
+    folder: Path
+    tensors: Mapping[str, TensorRecord]
+    files: tuple[FileRecord, ...]
+    values: Mapping[str, Any] = field(default_factory=dict)
+    written_by: Mapping[str, Any] = field(default_factory=dict)
+    is_checked: bool = True
+    """Whether there are checksums to compare with."""
+    _headers: dict[int, dict[str, HeaderEntry]] = field(default_factory=dict)
+
+    def path(self, number: int) -> Path:
+        """The path of a file, by its number."""
+        path = self.folder / self.files[number].name
+        return path if self.is_checked else self.disk.followed(path)
+
+    def locate(self, tensor: str, part: SliceRecord) -> SliceLocation:
+        """Where a slice of a tensor lies.
+
+        Raises:
+            CorruptCheckpointError: If the file has not what the manifest says.
+        """
+        if part.file not in self._headers:
+            self._headers[part.file] = self._read_header(part.file)
+        entry, path = self._headers[part.file].get(part.key), self.path(part.file)
+        dtype = self.tensors[tensor].dtype
+        num_bytes = part.extent.num_elements * dtype.itemsize
+        if entry is None:
+            raise CorruptCheckpointError(str(path), f"there is no {part.key!r} in it", tensor)
+        if entry.end - entry.begin != num_bytes or entry.dtype is not dtype_of_code(code_of(dtype)):
+            raise CorruptCheckpointError(
+                str(path),
+                f"it has {entry.end - entry.begin} bytes of {entry.dtype} where {num_bytes} of "
+                f"{dtype} are expected",
+                tensor,
+            )
+        checksums = part.checksums if self.is_checked else None
+        return SliceLocation(path, entry.begin, entry.end, checksums)
+
+    def _read_header(self, number: int) -> dict[str, HeaderEntry]:
+        record, path = self.files[number], self.path(number)
+        with naming(path), opened(self.disk, path) as file:
+            head = read_header(file, record.num_bytes)
+            if self.is_checked and zlib.crc32(head) != record.header_crc32:
+                raise ValueError("the checksum of its header is wrong")
+            return header.decode(head, record.num_bytes)
+
+
+def check_size(file: Reading, num_bytes: int) -> None:
+    """A file of another size is truncated, or another file."""
+    if file.num_bytes != num_bytes:
+        raise ValueError(f"it has {file.num_bytes} bytes, and {num_bytes} are expected")
+
+
+def read_header(file: Reading, num_bytes: int) -> bytes:
+    """The first bytes of a safetensors file, up to its first tensor."""
+    check_size(file, num_bytes)
+    prefix = bytearray(min(header.PREFIX_BYTES, num_bytes))
+    file.read_into(0, memoryview(prefix))
+    head = bytearray(header.header_bytes(bytes(prefix), num_bytes))
+    if file.read_into(0, memoryview(head)) != len(head):
+        raise ValueError("it ends early")
+    return bytes(head)
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """Why a file cannot be read; that this process has too many open is no damage."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return CheckpointError(f"cannot open {path}: {error}; raise the limit, as by ulimit -n")
+    missing = isinstance(error, FileNotFoundError)
+    return CorruptCheckpointError(
+        str(path), "it is missing" if missing else f"cannot be read: {error}"
+    )
+
+
+class naming:
+    """Inside, errors count as damage of a file, and name it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, OSError):
+            raise unreadable(self._path, error) from error
+        if isinstance(error, ValueError):
+            raise CorruptCheckpointError(str(self._path), str(error)) from error
+
+
+# Opening ------------------------------------------------------------------------------------
+
+
+def open_checkpoint(disk: FileSystem, folder: Path) -> TensorSource:
+    """A checkpoint of shoal."""
+    path = folder / MANIFEST
+    with naming(path):
+        if not disk.is_folder(folder):
+            raise ValueError("its folder is missing, or a link")
+        manifest = Manifest.parse(read_all(disk, path, MOST_MANIFEST_BYTES))
+    for record in manifest.files:
+        with naming(folder / record.name), opened(disk, folder / record.name) as file:
+            check_size(file, record.num_bytes)
+    return TensorSource(
+        disk, folder, manifest.tensors, manifest.files, manifest.values, manifest.written_by
+    )
+
+
+def open_safetensors(disk: FileSystem, path: Path) -> TensorSource:
+    """A single safetensors file of a model's parameters and buffers."""
+    return _foreign(disk, path.parent, [path.name], lambda name, key: True)
+
+
+def open_index(disk: FileSystem, path: Path) -> TensorSource:
+    """Several safetensors files with an index, as Hugging Face writes large models."""
+    with naming(path):
+        content = parse(read_all(disk, disk.followed(path), _MOST_INDEX_BYTES))
+        weights = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(weights, dict):
+            raise ValueError("it has no weight_map")
+        names = list(dict.fromkeys(weights.values()))
+        for name in names:
+            if not isinstance(name, str) or Path(name).name != name or name.startswith("."):
+                raise ValueError(f"{str(name)[:100]!r} is no name of a file beside it")
+    source = _foreign(disk, path.parent, names, lambda name, key: weights.get(key, name) == name)
+    missing = [key for key in weights if f"model/{key}" not in source.tensors]
+    if missing:
+        raise CorruptCheckpointError(str(path), "no file has this tensor", missing[0])
+    return source
+
+
+def _foreign(
+    disk: FileSystem, folder: Path, names: list[str], is_wanted: Callable[[str, str], bool]
+) -> TensorSource:
+    files: list[FileRecord] = []
+    headers: dict[int, dict[str, HeaderEntry]] = {}
+    tensors: dict[str, TensorRecord] = {}
+    for number, name in enumerate(names):
+        with naming(folder / name), opened(disk, disk.followed(folder / name)) as file:
+            head = read_header(file, file.num_bytes)
+            headers[number] = header.decode(head, file.num_bytes)
+            files.append(FileRecord(name, file.num_bytes, "", zlib.crc32(head)))
+            for key, record in _records(headers[number], number):
+                if is_wanted(name, key):
+                    if f"model/{key}" in tensors:
+                        raise ValueError(f"tensor {key!r} is in another file as well")
+                    tensors[f"model/{key}"] = record
+    return TensorSource(disk, folder, tensors, tuple(files), is_checked=False, _headers=headers)
+
+
+def _records(entries: Mapping[str, HeaderEntry], number: int) -> Iterator[tuple[str, TensorRecord]]:
+    for key, entry in entries.items():
+        shape = torch.Size(entry.shape)
+        part = SliceRecord(Extent.whole(shape), number, key, ())
+        yield key, TensorRecord(entry.dtype, shape, (part,))
+
+
+def open_foreign(disk: FileSystem, path: Path) -> TensorSource | None:
+    """What others have written at a path, if it is something that can be read.
+
+    Links are followed: the cache of Hugging Face consists of them.
+    """
+    if path.name.endswith(".index.json"):
+        return open_index(disk, path)
+    if path.suffix == ".safetensors" and not disk.is_folder(disk.followed(path)):
+        return open_safetensors(disk, path)
+    if disk.is_file(disk.followed(path / INDEX)):
+        return open_index(disk, path / INDEX)
+    if disk.is_file(disk.followed(path / SINGLE)):
+        return open_safetensors(disk, path / SINGLE)
+    if disk.is_file(disk.followed(path)):
+        _refuse_pickle(disk, path)
+    return None
+
+
+def open_path(disk: FileSystem, path: Path) -> TensorSource:
+    """A checkpoint, or what others have written.
+
+    Raises:
+        CheckpointError: If there is neither.
+    """
+    if disk.is_file(path / MANIFEST):
+        return open_checkpoint(disk, path)
+    source = open_foreign(disk, path)
+    if source is None:
+        raise CheckpointError(
+            f"there is no checkpoint at {path}: neither one of shoal nor a model.safetensors"
+        )
+    return source
+
+
+def _refuse_pickle(disk: FileSystem, path: Path) -> None:
+    begin = bytearray(2)
+    with naming(path), opened(disk, disk.followed(path)) as file:
+        file.read_into(0, memoryview(begin))
+    if bytes(begin) == b"PK" or begin[:1] == b"\x80":  # torch.save, now and formerly
+        raise CheckpointError(
+            f"{path} is a pickle, and reading one can run any code. If you trust it, read it "
+            "yourself and pass the state_dict: "
+            f'shoal.load(torch.load("{path}", weights_only=True), model)'
+        )

@@ -1,0 +1,220 @@
+"""All that one rank has to save: references to its tensors, and plain values.
+
+[Note: keys]
+A parameter or buffer is `model/<name>`; what an optimizer has for each element of a parameter is
+`optimizer/<number>/<name>/<key>`. Tensors inside of plain values have the path of the value.
+
+[Note: values of all ranks]
+Values that belong to the whole run are the first rank's. Names and state of parameters are merged,
+since a rank of a pipeline knows its own only. Random states are kept rank by rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.checkpoint.format import values
+from shoal.checkpoint.save.assignment import Claim
+from shoal.checkpoint.save.writing import Outgoing
+from shoal.checkpoint.state import model_state, training_state
+from shoal.checkpoint.state.training_state import Companions, companion_state
+from shoal.sharding.extent import Extent
+from shoal.torch_support.random_state import RandomState
+
+
+@dataclass
+class HeldTensor:
+    """What this rank holds of one full tensor, in runs that may lie anywhere in memory."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    pieces: list[tuple[Extent, Tensor]]
+    is_divisible: bool
+
+    def claim(self) -> Claim:
+        """Which elements, neighbours joined."""
+        joined: list[Extent] = []
+        for extent, _ in self.pieces:
+            last = joined[-1] if joined else None
+            if last is not None and last.split == extent.split and last.stop == extent.start:
+                joined[-1] = last.narrowed(last.start, extent.stop)
+            else:
+                joined.append(extent)
+        return Claim(self.dtype, self.shape, tuple(joined), self.is_divisible)
+
+    def parts(self, wanted: Extent) -> Iterator[Tensor]:
+        """The elements of an extent, in order, one run of memory after the other."""
+        for extent, memory in self.pieces:
+            start, stop = max(extent.start, wanted.start), min(extent.stop, wanted.stop)
+            if extent.split == wanted.split and start < stop:
+                yield memory[start - extent.start : stop - extent.start]
+
+
+@dataclass
+class RankState:
+    """What one rank has to save.
+
+    Attributes:
+        tensors: By key; see [Note: keys].
+        values: The rest, as JSON; see `collect` for what it consists of.
+    """
+
+    tensors: dict[str, HeldTensor] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, key: str, extent: Extent, memory: Tensor, *, is_divisible: bool) -> None:
+        """Takes note of elements of a tensor."""
+        values.checked_dtype(memory, key)  # an error now, and not on the way
+        known = self.tensors.get(key)
+        if known is None:
+            known = self.tensors[key] = HeldTensor(memory.dtype, extent.shape, [], is_divisible)
+        known.pieces.append((extent, memory))
+
+    def add_whole(self, key: str, tensor: Tensor) -> None:
+        """Takes note of a whole tensor, of which the first rank's values count."""
+        values.checked_dtype(tensor, key)
+        flat = tensor.detach().reshape(-1)
+        self.add(key, Extent.whole(tensor.shape), flat, is_divisible=False)
+
+    def encode(self, value: Any, path: str) -> Any:
+        """A plain value as JSON; tensors inside are taken note of."""
+        return values.encode(value, path, self._add_inner)
+
+    def _add_inner(self, path: str, tensor: Tensor) -> str:
+        """Keys with a slash in them make equal paths of different tensors: "a/b", "a" and "b"."""
+        key = path
+        while key in self.tensors:
+            key += "'"
+        self.add_whole(key, tensor)
+        return key
+
+    def finish(self) -> None:
+        """Puts the pieces of each tensor in order."""
+        for held in self.tensors.values():
+            held.pieces.sort(key=lambda piece: (repr(piece[0].split), piece[0].start))
+
+    def outgoing(self, work: Mapping[str, Sequence[Extent]]) -> list[Outgoing]:
+        """What this rank writes, once that is assigned."""
+        return [
+            Outgoing(key, self.tensors[key].dtype, extent, _parts_of(self.tensors[key], extent))
+            for key, extents in work.items()
+            for extent in extents
+        ]
+
+
+def _parts_of(held: HeldTensor, extent: Extent) -> Any:
+    return lambda: held.parts(extent)
+
+
+def collect(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    companions: Companions,
+    extra: Mapping[str, Any],
+    rank: int,
+) -> RankState:
+    """Looks at everything there is to save; copies nothing."""
+    model_state.check_steps(model)
+    state = RankState()
+    module = model_state.plain_module(model)
+    _add_model(state, model, module)
+    state.values["optimizers"] = [
+        _add_optimizer(state, number, optimizer, model)
+        for number, optimizer in enumerate(optimizers)
+    ]
+    # The first rank's count; others' are refused for the same reasons, and may differ.
+    of_run = state if rank == 0 else RankState()
+    for name, objects in companions.items():
+        states = [companion_state(each) for each in objects]
+        of_run.values[name] = of_run.encode(states, name)
+    of_run.values["extra"] = of_run.encode(dict(extra), "extra")
+    state.values["random"] = state.encode(RandomState.capture().to_plain(), f"random/{rank}")
+    state.finish()
+    return state
+
+
+def _add_model(state: RankState, model: nn.Module, module: nn.Module) -> None:
+    is_divisible = model_state.is_same_everywhere(model)
+    for held in model_state.held_parameters(model):
+        state.add(f"model/{held.name}", held.extent, held.memory, is_divisible=is_divisible)
+    for name, buffer in model_state.buffers(model).items():
+        state.add_whole(f"model/{name}", buffer)
+    state.values["model"] = {
+        "aliases": model_state.aliases(module),
+        "extra_state": state.encode(model_state.extra_states(module), "extra_state"),
+    }
+
+
+def _add_optimizer(
+    state: RankState, number: int, optimizer: Optimizer, model: nn.Module
+) -> dict[str, Any]:
+    groups = [
+        {
+            "parameters": names,
+            "options": state.encode(options, f"optimizer/{number}/group/{which}"),
+        }
+        for which, (names, options) in enumerate(training_state.held_groups(optimizer, model))
+    ]
+    states: dict[str, Any] = {}
+    is_divisible = model_state.is_same_everywhere(model)
+    for held in training_state.held_state(optimizer, model):
+        path = f"optimizer/{number}/{held.name}"
+        for key, memory in held.tensors.items():
+            state.add(f"{path}/{key}", held.extent, memory, is_divisible=is_divisible)
+        if held.name not in states:
+            shared = state.encode(dict(held.shared), path)
+            states[held.name] = {"elements": sorted(held.tensors), "shared": shared}
+    return {
+        "class": training_state.class_name(optimizer),
+        "groups": groups,
+        "state": states,
+        "streams": training_state.streams(optimizer),
+    }
+
+
+def merge_values(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One set of values from those of each rank; see [Note: values of all ranks]."""
+    first = by_rank[0]
+    merged = {
+        key: first[key] for key in ("scheduler", "scaler", "sampler", "extra") if key in first
+    }
+    merged["random"] = [values["random"] for values in by_rank]
+    merged["model"] = {
+        part: _union([values["model"][part] for values in by_rank])
+        for part in ("aliases", "extra_state")
+    }
+    counts = {len(values["optimizers"]) for values in by_rank}
+    if len(counts) != 1:
+        raise ValueError(f"ranks save different numbers of optimizers: {sorted(counts)}")
+    merged["optimizers"] = [
+        _merge_optimizer([values["optimizers"][number] for values in by_rank])
+        for number in range(counts.pop())
+    ]
+    return merged
+
+
+def _merge_optimizer(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    longest = max(by_rank, key=lambda own: len(own["groups"]))
+    groups = []
+    for which, group in enumerate(longest["groups"]):
+        named = [own["groups"][which] for own in by_rank if which < len(own["groups"])]
+        names = dict.fromkeys(name for each in named for name in each["parameters"])
+        groups.append({"parameters": list(names), "options": group["options"]})
+    state = _union([own["state"] for own in by_rank])
+    about = {key: longest[key] for key in ("class", "streams")}
+    return {**about, "groups": groups, "state": state}
+
+
+def _union(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """All entries; of several for one key the first rank's."""
+    merged: dict[str, Any] = {}
+    for part in parts:
+        for key, value in part.items():
+            merged.setdefault(key, value)
+    return merged

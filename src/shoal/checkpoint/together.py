@@ -1,0 +1,63 @@
+"""Ranks that succeed together or fail together: an error of one is raised by all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from shoal.comm import Backend
+from shoal.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
+
+T = TypeVar("T")
+
+
+def caller(ranks: Backend | None) -> object:
+    """Who saves one checkpoint at a time: a rank, or a thread that has no world."""
+    return threading.current_thread() if ranks is None else ranks
+
+
+def together(backend: Backend | None, action: Callable[[], T], doing: str) -> list[T]:
+    """Carries out a local action on every rank and returns the results, by rank.
+
+    The results travel as plain data. If the action fails on any rank, it counts as failed on all:
+    every rank raises the error of the first that failed, itself or one that names the rank.
+
+    Args:
+        backend: All ranks; None for a process of its own.
+        action: What this rank does; it may not communicate.
+        doing: What the action does, for the message.
+    """
+    if backend is None or backend.size == 1:
+        return [action()]
+    error: Exception | None = None
+    result: Any = None
+    try:
+        result = action()
+    except Exception as failure:
+        error = failure
+    answers = backend.all_gather_object([None if error is None else _told(error), result])
+    failed = [rank for rank, (trouble, _) in enumerate(answers) if trouble is not None]
+    if failed:
+        if error is not None and failed[0] == backend.rank:
+            raise error
+        raise _retold(failed[0], answers[failed[0]][0], doing) from error
+    return [value for _, value in answers]
+
+
+def _told(error: Exception) -> list[Any]:
+    """An error as plain data."""
+    about = None
+    if isinstance(error, CorruptCheckpointError):
+        about = [error.file, error.reason, error.tensor]
+    return [type(error).__name__, str(error), about]
+
+
+def _retold(rank: int, told: list[Any], doing: str) -> CheckpointError:
+    """The error of another rank, as this one raises it."""
+    kind, text, about = told
+    if about is not None:
+        return CorruptCheckpointError(about[0], f"{about[1]} (found by rank {rank})", about[2])
+    if kind == CheckpointMismatchError.__name__:
+        return CheckpointMismatchError(text)
+    return CheckpointError(f"{doing} failed on rank {rank}: {kind}: {text}")

@@ -1,0 +1,175 @@
+"""A rank's part of each batch of indices, and of each batch that a dataset makes itself."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import BatchSampler, Sampler
+
+from shoal.comm.operation.partition import offsets, split_sizes
+from shoal.data.draws import Draws
+from shoal.torch_support.fingerprint import fingerprint
+
+
+class Position(NamedTuple):
+    """Which part of a batch is this rank's."""
+
+    rank: int
+    size: int
+
+    def bounds(self, length: int) -> slice:
+        """Contiguous; the first ranks get one more where it does not divide."""
+        low, high = offsets(split_sizes(length, self.size))[self.rank : self.rank + 2]
+        return slice(low, high)
+
+
+class SameOrderSampler(Sampler[Any]):
+    """A user's sampler whose order is the same on every rank."""
+
+    def __init__(self, inner: Iterable[Any], draws: Draws) -> None:
+        """Draws as rank 0 does."""
+        self.inner, self._draws = inner, draws
+        self.num_to_skip = 0
+        """How many items the next iteration leaves out: what was trained on before."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """The same on every rank, from where training goes on."""
+        num_to_skip, self.num_to_skip = self.num_to_skip, 0
+        for number, item in enumerate(self._draws.drawn(lambda: iter(self.inner))):
+            if number == 0:
+                self._draws.compare("the first batch of indices", str(item)[:200])
+            if number >= num_to_skip:
+                yield item
+
+    def num_drawn(self, num_given: int) -> int:
+        """How many of the user's were drawn for those that were given to the loader."""
+        return num_given
+
+    def __len__(self) -> int:
+        """The length of the user's sampler."""
+        return len(self.inner)  # type: ignore[arg-type]
+
+
+class RankBatches(SameOrderSampler):
+    """This rank's part of each batch of a user's batch sampler."""
+
+    def __init__(self, inner: Iterable[Any], draws: Draws, position: Position) -> None:
+        """See [Note: global batches] in `shoal.sampling` for the last batch."""
+        super().__init__(inner, draws)
+        self._position = position
+        self._joined_at: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Lists of indices; every rank has at least one of each batch."""
+        first, self._joined_at = self.num_to_skip, None
+        batches = joined(super().__iter__(), self._position.size)
+        for number, (batch, is_joined) in enumerate(batches, start=first):
+            if is_joined:
+                self._joined_at = number
+            yield batch[self._position.bounds(len(batch))]
+
+    def num_drawn(self, num_given: int) -> int:
+        """One more, once a last batch was given that two were joined to."""
+        is_beyond = self._joined_at is not None and num_given > self._joined_at
+        return num_given + is_beyond
+
+    def __len__(self) -> int:
+        """Batches of an epoch; of a batch sampler of one's own perhaps one more than there are."""
+        length = len(self.inner)  # type: ignore[arg-type]
+        if type(self.inner) is not BatchSampler or self.inner.drop_last:
+            return length
+        rest = len(self.inner.sampler) % self.inner.batch_size  # type: ignore[arg-type]
+        return length - (0 < rest < self._position.size and length > 1)
+
+
+def joined(batches: Iterable[Any], size: int) -> Iterator[tuple[list[Any], bool]]:
+    """Batches of at least ``size`` samples: a smaller last one goes with the one before.
+
+    Each comes with whether it was joined so.
+    """
+    iterator = map(list, batches)
+    held, is_joined = next(iterator, None), False
+    for number, batch in enumerate(iterator, start=1):
+        assert held is not None
+        if len(batch) < size and next(iterator, None) is None:
+            held, is_joined = held + batch, True
+            break
+        _check_size(held, size, number - 1)
+        yield held, False
+        held = batch
+    if held is not None:
+        _check_size(held, size, -1)
+        yield held, is_joined
+
+
+def _check_size(batch: list[Any], size: int, number: int) -> None:
+    if len(batch) < size:
+        which = "the last batch" if number < 0 else f"batch {number}"
+        raise ValueError(
+            f"every rank needs a sample of each batch; {which} of the loader has {len(batch)} for "
+            f"{size} ranks (the loader's batches are those of all ranks together)"
+        )
+
+
+class Part(NamedTuple):
+    """What a rank takes of a batch that all of them have seen, or nothing of one too small."""
+
+    value: Any
+    is_there: bool
+    seen: str
+    """A fingerprint of the whole, for the first batch of a process; else empty."""
+
+
+class ItemsOfBatch:
+    """A user's ``collate_fn``, for this rank's items of each batch of a stream."""
+
+    def __init__(self, collate: Callable[[Any], Any], position: Position) -> None:
+        """In workers it is a copy."""
+        self._collate, self._position, self._is_first = collate, position, True
+
+    def __call__(self, data: Any) -> Part:
+        """The items of a whole batch."""
+        seen = fingerprint(data) if self._is_first else ""
+        self._is_first = False
+        value, is_there = self._take(data)
+        return Part(value, is_there, seen)
+
+    def _take(self, data: Any) -> tuple[Any, bool]:
+        if len(data) < self._position.size:
+            warnings.warn(
+                f"a last batch of {len(data)} samples is left out, because every one of the "
+                f"{self._position.size} ranks needs at least one; with drop_last=True it is, too",
+                stacklevel=2,
+            )
+            return None, False
+        return self._collate(data[self._position.bounds(len(data))]), True
+
+
+class RowsOfBatch(ItemsOfBatch):
+    """As `ItemsOfBatch`, where what comes from the dataset is a batch already."""
+
+    def _take(self, data: Any) -> tuple[Any, bool]:
+        whole = self._collate(data)
+        counts = {len(leaf) for leaf in tree_leaves(whole) if _has_rows(leaf)}
+        if len(counts) != 1 or min(counts) < self._position.size:
+            found = f"tensors of {', '.join(map(str, sorted(counts)))} rows" if counts else "none"
+            raise ValueError(
+                f"with batch_size=None what the dataset gives is a batch of all ranks, so all of "
+                f"its tensors must have as many rows, at least {self._position.size}; got {found}. "
+                "Give the loader a batch_size, or divide the data yourself and do not pass the "
+                "loader"
+            )
+        bounds = self._position.bounds(counts.pop())
+
+        def cut(leaf: Any) -> Any:
+            return leaf[bounds] if _has_rows(leaf) else leaf
+
+        return tree_map(cut, whole), True
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0

@@ -1,0 +1,159 @@
+"""An experiment from beginning to end: on every rank, and the search for a cause if they differ.
+
+Rank 0 also trains the reference, beside its own part. Both train step by step and are compared as
+they go, so nothing but the two models is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from shoal.comm.world import World, current
+from shoal.strategies.layers.precision import parse_precision
+from shoal.verification.comparison import Comparison, Difference, default_tolerance
+from shoal.verification.diagnosis.causes import likely_cause
+from shoal.verification.diagnosis.replay import Replay
+from shoal.verification.experiment import Experiment, Findings
+from shoal.verification.report import Report
+from shoal.verification.trainers.distributed import DistributedTrainer
+from shoal.verification.trainers.one_process import SplitBatch, WholeBatch
+
+_MIXED_PRECISION_TOLERANCE = 1e-2
+
+
+def verify_experiment(experiment: Experiment, run: Callable[..., list[Any]]) -> Report:
+    """Trains and compares; ``run(fn, ranks, backend, args)`` calls a function on every rank."""
+    findings: Findings = run(train_on_rank, experiment.ranks, experiment.backend, (experiment,))[0]
+    difference, cause = findings.difference, ""
+    if difference is not None:  # in a world of one: the model may ask for its rank
+        cause = run(likely_cause, 1, "memory", (Replay(experiment, findings, difference),))[0]
+    return Report(
+        strategy=experiment.strategy,
+        ranks=experiment.ranks,
+        backend=experiment.backend,
+        reference=experiment.reference,
+        steps=experiment.steps,
+        tolerance=findings.tolerance,
+        difference=difference,
+        cause=cause,
+        largest=findings.largest,
+        notes=_notes(findings),
+    )
+
+
+def _notes(findings: Findings) -> tuple[str, ...]:
+    if findings.first_move >= findings.tolerance:
+        return ()
+    return (
+        f"no parameter moved by more than {findings.first_move:.1e} in the first step, which is "
+        "less than the tolerance: the optimizer was hardly tested (raise its learning rate)",
+    )
+
+
+def train_on_rank(experiment: Experiment) -> Findings:
+    """Trains until the end or the first difference; rank 0's findings are the ones that count."""
+    world = current()
+    wrap = partial(experiment.wrap, strategy=experiment.strategy, **experiment.options)
+    trainer = DistributedTrainer(experiment.build, experiment.steps, world, wrap, experiment.weight)
+    num_shares = trainer.data_group.size
+    reference = _reference(experiment, num_shares) if world.rank == 0 else None
+    comparison, first_move, ranks_differ = Comparison(_tolerance(experiment, trainer)), 0.0, ""
+    for step in range(experiment.steps):
+        before = _copies(reference) if step == 0 else []
+        is_same = _observe(step, reference, trainer, comparison)
+        if step == 0:
+            first_move = _largest_change(before, _copies(reference))
+        odd, is_same = _compare_ranks(world, trainer, is_same)
+        if odd is not None:
+            ranks_differ = f"{_sides(odd[1])} differ in {odd[0]}"
+            difference = Difference(step + 1, "ranks", odd[0], *trainer.spread(odd[0]))
+            comparison.first = comparison.first or difference
+        if odd is not None or not is_same:
+            break
+    return Findings(
+        comparison.tolerance,
+        comparison.first,
+        comparison.largest,
+        ranks_differ,
+        first_move,
+        num_shares,
+        trainer.num_micro_batches,
+    )
+
+
+def _reference(experiment: Experiment, num_shares: int) -> WholeBatch:
+    compute_dtype = parse_precision(experiment.options.get("mixed_precision"))
+    if experiment.reference == "split":
+        averages = bool(experiment.options.get("average_buffers"))
+        return SplitBatch(
+            experiment.build,
+            experiment.steps,
+            num_shares,
+            weight=experiment.weight,
+            compute_dtype=compute_dtype,
+            averages_buffers=averages,
+        )
+    return WholeBatch(experiment.build, experiment.steps, compute_dtype=compute_dtype)
+
+
+def _tolerance(experiment: Experiment, trainer: DistributedTrainer) -> float:
+    if experiment.tolerance is not None:
+        return experiment.tolerance
+    usual = default_tolerance(trainer.setup.model)
+    is_rounded = experiment.options.get("mixed_precision") and experiment.reference == "batch"
+    return max(usual, _MIXED_PRECISION_TOLERANCE) if is_rounded else usual
+
+
+def _observe(
+    step: int, reference: WholeBatch | None, trainer: DistributedTrainer, comparison: Comparison
+) -> bool:
+    """One step; on rank 0 compared with the reference."""
+    if reference is not None:
+        return comparison.compare(step, reference.observe(step), trainer.observe(step))
+    for _ in trainer.observe(step):
+        pass
+    return True
+
+
+def _compare_ranks(
+    world: World, trainer: DistributedTrainer, is_same: bool
+) -> tuple[tuple[str, list[list[int]]] | None, bool]:
+    """What the ranks have different bits of, and who has which; and whether all go on."""
+    answers = world.all_gather_object((is_same, trainer.fingerprints))
+    all_same, by_rank = zip(*answers, strict=True)
+    odd = None
+    for kind, name in trainer.fingerprints:
+        holders: dict[str, list[int]] = {}
+        for rank, prints in enumerate(by_rank):
+            holders.setdefault(prints.get((kind, name), ""), []).append(rank)
+        # Parameters tell most: how far apart they are can be looked up.
+        if len(holders) > 1 and (odd is None or kind == "parameter"):
+            odd = (name or "the loss", list(holders.values()))
+            if kind == "parameter":
+                break
+    return odd, all(all_same)
+
+
+def _sides(sides: list[list[int]]) -> str:
+    names = [f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" for ranks in sides]
+    return " and ".join(names)
+
+
+def _copies(reference: WholeBatch | None) -> list[Tensor]:
+    if reference is None:
+        return []
+    return [seen.value.clone() for seen in reference.parameters() if seen.value is not None]
+
+
+def _largest_change(before: list[Tensor], after: list[Tensor]) -> float:
+    changes = [
+        float((new - old).abs().max())
+        for old, new in zip(before, after, strict=True)
+        if old.numel()
+    ]
+    return max(changes, default=math.inf)

@@ -1,0 +1,248 @@
+"""One process: on the whole batch, or replaying the ranks' local batches one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from shoal.optim.proof.judging import judge
+from shoal.optim.stepping.kernels import fused_where_free
+from shoal.optim.stepping.supervision import Supervision
+from shoal.strategies.training import call_module, count_items
+from shoal.torch_support.random_state import RandomStream
+from shoal.verification.trainers.global_batches import Batch, share
+from shoal.verification.trainers.mixed_precision import MixedPrecisionModel
+from shoal.verification.trainers.trainer import Build, Observed, Setup, Trainer
+
+BUILD_SEED = 0
+_TRAIN_SEED = 1
+_SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+
+
+def rank_stream(rank: int, variation: int = 0) -> RandomStream:
+    """What a rank draws from while it trains; one process draws as rank 0 would."""
+    return RandomStream(_TRAIN_SEED + rank + 1_000_003 * variation)
+
+
+class WholeBatch(Trainer):
+    """One process on the whole batch."""
+
+    def __init__(
+        self,
+        build: Build,
+        num_steps: int,
+        *,
+        variation: int = 0,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Another ``variation`` trains the same model with other random numbers."""
+        with RandomStream(BUILD_SEED).drawing():
+            self.setup = Setup.build(build, num_steps)
+        self._stream = rank_stream(0, variation)
+        self._supervisions = {id(each): _supervise(each) for each in self.setup.optimizers}
+        self._narrow = MixedPrecisionModel(self.setup.model, compute_dtype)
+
+    def compute(self, step: int) -> Tensor:
+        """Forward and backward of the whole batch."""
+        with self._stream.drawing(), self._narrow.computing():
+            loss = self._loss(self.setup.batches[step])
+            loss.backward()
+        return loss.detach()
+
+    def _loss(self, batch: Batch) -> Tensor:
+        output = call_module(self._narrow, self.setup.model, batch[0])
+        return self.setup.loss_fn(output, batch[1])
+
+    def gradients(self) -> Iterator[Observed]:
+        """Each is measured against the largest of all: noise comes in that size."""
+        named = [(name, p.grad) for name, p in self.setup.model.named_parameters()]
+        sizes = [float(g.detach().abs().max()) for _, g in named if g is not None and g.numel()]
+        for name, gradient in named:
+            yield Observed("gradient", name, gradient, max(sizes, default=1.0))
+
+    def parameters(self) -> Iterator[Observed]:
+        """The parameters as they are after the last update."""
+        for name, parameter in self.setup.model.named_parameters():
+            yield Observed("parameter", name, parameter.detach())
+
+    def update(self, step: int) -> None:
+        """The optimizers' step."""
+        with self._stream.drawing():
+            super().update(step)
+
+    def stepping(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
+        """Around a step: the optimizer draws from the streams that ranks have."""
+        supervision = self._supervisions[id(optimizer)]
+        return contextlib.nullcontext() if supervision is None else supervision.step()
+
+    def to_double(self) -> None:
+        """Goes on in float64, where rounding does not matter."""
+        self.setup.model.double()
+        self.setup.batches = [_double(batch) for batch in self.setup.batches]
+
+
+def _supervise(optimizer: Optimizer) -> Supervision | None:
+    judgement = judge(optimizer)
+    if not judgement.may_draw:
+        return None
+    parameters = [group["params"] for group in optimizer.param_groups]
+    return Supervision(optimizer, judgement, parameters=parameters, seed=BUILD_SEED)
+
+
+class SplitBatch(WholeBatch):
+    """One process that replays the ranks' local batches and averages in rank order."""
+
+    def __init__(
+        self,
+        build: Build,
+        num_steps: int,
+        num_ranks: int,
+        *,
+        weight: Callable[[Any, Any], Any] | None = None,
+        variation: int = 0,
+        compute_dtype: torch.dtype | None = None,
+        averages_buffers: bool = False,
+    ) -> None:
+        """Each local batch has the random numbers that its rank would have."""
+        super().__init__(build, num_steps, variation=variation, compute_dtype=compute_dtype)
+        self._streams = [rank_stream(rank, variation) for rank in range(num_ranks)]
+        self._weight, self._averages_buffers = weight, averages_buffers
+        self._kernels = contextlib.nullcontext if compute_dtype else fused_where_free
+
+    def compute(self, step: int) -> Tensor:
+        """Forward and backward of each rank's rows, all from the same parameters and buffers."""
+        num_ranks = len(self._streams)
+        batches = [share(self.setup.batches[step], rank, num_ranks) for rank in range(num_ranks)]
+        weights = [self._weigh(*batch) for batch in batches]
+        losses, total = LossSum(), GradientSum(self.setup.model)
+        buffers = Buffers(self.setup.model, self._averages_buffers)
+        for rank, batch in enumerate(batches):
+            if weights[rank]:
+                buffers.rewind()
+                with self._streams[rank].drawing(), self._narrow.computing():
+                    loss = self._loss(batch)
+                    (loss * _factor(loss, weights[rank] * num_ranks / sum(weights))).backward()
+                losses.add(loss, weights[rank])
+                total.add()
+                buffers.remember()
+        buffers.finish()
+        total.finish(num_ranks)
+        return losses.mean()
+
+    def _weigh(self, inputs: Any, targets: Any) -> float:
+        """How much a local batch counts."""
+        return count_items(inputs) if self._weight is None else float(self._weight(inputs, targets))
+
+    def update(self, step: int) -> None:
+        """The optimizers' step, with the kernels that ranks use."""
+        with contextlib.ExitStack() as stack:
+            for optimizer in self.setup.optimizers:
+                stack.enter_context(self._kernels(optimizer))
+            super().update(step)
+
+
+def _factor(loss: Tensor, factor: float) -> Tensor:
+    """Rounded as the ranks round it."""
+    return torch.tensor(factor, dtype=torch.float64).to(loss.dtype).to(loss.device)
+
+
+class LossSum:
+    """Losses of several local batches, weighted by their rows."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self._losses: list[Tensor] = []
+        self._weights: list[float] = []
+
+    def add(self, loss: Tensor, weight: float) -> None:
+        """Counts a local batch."""
+        self._losses.append(loss.detach())
+        self._weights.append(weight)
+
+    def mean(self) -> Tensor:
+        """Added in rank order, in float64, as ranks do."""
+        total = torch.zeros((), dtype=torch.float64, device=self._losses[0].device)
+        for loss, weight in zip(self._losses, self._weights, strict=True):
+            total = total + loss.double() * weight
+        return (total / sum(self._weights)).to(self._losses[0].dtype)
+
+
+class GradientSum:
+    """Gradients of several local batches, added in rank order and then divided, once."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Nothing yet; earlier gradients of the model are forgotten."""
+        self._model = model
+        self._sums: dict[str, Tensor] = {}
+        model.zero_grad()
+
+    def add(self) -> None:
+        """Takes the model's gradients. Sixteen-bit ones are added in float32, as ranks do."""
+        for name, parameter in self._model.named_parameters():
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                wide = gradient.float() if gradient.dtype in _SIXTEEN_BIT else gradient
+                self._sums[name] = self._sums[name] + wide if name in self._sums else wide
+
+    def finish(self, num_ranks: int) -> None:
+        """Gives the model the average."""
+        for name, parameter in self._model.named_parameters():
+            if name in self._sums:
+                parameter.grad = self._sums[name].div(num_ranks).to(parameter.dtype)
+
+
+class Buffers:
+    """Running statistics and the like: every rank begins a step with rank 0's, or the average."""
+
+    def __init__(self, model: torch.nn.Module, averages: bool = False) -> None:
+        """As they are at the beginning of the step."""
+        self._buffers, self._averages = list(model.buffers()), averages
+        self._begin = [buffer.clone() for buffer in self._buffers]
+        self._seen: list[list[Tensor]] = []
+
+    def rewind(self) -> None:
+        """Back to the beginning of the step."""
+        self._set(self._begin)
+
+    def remember(self) -> None:
+        """What a rank has made of them."""
+        if self._averages or not self._seen:
+            self._seen.append([buffer.clone() for buffer in self._buffers])
+
+    def finish(self) -> None:
+        """What the next step begins with."""
+        if self._averages and self._seen:
+            self._set([_average(of_ranks) for of_ranks in zip(*self._seen, strict=True)])
+        else:
+            self._set(self._seen[0] if self._seen else self._begin)
+
+    def _set(self, values: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            for buffer, value in zip(self._buffers, values, strict=True):
+                buffer.copy_(value)
+
+
+def _average(of_ranks: Sequence[Tensor]) -> Tensor:
+    """The average of floating numbers; of other numbers the first rank's."""
+    first = of_ranks[0]
+    if not first.is_floating_point():
+        return first
+    # In rank order and from the first one's, as ranks do it.
+    apart = torch.zeros_like(first, dtype=torch.float64)
+    for each in of_ranks:
+        apart = apart + torch.where(each == first, 0, each.double() - first.double())
+    return (first.double() + apart / len(of_ranks)).to(first.dtype)
+
+
+def _double(batch: Batch) -> Batch:
+    def widen(leaf: object) -> object:
+        is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.double() if is_float else leaf  # type: ignore[attr-defined]
+
+    return tree_map(widen, batch[0]), tree_map(widen, batch[1])
