@@ -11,7 +11,7 @@ import pools
 import shoal
 from shoal.comm import ReduceOp
 from shoal.comm.operation import AllReduce, ReduceScatter
-from shoal.comm.shm.posting import Posted
+from shoal.comm.shm.pending import Posted
 from shoal.errors import DeadlineError, MismatchError
 
 backends = pytest.mark.parametrize("backend", ["memory", "shm", "gloo"])

@@ -1,6 +1,6 @@
 """`SharedMemoryBackend`: ranks are processes of one host, data moves through shared memory.
 
-See [Note: exposures] and [Note: parts and windows] in `shoal.comm.shm.exposing`.
+See [Note: exposures] and [Note: parts and windows] in `shoal.comm.shm.exposure`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,19 @@ from shoal.comm.operation import Operation, Payload, Send, writing
 from shoal.comm.operation.header import Header, decode, encode
 from shoal.comm.operation.partition import offsets, split_sizes
 from shoal.comm.operation.reduction import reduce_into
-from shoal.comm.shm.blocks import reduce_and_hand_out, reduce_in_blocks
-from shoal.comm.shm.copying import copy
-from shoal.comm.shm.exposing import DIRECT, SHARED, SMALL_BYTES, WINDOWED, in_windows
-from shoal.comm.shm.exposure import Window, windows_of
+from shoal.comm.shm.copying import copy, reduce_and_hand_out, reduce_in_blocks
+from shoal.comm.shm.exposure import (
+    DIRECT,
+    SHARED,
+    SMALL_BYTES,
+    WINDOWED,
+    Window,
+    in_windows,
+    windows_of,
+)
 from shoal.comm.shm.fast_path import SmallOperations, is_all_staged
 from shoal.comm.shm.message_memory import MessageMemory
-from shoal.comm.shm.posted_message import Courier, PostedSend
-from shoal.comm.shm.posting import Carrier, Postbox, Posted
+from shoal.comm.shm.pending import Carrier, Courier, Postbox, Posted, PostedSend
 from shoal.comm.shm.segments import Arena, Location, Peer
 from shoal.comm.shm.staging import Staging
 from shoal.comm.work import PendingWork, Work
