@@ -55,7 +55,7 @@ def post_in_rounds(rounds):
     if backend.rank == 0:
         for turn in range(rounds):
             parts = [torch.full((size,), turn * 100 + n) for n, size in enumerate(sizes)]
-            works = [backend.post_send(part.to(torch.float64), 1) for part in parts]
+            works = [backend.start_send(part.to(torch.float64), 1) for part in parts]
             works[0].wait()  # its memory is free for the next round, others are still read
             works[-1].is_done()
     if backend.rank == 1:

@@ -208,8 +208,8 @@ def post_and_receive():
     if backend.rank > 1:
         return None
     if backend.rank == 0:
-        works = [backend.post_send(torch.full((3,), float(tag)), 1, tag) for tag in range(4)]
-        late = backend.post_send(torch.ones(2), 1, 9)
+        works = [backend.start_send(torch.full((3,), float(tag)), 1, tag) for tag in range(4)]
+        late = backend.start_send(torch.ones(2), 1, 9)
         with pytest.raises(DeadlineError, match=r"send\(float32\[2\], dst=1, tag=9\)"):
             late.wait(timeout=0.05)
         backend.send(torch.zeros(1), 1, 10)  # only now does the other begin
@@ -218,7 +218,7 @@ def post_and_receive():
         with pytest.raises(MismatchError, match="a receive differs"):
             late.wait()
         with pytest.raises(ValueError, match="a tag must be"):
-            backend.post_send(torch.ones(1), 1, -1)
+            backend.start_send(torch.ones(1), 1, -1)
         return all(work.is_done() for work in works)
     backend.recv(src=0, tag=10)
     received = [backend.recv(src=0, tag=tag).tolist() for tag in (2, 0, 3, 1)]

@@ -34,7 +34,7 @@ def many_at_once(count: int) -> list[list[float]]:
         works = []
         for number, buffer in enumerate(buffers):
             buffer.fill_(backend.rank + number + turn)
-            works.append(backend.post(operation(number, buffer)))
+            works.append(backend.start(operation(number, buffer)))
         results = {number: works[number].wait() for number in reversed(range(count))}
         backend.barrier()
         seen.append([results[number].unique().item() for number in range(count)])
@@ -55,7 +55,7 @@ def test_many_at_once(backend: str, ranks: int) -> None:
 def collectives_wait_for_what_was_posted() -> tuple[float, bool]:
     backend = shoal.world().backend
     buffer = backend.empty(LENGTH).fill_(1.0)
-    work = backend.post(AllReduce(buffer, ReduceOp.SUM))
+    work = backend.start(AllReduce(buffer, ReduceOp.SUM))
     total = backend.all_reduce(torch.ones(1))
     return total.item() + buffer[-1].item(), work.is_done()
 
@@ -70,8 +70,8 @@ def asks(until_done: int) -> tuple[bool, int]:
     buffer = world.backend.empty(LENGTH).fill_(1.0)
     if world.rank == 1:
         world.recv(src=0)
-        return isinstance(world.backend.post(AllReduce(buffer, ReduceOp.SUM)).wait(), Posted), 0
-    work = world.backend.post(AllReduce(buffer, ReduceOp.SUM))
+        return isinstance(world.backend.start(AllReduce(buffer, ReduceOp.SUM)).wait(), Posted), 0
+    work = world.backend.start(AllReduce(buffer, ReduceOp.SUM))
     answers = [work.is_done() for _ in range(until_done)]
     with pytest.raises(DeadlineError, match=r"still under way after 0\.01 s"):
         work.wait(0.01)
@@ -86,7 +86,7 @@ def test_asking_does_not_wait() -> None:
 
 def differ() -> None:
     backend = shoal.world().backend
-    backend.post(AllReduce(backend.empty(LENGTH + backend.rank), ReduceOp.SUM)).wait()
+    backend.start(AllReduce(backend.empty(LENGTH + backend.rank), ReduceOp.SUM)).wait()
 
 
 def one_does_not_post() -> None:
@@ -95,7 +95,7 @@ def one_does_not_post() -> None:
     if backend.rank:
         backend.run(work)
     else:
-        backend.post(work).wait()
+        backend.start(work).wait()
 
 
 @pytest.mark.parametrize("disagree", [differ, one_does_not_post])

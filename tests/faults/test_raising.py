@@ -196,7 +196,7 @@ def in_small_all_reduce(world: World) -> None:
 
 
 def in_posted_all_reduce(world: World) -> None:
-    work = world.backend.post(AllReduce(world.backend.empty(1 << 16), ReduceOp.SUM))
+    work = world.backend.start(AllReduce(world.backend.empty(1 << 16), ReduceOp.SUM))
     if world.rank == 0:
         work.wait()
 

@@ -253,7 +253,7 @@ class Backend(ABC):
         self._check_open()
         return self._message(ops.Send(tensor, dst, tag), dst, check_tag(tag), async_op)
 
-    def post_send(self, tensor: Tensor, dst: int, tag: int = 0) -> Work[None]:
+    def start_send(self, tensor: Tensor, dst: int, tag: int = 0) -> Work[None]:
         """Sends in the background, without a thread where ranks share memory."""
         work: Work[None] = self.send(tensor, dst, tag, async_op=True)
         return work
@@ -423,7 +423,7 @@ class Backend(ABC):
         """Which rank of how many, over what."""
         return f"<{type(self).__name__} rank {self.rank} of {self.size}>"
 
-    def post(self, operation: ops.Operation) -> Work[Any]:
+    def start(self, operation: ops.Operation) -> Work[Any]:
         """Starts an operation for somebody who comes back soon and often to ask how it is going.
 
         Where ranks share memory it then needs no thread: it goes on whenever it is asked for, or

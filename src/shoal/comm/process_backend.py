@@ -27,7 +27,7 @@ from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Channel, Control, Failure, Message
 from shoal.comm.operation import Operation, Payload
 from shoal.comm.operation.header import Header, check_equal, decode, encode
-from shoal.comm.work import PendingWork, Work, WorkQueue
+from shoal.comm.work import ThreadedWork, Work, WorkQueue
 from shoal.errors import DeadlineError, MismatchError, PeerError, ShoalError, TransportError
 from shoal.system.failure import describe
 from shoal.system.site import call_site
@@ -60,7 +60,7 @@ class ProcessBackend(Backend):
         self._num_settled = 0
         self._messages: dict[tuple[str, int, int], int] = defaultdict(int)
         self._queue = WorkQueue(f"shoal-{self.name}-{control.rank}")
-        self._errands: list[PendingWork[Any]] = []
+        self._errands: list[ThreadedWork[Any]] = []
         # A training loop agrees on the same headers again and again.
         self._agreed: dict[bytes, tuple[list[bytes], list[Header]]] = {}
         self._is_in_step = True
@@ -123,7 +123,7 @@ class ProcessBackend(Backend):
             task = partial(self._perform, operation, self._number, call_site(), is_inline)
             if is_inline:
                 return task()
-            work = self._queue.put(PendingWork(task, operation.signature))
+            work = self._queue.put(ThreadedWork(task, operation.signature))
         return work if async_op else work.wait()
 
     def _finish_posted(self) -> None:
@@ -257,7 +257,7 @@ class ProcessBackend(Backend):
         task = partial(self._deliver, operation, peer, key, call_site(), not async_op)
         if not async_op:
             return task()
-        return self._start_errand(PendingWork(task, operation.signature))
+        return self._start_errand(ThreadedWork(task, operation.signature))
 
     def _message_key(self, operation: Operation, peer: int, tag: int) -> tuple[int, int]:
         # Both sides count the messages of a tag, so the n-th send meets the n-th receive
@@ -267,7 +267,7 @@ class ProcessBackend(Backend):
             self._messages[counter] += 1
             return (tag, self._messages[counter])
 
-    def _start_errand(self, work: PendingWork[Any]) -> Work[Any]:
+    def _start_errand(self, work: ThreadedWork[Any]) -> Work[Any]:
         """A thread of its own: a message may have to wait while later ones pass."""
         self._errands = [errand for errand in self._errands if not errand.is_done()]
         self._errands.append(work)

@@ -37,7 +37,7 @@ from shoal.comm.shm.message_memory import MessageMemory
 from shoal.comm.shm.pending import Carrier, Courier, Postbox, Posted, PostedSend
 from shoal.comm.shm.segments import Arena, Location, Peer
 from shoal.comm.shm.staging import Staging
-from shoal.comm.work import PendingWork, Work
+from shoal.comm.work import ThreadedWork, Work
 from shoal.system.site import call_site
 from shoal.torch_support.private_view import PrivateView
 
@@ -130,7 +130,7 @@ class SharedMemoryBackend(SmallOperations):
 
     # Posting ----------------------------------------------------------------------------
 
-    def post(self, operation: Operation) -> Work[Any]:
+    def start(self, operation: Operation) -> Work[Any]:
         """All-reduces and reduce-scatters of memory from `empty` need no thread."""
         location = None if operation.source is None else self._arena.locate(operation.source)
         can_post = operation.kind in ("all_reduce", "reduce_scatter") and self.size > 1
@@ -142,9 +142,9 @@ class SharedMemoryBackend(SmallOperations):
                 header = encode(Header(operation.signature, operation.meta, wire, call_site()))
                 self._where(operation, self._number, call_site())
                 return self._postbox.put(operation, self._number, header)
-        return super().post(operation)
+        return super().start(operation)
 
-    def post_send(self, tensor: Tensor, dst: int, tag: int = 0) -> Work[None]:
+    def start_send(self, tensor: Tensor, dst: int, tag: int = 0) -> Work[None]:
         """Shows the receiver where to read; the rest is up to it."""
         self._check_peer("dst", dst)
         check_tag(tag)
@@ -171,7 +171,7 @@ class SharedMemoryBackend(SmallOperations):
         message = self._page_channel.post(dst, key, encode(header))
         if message is None:  # too many are open: a thread waits for a place
             task = partial(self._deliver, operation, dst, key, site, False)
-            return self._start_errand(PendingWork(task, operation.signature))
+            return self._start_errand(ThreadedWork(task, operation.signature))
         courier = Courier(lambda: self._patience(where, True), self._or_fail, finish, let_go)
         return PostedSend(message, self.ranks[dst], operation.signature, courier)
 

@@ -216,7 +216,7 @@ class GroupGradients:
         flags = Flags(self._collected, len(self.group.parameters))
         operation = self._operation(whole, flags)
         operation.signature += f" of gradient group {self.group.index}"
-        self._work = (self._backend.post(operation), flags)
+        self._work = (self._backend.start(operation), flags)
 
     def _operation(self, whole: Tensor, flags: Flags) -> FlaggedAllReduce | FlaggedReduceScatter:
         if not self.is_sharded:
