@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.format.dtypes import dtype_called, dtype_name
 from shoal.checkpoint.format.manifest import (
     FileRecord,
     Manifest,
@@ -26,6 +25,7 @@ from shoal.checkpoint.format.manifest import (
 )
 from shoal.checkpoint.save.assignment import Claim, Claims
 from shoal.checkpoint.save.writing import Written
+from shoal.torch_support.dtypes import dtype_called, dtype_name
 
 Receipt = dict[str, Any]
 """What a rank has written and knows, as plain data that can travel or be a file."""

@@ -22,6 +22,7 @@ from shoal.comm.shm.copying import copy
 from shoal.comm.shm.exposure import DIRECT, SMALL_BYTES, STAGED, Exposing
 from shoal.comm.shm.staging import HALF_BYTES
 from shoal.system.site import call_frame
+from shoal.torch_support.dtypes import PLAIN
 from shoal.torch_support.process_memory import read_into
 
 _MOST_RECIPES = 1024
@@ -265,9 +266,6 @@ def _nothing(dtype: torch.dtype) -> Tensor:
     return torch.empty(0, dtype=dtype)
 
 
-_DTYPES = frozenset(
-    (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32)
-)
 Finisher = Callable[[Tensor], object]
 """Makes the result out of what all ranks have shown."""
 
@@ -312,7 +310,7 @@ def _is_plain(tensor: Tensor) -> bool:
         and not tensor.requires_grad
         and not tensor.is_inference()
         and not tensor.is_neg()
-        and tensor.dtype in _DTYPES
+        and tensor.dtype in PLAIN
         and tensor.numel() > 0
     )
 
