@@ -11,7 +11,7 @@ import pools
 import shoal
 from shoal.comm import ReduceOp
 from shoal.comm.operation import AllReduce, ReduceScatter
-from shoal.comm.shm.pending import Posted
+from shoal.comm.shm.pending import PendingOperation
 from shoal.errors import DeadlineError, MismatchError
 
 backends = pytest.mark.parametrize("backend", ["memory", "shm", "gloo"])
@@ -70,14 +70,16 @@ def asks(until_done: int) -> tuple[bool, int]:
     buffer = world.backend.empty(LENGTH).fill_(1.0)
     if world.rank == 1:
         world.recv(src=0)
-        return isinstance(world.backend.start(AllReduce(buffer, ReduceOp.SUM)).wait(), Posted), 0
+        return isinstance(
+            world.backend.start(AllReduce(buffer, ReduceOp.SUM)).wait(), PendingOperation
+        ), 0
     work = world.backend.start(AllReduce(buffer, ReduceOp.SUM))
     answers = [work.is_done() for _ in range(until_done)]
     with pytest.raises(DeadlineError, match=r"still under way after 0\.01 s"):
         work.wait(0.01)
     world.send(torch.ones(1), 1)
     work.wait()
-    return isinstance(work, Posted), sum(answers)
+    return isinstance(work, PendingOperation), sum(answers)
 
 
 def test_asking_does_not_wait() -> None:

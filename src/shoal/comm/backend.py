@@ -17,6 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, NoReturn, Self
 
 import torch
@@ -62,6 +63,29 @@ class WorldState:
     is_closed: bool = False
 
 
+class CachedCalls(ABC):
+    """A fast path for collectives that are called again and again with other data."""
+
+    @abstractmethod
+    def run(
+        self,
+        kind: str,
+        detail: object,
+        tensor: Tensor,
+        out: Tensor,
+        make: Callable[[], ops.Operation],
+    ) -> Tensor | None:
+        """The result; None if the call cannot be cached, and nothing was done.
+
+        Args:
+            kind: Of the collective.
+            detail: The reduction, or the root.
+            tensor: What is given.
+            out: What is filled; may be the same.
+            make: Makes the operation of this call, for what is not cached.
+        """
+
+
 class Backend(ABC):
     """A group of ranks that can exchange tensors and objects.
 
@@ -80,6 +104,7 @@ class Backend(ABC):
     """Whether `reach` gives access to the other ranks' memory."""
     worthwhile_bytes: ClassVar[int] = 1 << 20
     """How long a message should be, so that what it costs to begin with hardly matters."""
+    _fast_path: CachedCalls | None = None
 
     def __init__(self, state: WorldState, ranks: Sequence[int], rank: int) -> None:
         """``ranks`` are the members' world ranks in order, ``rank`` is this one's place."""
@@ -160,7 +185,11 @@ class Backend(ABC):
         self, tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, *, async_op: bool = False
     ) -> Any:
         """Reduces ``tensor`` over all ranks, in place on every rank."""
-        return self.run(ops.AllReduce(tensor, ReduceOp.parse(op)), async_op=async_op)
+
+        def make() -> ops.Operation:
+            return ops.AllReduce(tensor, ReduceOp.parse(op))
+
+        return self._run_often("all_reduce", op, tensor, tensor, make, async_op)
 
     def reduce(
         self,
@@ -180,14 +209,18 @@ class Backend(ABC):
     ) -> Any:
         """Fills ``tensor`` with the root's; without one, a new tensor comes back."""
         self._check_rank("root", root)
-        operation = ops.Broadcast(tensor, root, root == self.rank, self.device)
-        return self.run(operation, async_op=async_op)
+
+        def make() -> ops.Operation:
+            return ops.Broadcast(tensor, root, root == self.rank, self.device)
+
+        return self._run_often("broadcast", root, tensor, tensor, make, async_op)
 
     def all_gather(
         self, tensor: Tensor, *, out: Tensor | None = None, async_op: bool = False
     ) -> Any:
         """Joins the rows of all ranks, on every rank. Ranks may give different numbers."""
-        return self.run(ops.AllGather(tensor, out), async_op=async_op)
+        make = partial(ops.AllGather, tensor, out)
+        return self._run_often("all_gather", None, tensor, out, make, async_op)
 
     def gather(
         self,
@@ -225,9 +258,14 @@ class Backend(ABC):
         async_op: bool = False,
     ) -> Any:
         """Reduces over all ranks; each rank keeps its own rows of the result."""
-        place = (self.rank, self.size)
-        operation = ops.ReduceScatter(tensor, ReduceOp.parse(op), out, sizes, place)
-        return self.run(operation, async_op=async_op)
+
+        def make() -> ops.Operation:
+            position = (self.rank, self.size)
+            return ops.ReduceScatter(tensor, ReduceOp.parse(op), out, sizes, position)
+
+        if sizes is not None:
+            return self.run(make(), async_op=async_op)
+        return self._run_often("reduce_scatter", op, tensor, out, make, async_op)
 
     def all_to_all(
         self,
@@ -436,6 +474,23 @@ class Backend(ABC):
         """Carries out an operation that was made by hand, for what it knows besides the result."""
         self._check_open()
         return self._collective(operation, async_op)
+
+    def _run_often(
+        self,
+        kind: str,
+        detail: object,
+        tensor: Tensor | None,
+        out: Tensor | None,
+        make: Callable[[], ops.Operation],
+        async_op: bool,
+    ) -> Any:
+        """Carries out a collective of training loops, over the fast path if there is one."""
+        if self._fast_path is not None and not (async_op or tensor is None or out is None):
+            self._check_open()
+            result = self._fast_path.run(kind, detail, tensor, out, make)
+            if result is not None:
+                return result
+        return self.run(make(), async_op=async_op)
 
     def _check_open(self) -> None:
         if self._state.is_closed:

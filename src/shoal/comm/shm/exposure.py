@@ -1,12 +1,7 @@
-"""How a rank shows what it has to the other ranks of its host.
+"""How a rank shows its data to the other ranks of its host, and finds theirs.
 
-[Note: exposures]
-Each rank exposes its source to the others. A tensor from `Backend.empty` lies in a segment
-that they can map, and is *shared* as it is. Any other tensor is *staged*: copied into one of
-two halves of a segment, whole if it fits and otherwise a window at a time. A rank may
-overwrite a half once everybody is done with what it held before, and it knows that, because
-everybody has met since then, over the other half. Or others read a tensor *directly* where its
-owner has it, if the system lets them (see `process_memory.py`) and that was measured to be faster.
+`Exposer` shows and finds, `Exposure` is the data of one rank as the others see it. Which way is
+taken when is decided in `routing.py`, see [Note: ways to show data].
 
 [Note: parts and windows]
 A source is a row of parts, one for each rank that will work on it. A window is a range
@@ -15,9 +10,8 @@ inside every part, so that all ranks have work in each window.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Sequence
-from math import inf
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -27,11 +21,14 @@ from shoal.comm.control.page.page import PageChannel, PageControl
 from shoal.comm.control.patience import Patience
 from shoal.comm.operation import Operation, Payload
 from shoal.comm.operation.partition import offsets
-from shoal.comm.process_backend import ProcessBackend
+from shoal.comm.shm import routing
 from shoal.comm.shm.copying import copy
+from shoal.comm.shm.routing import HALF_BYTES, NOTHING, WINDOW_BYTES, Shown, Way, decode_shown
 from shoal.comm.shm.segments import Arena, Location, Peer
-from shoal.comm.shm.staging import HALF_BYTES, WINDOW_BYTES, Staging
+from shoal.comm.shm.staging import Staging
 from shoal.torch_support.process_memory import is_readable, read_into
+
+_MOST_WHOLES = 1024
 
 
 class Window(NamedTuple):
@@ -43,7 +40,7 @@ class Window(NamedTuple):
 
 
 def windows_of(length: int, width: int) -> Iterator[Window]:
-    """The whole of a part of some length, so much at a time."""
+    """Windows of one width over a part of some length."""
     for number, start in enumerate(range(0, length, width)):
         yield Window(number, start, start + width)
 
@@ -56,7 +53,7 @@ class Exposure:
     """
 
     def __init__(self, memory: Sequence[Tensor], parts: Sequence[int], *, is_shared: bool) -> None:
-        """``memory`` is the whole source, or two halves; ``is_shared`` if it is no copy."""
+        """``memory`` is the whole source, or two halves; ``is_shared`` if it is not a copy."""
         self._memory = memory
         self._parts = parts
         self._starts = offsets(parts)
@@ -82,11 +79,11 @@ class Exposure:
         return self._memory[window.number % 2][first : first + stop - start]
 
     def found(self, part: int, window: Window, scratch: Tensor) -> Tensor:
-        """These elements, wherever they can be read: in a scratch if nowhere else."""
+        """The same elements, copied into ``scratch`` where they cannot be mapped."""
         return self.piece(part, window)
 
     def copy_piece(self, target: Tensor, part: int, window: Window) -> None:
-        """Copies these elements to the beginning of a target, unless they are there already."""
+        """Copies the elements to the beginning of a target, unless they lie there already."""
         _copy_to_front(target, self.piece(part, window))
 
     def copy_own(self, target: Tensor, source: Tensor, part: int, window: Window) -> None:
@@ -94,7 +91,7 @@ class Exposure:
         _copy_to_front(target, self.private(source, part, window))
 
     def private(self, source: Tensor, part: int, window: Window) -> Tensor:
-        """The same elements where their owner has them: it need not look at its own copy."""
+        """The same elements in their owner's own memory, for the owner itself."""
         start, stop = self._range(part, window)
         return source[start:stop]
 
@@ -103,7 +100,7 @@ class Exposure:
         return first + min(window.start, length), first + min(window.stop, length)
 
     def stage(self, source: Tensor, window: Window, but: int | None = None) -> None:
-        """Copies the window of each part to where others see it, ``but`` one that nobody reads."""
+        """Copies the window of each part to where others see it, ``but`` one nobody reads."""
         for part in range(len(self._parts)):
             if part != but:
                 self.piece(part, window).copy_(self.private(source, part, window))
@@ -140,139 +137,172 @@ class DirectExposure(Exposure):
         read_into(target[: stop - start], self._pid, self._address + start * self._itemsize)
 
 
-# Up to here copying is cheaper than the extra meeting that a shared tensor needs.
-SMALL_BYTES = 128 << 10
-SHARED, STAGED, WINDOWED, DIRECT = b"m", b"s", b"w", b"d"
-_ADDRESS = struct.Struct("<Q")
-# More than the first and up to the second number of bytes, by measurement: shorter ones are staged
-# with less ado, longer ones faster through windows that stay in the cache.
-_COLLECTED = (HALF_BYTES, 16 << 20)
-_READ_DIRECTLY: dict[str, tuple[int, float]] = {
-    "broadcast": (512 << 10, HALF_BYTES),
-    "all_reduce": (HALF_BYTES, inf),
-    "all_gather": _COLLECTED,
-    "gather": _COLLECTED,
-    "scatter": _COLLECTED,
-    "all_to_all": _COLLECTED,
-}
+class Exposer:
+    """Shows the sources of one rank of a group and finds those of the others."""
 
+    def __init__(
+        self, control: PageControl, channel: PageChannel, arena: Arena, peers: Sequence[Peer]
+    ) -> None:
+        """``peers`` are by world rank."""
+        self._control, self._channel, self._arena = control, channel, arena
+        self._ranks = channel.ranks
+        self._peers = [peers[rank] for rank in channel.ranks]
+        self._rank = list(channel.ranks).index(control.rank)
+        self.staging = Staging(arena)
+        self._wholes: dict[tuple[object, ...], list[Tensor]] = {}
 
-class Exposing(ProcessBackend):
-    """Shows sources and finds those of others."""
+    # Showing ----------------------------------------------------------------------------
 
-    _page_control: PageControl
-    _page_channel: PageChannel
-    _arena: Arena
-    _peers: Sequence[Peer]
-    _staging: Staging
-
-    def _expose(self, operation: Operation, number: int) -> bytes:
-        """What fits is staged before the ranks meet, so that small operations meet once."""
+    def show(self, operation: Operation) -> Shown:
+        """Shows this rank's data. What fits is staged here, so that small operations meet once."""
+        if len(self._peers) == 1:
+            return NOTHING
         source = operation.source
-        if self.size == 1:
-            return b""
-        shared = source if source is not None else operation.sink
-        if shared is not None and shared.nbytes > SMALL_BYTES:
-            location = self._arena.locate(shared)
-            if location is not None:
-                return SHARED + location.encode()
         if source is None:
-            return b""
-        self._staging.turn += 1
-        if self._is_read_directly(operation.kind, source):
-            return self._direct_wire(source) + self._staging.wire()
-        if source.nbytes > HALF_BYTES:
-            return WINDOWED + self._staging.wire()
-        self._staging.put(source)
-        return STAGED + self._staging.wire()
+            return NOTHING if operation.sink is None else self._show_sink(operation.sink)
+        location = self.locate(source)
+        way = routing.how_to_show(
+            source.nbytes,
+            is_in_segment=location is not None,
+            is_read_directly=location is None and self.is_read_directly(operation.kind, source),
+        )
+        if location is not None and way is Way.SHARED:
+            return Shown(way, location.encode())
+        self.staging.turn += 1
+        if way is Way.STAGED:
+            self.staging.put(source)
+        return Shown(way, self.staging.location(), source.data_ptr())
 
-    def _is_read_directly(self, kind: str, source: Tensor) -> bool:
-        least, most = _READ_DIRECTLY.get(kind, (0, 0))
+    def _show_sink(self, sink: Tensor) -> Shown:
+        location = self.locate(sink)
+        return NOTHING if location is None else Shown(Way.SHARED, location.encode())
+
+    def locate(self, tensor: Tensor) -> Location | None:
+        """Where a tensor lies, if it is in a segment and long enough for that to matter."""
+        if not routing.is_long_enough_to_share(tensor.nbytes):
+            return None
+        return self._arena.locate(tensor)
+
+    def is_read_directly(self, kind: str, source: Tensor) -> bool:
+        """Whether others should read a source in this rank's own memory, and can."""
         return (
-            least < source.nbytes <= most
-            and (kind != "all_reduce" or self.size == 2)
-            and self._page_control.ranks_read_directly
-            and not torch.cuda.is_initialized()  # memory that CUDA pins is out of others' reach
+            routing.is_length_for_direct_reads(kind, source.nbytes, len(self._peers))
+            and self._control.ranks_read_directly
+            and not torch.cuda.is_initialized()  # others cannot read memory it pins
             and is_readable()
         )
 
-    def _direct_wire(self, source: Tensor) -> bytes:
-        return DIRECT + _ADDRESS.pack(source.data_ptr())
+    # Finding ----------------------------------------------------------------------------
 
-    def _process_and_address(self, rank: int, wire: bytes) -> tuple[int, int]:
-        return self._page_control.pids[self.ranks[rank]], _ADDRESS.unpack_from(wire, 1)[0]
+    def view(self, rank: int, location: bytes, num_bytes: int, dtype: torch.dtype) -> Tensor:
+        """Memory in a segment of another rank."""
+        return self._peers[rank].view(location, num_bytes, dtype)
 
-    def _exposures(self, payload: Payload, parts: Sequence[Sequence[int]]) -> list[Exposure]:
-        """Everybody's source; ``parts`` are the counts of each rank's."""
-        tensor = payload.source if payload.source is not None else payload.target
-        assert tensor is not None
+    def process_of(self, rank: int) -> int:
+        """The process that a rank is."""
+        return self._control.pids[self._ranks[rank]]
+
+    def exposures(
+        self, shown: Sequence[Shown], parts: Sequence[Sequence[int]], dtype: torch.dtype
+    ) -> list[Exposure]:
+        """The sources of all ranks; ``parts`` are the counts of each of them."""
         return [
-            self._exposure(rank, wire, counts, tensor.dtype)
-            for rank, (wire, counts) in enumerate(zip(payload.wires, parts, strict=True))
+            self._exposure(rank, found, counts, dtype)
+            for rank, (found, counts) in enumerate(zip(shown, parts, strict=True))
         ]
 
     def _exposure(
-        self, rank: int, wire: bytes, parts: Sequence[int], dtype: torch.dtype
+        self, rank: int, shown: Shown, parts: Sequence[int], dtype: torch.dtype
     ) -> Exposure:
-        kind = wire[:1]
-        if not kind:
+        way, location, address = shown
+        if way is Way.NOTHING:
             return Exposure([], [], is_shared=False)
-        if kind == DIRECT:
-            return DirectExposure(*self._process_and_address(rank, wire), parts, dtype.itemsize)
-        if kind == WINDOWED:
-            first = Location.decode(wire[1:])
-            second = first._replace(offset=HALF_BYTES - first.offset)
-            wires = (first.encode(), second.encode())
-            halves = [self._view(rank, half, WINDOW_BYTES, dtype) for half in wires]
+        if way is Way.DIRECT:
+            return DirectExposure(self.process_of(rank), address, parts, dtype.itemsize)
+        if way is Way.WINDOWED:
+            first = Location.decode(location)
+            second = first._replace(offset=HALF_BYTES - first.offset).encode()
+            halves = [self.view(rank, half, WINDOW_BYTES, dtype) for half in (location, second)]
             return Exposure(halves, parts, is_shared=False)
-        whole = self._view(rank, wire[1:], sum(parts) * dtype.itemsize, dtype)
-        return Exposure([whole], parts, is_shared=kind == SHARED)
+        whole = self.view(rank, location, sum(parts) * dtype.itemsize, dtype)
+        return Exposure([whole], parts, is_shared=way is Way.SHARED)
 
-    def _view(self, rank: int, wire: bytes, num_bytes: int, dtype: torch.dtype) -> Tensor:
-        return self._peers[self.ranks[rank]].view(wire, num_bytes, dtype)
+    def staged_wholes(
+        self, payload: Payload, counts: Sequence[int], dtype: torch.dtype
+    ) -> list[Tensor]:
+        """What all ranks have staged whole, from a cache: small operations are all overhead."""
+        key = (*payload.wires, *counts, dtype)
+        wholes = self._wholes.get(key)
+        if wholes is None:
+            found = self.shared_wholes(payload, counts, dtype)
+            wholes = [found.get(rank, _nothing(dtype)) for rank in range(len(counts))]
+            if len(self._wholes) >= _MOST_WHOLES:
+                self._wholes.clear()
+            self._wholes[key] = wholes
+        return wholes
 
-    def _windows(
+    def shared_wholes(
+        self, payload: Payload, counts: Sequence[int], dtype: torch.dtype
+    ) -> dict[int, Tensor]:
+        """What ranks have in segments, by rank; ``counts`` are its elements."""
+        every = enumerate(map(decode_shown, payload.wires))
+        return {
+            rank: self.view(rank, shown.location, counts[rank] * dtype.itemsize, dtype)
+            for rank, shown in every
+            if shown.way in (Way.SHARED, Way.STAGED)
+        }
+
+    # Windows ----------------------------------------------------------------------------
+
+    def windows(
         self,
         exposures: Sequence[Exposure],
         source: Tensor | None,
         patience: Patience,
         kept: int | None = None,
     ) -> Iterator[Window]:
-        """Stages what is windowed here, meets the others, and says what to work on, in turn.
+        """Stages this rank's source where it is windowed, meets the others, and yields a window.
 
-        ``kept`` is a part that only this rank reads. What is shared stays readable until everybody
-        is through: hence the meeting at the end.
+        ``kept`` is a part that only this rank reads. Shared memory stays readable until all ranks
+        are done with it: hence the meeting at the end.
         """
         windowed = [exposure for exposure in exposures if exposure.is_windowed]
         if not windowed:
             yield Window(0, 0, max(exposure.longest for exposure in exposures))
         width = min((exposure.width for exposure in windowed), default=1)
-        # What is not windowed may be longer than what is, and is worked on in the same windows.
+        # A source that is not windowed may be longer, and is worked on in the same windows.
         longest = max(exposure.longest for exposure in exposures) if windowed else 0
         rounds = -(-longest // width)
+        own = exposures[self._rank]
         for number in range(rounds):
             window = Window(number, number * width, (number + 1) * width)
-            if exposures[self.rank].is_windowed and source is not None:
-                exposures[self.rank].stage(source, window, but=kept)
-            self._page_channel.sync(patience)
+            if own.is_windowed and source is not None:
+                own.stage(source, window, but=kept)
+            self._channel.sync(patience)
             yield window
-        if exposures[self.rank].is_windowed:
-            self._staging.turn += rounds - 1
+        if own.is_windowed:
+            self.staging.turn += rounds - 1
         if any(exposure.is_shared for exposure in exposures):
-            self._page_channel.sync(patience)
+            self._channel.sync(patience)
 
-    def _pieces(
+    def pieces(
         self, exposures: Sequence[Exposure], source: Tensor, part: int, window: Window
     ) -> list[Tensor]:
-        """One part of everybody's source; this rank's own where it always was."""
+        """One part of the sources of all ranks; this rank's own in its own memory."""
         return [
             exposure.private(source, part, window)
-            if rank == self.rank
+            if rank == self._rank
             else exposure.piece(part, window)
             for rank, exposure in enumerate(exposures)
         ]
 
+    def close(self) -> None:
+        """Frees the staging memory and forgets the views."""
+        self.staging.close()
+        self._wholes.clear()
 
-def in_windows(wire: bytes) -> bytes:
-    """The wire of what can be read directly, for ranks that stage it after all."""
-    return WINDOWED + wire[1 + _ADDRESS.size :] if wire[:1] == DIRECT else wire
+
+@lru_cache
+@torch.inference_mode(mode=False)
+def _nothing(dtype: torch.dtype) -> Tensor:
+    return torch.empty(0, dtype=dtype)

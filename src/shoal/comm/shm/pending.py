@@ -1,9 +1,10 @@
-"""Operations that are shown to the others now and carried out bit by bit, without a thread.
+"""Operations and messages that are shown to the others now and come to their end without a thread.
 
-Where ranks read each other's memory, an operation has two moments: when everybody has shown
-where its data lies, a rank can do its part; when everybody has done its part, the data may be
-changed again. Whoever computes meanwhile comes by now and then and asks. A thread would do the
-same with more effort, and fight for the interpreter.
+Where ranks read each other's memory, an operation has two moments: when all ranks have shown
+where their data lies, a rank can do its part; when all ranks have done their parts, the data may
+change again. A rank that computes meanwhile asks now and then how far the others are. A sender of
+a message only waits until the receiver has read it. A thread would do the same with more effort,
+and compete with the rank's own work for the interpreter.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -20,181 +21,193 @@ from shoal.comm.control.page.memory import SLOTS
 from shoal.comm.control.page.message import ANSWERED, FINISHED, PageMessage
 from shoal.comm.control.page.page import PageChannel
 from shoal.comm.control.patience import Patience
-from shoal.comm.operation import Operation
+from shoal.comm.operation import Operation, writing
+from shoal.comm.operation.header import Header, encode
+from shoal.comm.shm.transfers import Transfers
 from shoal.comm.work import Work
 from shoal.errors import DeadlineError
+from shoal.system.site import call_site
 
-# One slot is for the operation that comes next, one for whoever is still at the one before.
-_MOST_POSTED = SLOTS - 2
+if TYPE_CHECKING:
+    from shoal.comm.process_backend import ProcessBackend
+
+# One slot is for the operation that comes next, one for a rank that is still at the one before.
+_MOST_PENDING = SLOTS - 2
 
 
-class Posted(Work[Any]):
-    """One operation of a `Postbox`."""
+class PendingOperation(Work[Any]):
+    """One of the `PendingOperations`."""
 
-    def __init__(self, postbox: Postbox, operation: Operation, number: int, header: bytes) -> None:
+    def __init__(
+        self, pending: PendingOperations, operation: Operation, number: int, header: bytes
+    ) -> None:
         """``header`` is this rank's, as the others see it."""
         self.operation, self.number, self.header = operation, number, header
         self.begin = time.perf_counter()
         self.num_settled = 0
-        """How many transfers of the group are over when this rank has done its part; then not 0."""
+        """How many transfers of the group are over once this rank has done its part; 0 before."""
         self.is_over = False
         self.result: Tensor | None = None
         self.error: BaseException | None = None
-        self._postbox = postbox
+        self._pending = pending
 
     def is_done(self) -> bool:
-        """Does what can be done; whether everybody has done its part."""
-        self._postbox.advance()
+        """Whether all ranks have done their parts. Does this rank's part if it can be done now."""
+        self._pending.advance()
         return self.is_over
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Returns once everybody has done its part."""
-        self._postbox.finish(self, timeout)
+        """Returns once all ranks have done their parts."""
+        self._pending.finish(self, timeout)
         if self.error is not None:
             raise self.error
         return self.result
 
 
-class Carrier(NamedTuple):
-    """What a postbox needs from its backend."""
+class PendingOperations:
+    """The operations of one group that this rank has shown and that are not over everywhere.
 
-    channel: PageChannel
-    patience: Callable[[Operation, int], Patience]
-    or_fail: Callable[..., Any]
-    """Calls a function; if it gives up waiting, the others are told."""
-    do_part: Callable[[Posted], int]
-    """Agrees and moves; returns how many transfers of the group are over then."""
+    Attributes:
+        is_idle: Whether there are none, and none has failed.
+    """
 
-
-class Postbox:
-    """The operations of one group that this rank has shown and not everybody has carried out."""
-
-    def __init__(self, carrier: Carrier) -> None:
-        """Empty."""
-        self._carrier = carrier
-        self._posted: deque[Posted] = deque()
+    def __init__(self, backend: ProcessBackend, channel: PageChannel, transfers: Transfers) -> None:
+        """None yet."""
+        self._backend, self._channel, self._transfers = backend, channel, transfers
+        self._coordination = backend._coordination
+        self._pending: deque[PendingOperation] = deque()
         self._error: BaseException | None = None
+        self.is_idle = True
 
-    def put(self, operation: Operation, number: int, header: bytes) -> Posted:
-        """Shows an operation to the others."""
-        self.check()
-        while len(self._posted) >= _MOST_POSTED:
-            self.finish(self._posted[0], None)
-        posted = Posted(self, operation, number, header)
-        self._carrier.channel.show(number, header)
-        self._posted.append(posted)
+    def put(self, operation: Operation, wire: bytes) -> PendingOperation:
+        """Shows an operation to the others; the caller has the group's lock."""
+        self._coordination.number = number = self._coordination.number + 1
+        site = call_site()
+        header = encode(Header(operation.signature, operation.meta, wire, site))
+        self._coordination.note(f"{operation.signature} at {site}")
+        self._check()
+        while len(self._pending) >= _MOST_PENDING:
+            self.finish(self._pending[0], None)
+        self.is_idle = False
+        self._channel.show(number, header)
+        pending = PendingOperation(self, operation, number, header)
+        self._pending.append(pending)
         self.advance()
-        return posted
+        return pending
 
     def advance(self) -> None:
         """Does all that can be done without waiting."""
-        channel = self._carrier.channel
-        for posted in self._posted:
-            if not posted.num_settled:
-                if channel.unshown(posted.number):
+        for pending in self._pending:
+            if not pending.num_settled:
+                if self._channel.unshown(pending.number):
                     break
-                self._do_part(posted)
-        while self._posted and self._is_over(self._posted[0]):
-            self._posted.popleft().is_over = True
+                self._try_own_part(pending)
+        while self._pending and self._is_over(self._pending[0]):
+            self._pending.popleft().is_over = True
 
-    def _do_part(self, posted: Posted) -> None:
+    def _try_own_part(self, pending: PendingOperation) -> None:
         try:
-            posted.num_settled = self._carrier.do_part(posted)
+            self._do_own_part(pending)
         except BaseException as error:
-            self._error = posted.error = error
-            self.abandon()
+            self._error = error
+            for each in self._pending:  # nothing goes on after a failure
+                each.error = each.error or error
 
-    def check(self) -> None:
-        """Raises if a posted operation has failed: what came after it is out of step for good."""
+    def _do_own_part(self, pending: PendingOperation) -> None:
+        operation, number = pending.operation, pending.number
+        shown = self._channel.shown(number)
+        headers = self._coordination.compare(operation, number, pending.header, shown)
+        waited = time.perf_counter() - pending.begin
+        payload = operation.prepare(headers, self._backend.rank)
+        payload.wires = [header.wire for header in headers]
+        with writing(payload.target):
+            reduce = self._transfers.reduce_pending
+            self._backend._transport(reduce, operation.kind, payload)
+        self._coordination.settle()
+        pending.result = operation.result()
+        self._backend._count(operation.kind, payload, pending.begin, waited)
+        pending.num_settled = self._coordination.num_settled
+
+    def _check(self) -> None:
+        """Raises if one has failed: all operations after it are out of step for good."""
         if self._error is not None:
             raise self._error
 
-    def _is_over(self, posted: Posted) -> bool:
-        if posted.error is not None:
+    def _is_over(self, pending: PendingOperation) -> bool:
+        if pending.error is not None:
             return True
-        return bool(posted.num_settled) and not self._carrier.channel.unsettled(posted.num_settled)
+        return bool(pending.num_settled) and not self._channel.unsettled(pending.num_settled)
 
-    def abandon(self) -> None:
-        """Nothing goes on after a failure: whoever waits is told."""
-        error = next((posted.error for posted in self._posted if posted.error is not None), None)
-        for posted in self._posted:
-            posted.error = posted.error or error
-
-    def finish(self, posted: Posted, timeout: float | None) -> None:
+    def finish(self, pending: PendingOperation, timeout: float | None) -> None:
         """Waits for one operation, and for those before it."""
         self.advance()
-        if posted.is_over:
+        if pending.is_over:
             return
         until = math.inf if timeout is None else time.monotonic() + timeout
-        self._carrier.or_fail(self._wait, posted, until)
-        if not posted.is_over:
-            what = posted.operation.signature
+        self._coordination.or_fail(self._wait, pending, until)
+        if not pending.is_over:
+            what = pending.operation.signature
             raise DeadlineError(f"{what} is still under way after {timeout} s")
 
-    def _wait(self, posted: Posted, until: float) -> None:
-        patience = self._carrier.patience(posted.operation, posted.number)
-        while not posted.is_over and time.monotonic() < until:
-            patience.pause(lambda: self._missing(posted))
+    def _wait(self, pending: PendingOperation, until: float) -> None:
+        signature, site = pending.operation.signature, call_site()
+        self._coordination.note(f"{signature} at {site}")
+        patience = self._coordination.patience(signature, pending.number, site, eager=True)
+        while not pending.is_over and time.monotonic() < until:
+            patience.pause(lambda: self._missing(pending))
             self.advance()
 
-    def _missing(self, posted: Posted) -> list[int]:
+    def _missing(self, pending: PendingOperation) -> list[int]:
         self.advance()
-        channel = self._carrier.channel
-        if posted.is_over:
+        if pending.is_over:
             return []
-        if not posted.num_settled:
-            return channel.unshown(posted.number)
-        return channel.unsettled(posted.num_settled)
+        if not pending.num_settled:
+            return self._channel.unshown(pending.number)
+        return self._channel.unsettled(pending.num_settled)
 
     def finish_all(self) -> None:
         """Waits for everything."""
-        while self._posted:
-            self.finish(self._posted[0], None)
-        self.check()
+        while self._pending:
+            self.finish(self._pending[0], None)
+        self._check()
+        self.is_idle = True
 
 
-class Courier(NamedTuple):
-    """What a posted message needs from its backend."""
+class SendCallbacks(NamedTuple):
+    """What a pending send needs from its backend."""
 
     patience: Callable[[], Patience]
     or_fail: Callable[..., Any]
-    """Calls a function; if it gives up waiting, the others are told."""
+    """Calls a function; if its deadline passes, the others are told."""
     finish: Callable[[bytes], None]
     """Gets the receiver's header, checks it and counts the message."""
-    let_go: Callable[[], None]
+    give_back: Callable[[], None]
     """Called when the receiver has read everything."""
 
 
-class PostedSend(Work[None]):
+class PendingSend(Work[None]):
     """A send whose receiver has been shown where the data lies."""
 
-    def __init__(
-        self,
-        message: PageMessage,
-        peer: int,
-        what: str,
-        courier: Courier,
-    ) -> None:
+    def __init__(self, message: PageMessage, peer: int, what: str, calls: SendCallbacks) -> None:
         """``peer`` is the receiver's world rank, ``what`` names the message in errors."""
-        self._message, self._peer, self._what = message, peer, what
-        self._courier = courier
+        self._message, self._peer, self._what, self._calls = message, peer, what, calls
         self._is_over = False
         self._error: BaseException | None = None
 
     def is_done(self) -> bool:
         """Whether the receiver has read it."""
         if not self._is_over and self._message.has_reached(FINISHED):
-            self._end(self._courier.patience())
+            self._end(self._calls.patience())
         return self._is_over
 
     def wait(self, timeout: float | None = None) -> None:
         """Returns once the receiver has read it."""
         if not self._is_over:
-            patience = self._courier.patience()
-            self._courier.or_fail(self._await_answer, patience, timeout)
+            patience = self._calls.patience()
+            self._calls.or_fail(self._await_answer, patience, timeout)
             if not self._message.has_reached(ANSWERED):
                 raise DeadlineError(f"{self._what} is still under way after {timeout} s")
-            self._courier.or_fail(self._end, patience)
+            self._calls.or_fail(self._end, patience)
         if self._error is not None:
             raise self._error
 
@@ -207,10 +220,10 @@ class PostedSend(Work[None]):
         self._message.await_state(ANSWERED, patience, self._peer)
         self._is_over = True
         try:
-            self._courier.finish(self._message.theirs)
+            self._calls.finish(self._message.theirs)
         except BaseException as error:
             self._error = error
             self._message.abandon()
             return
         self._message.finish(patience)
-        self._courier.let_go()
+        self._calls.give_back()

@@ -75,7 +75,7 @@ class NCCLBackend(ProcessGroupBackend):
         self._device = local_device(links.control.rank)
         self._side: torch.cuda.Stream | None = None
         self._verdict: BaseException | None = None
-        self._num_begun = self._num_settled
+        self._num_begun = self._coordination.num_settled
         self._lanes: dict[tuple[int, int, int], ProcessGroup] = {}
         self._lanes_lock = threading.Lock()
 
@@ -164,7 +164,7 @@ class NCCLBackend(ProcessGroupBackend):
         except RuntimeError:  # aborted
             is_over = True
         if is_over and is_common:
-            self._settle()
+            self._coordination.settle()
         return is_over
 
     def _check_verdict(self) -> None:
@@ -188,7 +188,7 @@ class NCCLBackend(ProcessGroupBackend):
         if self._group is None:
             return
         torch.cuda.synchronize(self._device)
-        while self._num_settled < self._num_begun and self._verdict is None:
+        while self._coordination.num_settled < self._num_begun and self._verdict is None:
             time.sleep(_POLL_S)
 
     def _close_transport(self) -> None:
