@@ -202,7 +202,7 @@ def test_a_thread_may_send_while_another_is_in_a_collective() -> None:
     assert shoal.run(answer_beside_a_barrier, 2, "shm", timeout=20) == [None, 42]
 
 
-def post_and_receive():
+def start_and_receive():
     """Sends that are only shown: several at once, one of another shape than is received."""
     backend = shoal.world().backend
     if backend.rank > 1:
@@ -227,9 +227,9 @@ def post_and_receive():
     return received
 
 
-def test_posted_sends(several: Team) -> None:
+def test_pending_sends(several: Team) -> None:
     if several.backend == "memory":
         pytest.skip("threads that take turns have no time to run out of")
-    first, second, *_ = several.run(post_and_receive)
+    first, second, *_ = several.run(start_and_receive)
     assert first is True
     assert second == [[2.0] * 3, [0.0] * 3, [3.0] * 3, [1.0] * 3]

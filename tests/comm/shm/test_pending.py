@@ -1,4 +1,4 @@
-"""Operations that are shown now and carried out when somebody asks for them; memory in reach."""
+"""Operations that are shown now and carried out when a rank asks for them; memory in reach."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_many_at_once(backend: str, ranks: int) -> None:
                 assert result == pytest.approx(expected / ranks if number % 2 else expected)
 
 
-def collectives_wait_for_what_was_posted() -> tuple[float, bool]:
+def collectives_wait_for_pending_operations() -> tuple[float, bool]:
     backend = shoal.world().backend
     buffer = backend.empty(LENGTH).fill_(1.0)
     work = backend.start(AllReduce(buffer, ReduceOp.SUM))
@@ -60,8 +60,8 @@ def collectives_wait_for_what_was_posted() -> tuple[float, bool]:
     return total.item() + buffer[-1].item(), work.is_done()
 
 
-def test_a_collective_comes_after_what_was_posted() -> None:
-    assert pools.Team("shm", 3).run(collectives_wait_for_what_was_posted) == [(6.0, True)] * 3
+def test_a_collective_comes_after_pending_operations() -> None:
+    assert pools.Team("shm", 3).run(collectives_wait_for_pending_operations) == [(6.0, True)] * 3
 
 
 def asks(until_done: int) -> tuple[bool, int]:
