@@ -27,7 +27,7 @@ from shoal.comm import objects
 from shoal.comm import operation as ops
 from shoal.comm.accounting.ledger import Account
 from shoal.comm.accounting.statistics import Snapshot, Statistics
-from shoal.comm.farewells import Farewell, Farewells
+from shoal.comm.exit_records import ExitRecords, Recorded
 from shoal.comm.lanes import Lanes
 from shoal.comm.operation.reduction import ReduceOp
 from shoal.comm.work import Work
@@ -48,7 +48,7 @@ class WorldState:
         statistics: Counters of all groups.
         next_slot: The next group number that this rank has not used.
         groups: The world's backend and those of its groups.
-        farewells: What this rank leaves behind for those that leave after it.
+        exit_records: What this rank leaves behind for ranks that exit after it.
         close_bootstrap: Ends what the ranks met at, which may live in this process.
         is_closed: Whether the world was shut down.
     """
@@ -58,7 +58,7 @@ class WorldState:
     statistics: Statistics = field(default_factory=Statistics)
     next_slot: int = 1
     groups: list[Backend] = field(default_factory=list)
-    farewells: Farewells = field(default_factory=Farewells)
+    exit_records: ExitRecords = field(default_factory=ExitRecords)
     close_bootstrap: Callable[[], None] = lambda: None
     is_closed: bool = False
 
@@ -426,13 +426,13 @@ class Backend(ABC):
         """Counts an all-gather for which this rank has read the memory of others."""
         self._state.statistics.count("all_gather", num_bytes, seconds, 0.0)
 
-    def on_leaving(self, farewell: Farewell) -> None:
+    def compare_at_exit(self, recorded: Recorded) -> None:
         """Has ranks that leave compare something with those that left before."""
-        self._state.farewells.add(self.ranks, farewell)
+        self._state.exit_records.add(self.ranks, recorded)
 
-    def check_farewells(self) -> None:
+    def check_exit_records(self) -> None:
         """Raises `MismatchError` for what was found when this rank left; once."""
-        self._state.farewells.check()
+        self._state.exit_records.check()
 
     def open_account(self) -> Account:
         """For a holder of memory that `stats` should know of."""

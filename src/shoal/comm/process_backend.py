@@ -256,23 +256,23 @@ class ProcessBackend(Backend):
         groups = [group for group in self._state.groups if isinstance(group, ProcessBackend)]
         for group in groups:
             group._finish_started()
-        note = self._state.farewells.note()
+        note = self._state.exit_records.note()
         if note:
             self._control.note(note)
         self._control.leave()
         if note:
-            self._hear_farewells()
+            self._find_exit_records()
         for group in groups:
             group._close_transport()
         self._control.close()
         self._state.close_bootstrap()
 
-    def _hear_farewells(self) -> None:
+    def _find_exit_records(self) -> None:
         """The others have been told that this rank leaves: none waits for it now."""
-        control, farewells = self._control, self._state.farewells
+        control, records = self._control, self._state.exit_records
         others = [rank for rank in range(control.size) if rank != control.rank]
         deadline = time.monotonic() + _LINGER_S
-        while farewells.find(control.whereabouts, others) and control.failure() is None:
+        while records.find(control.whereabouts, others) and control.failure() is None:
             if time.monotonic() > deadline:
                 return
             time.sleep(_POLL_S)

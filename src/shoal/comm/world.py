@@ -147,7 +147,7 @@ class World:
         if _current.get() is self:
             _current.set(None)
         if not self._has_failed:
-            self.backend.check_farewells()
+            self.backend.check_exit_records()
 
     def fail(self, error: BaseException) -> None:
         """Tells every other rank that this one cannot go on, and why."""

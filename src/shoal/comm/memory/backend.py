@@ -118,15 +118,15 @@ class InMemoryBackend(Backend):
         if not self._state.is_closed:
             self._state.is_closed = True
             self._simulator.leave(self._world_rank)
-            self._say_farewell()
+            self._leave_exit_record()
 
-    def _say_farewell(self) -> None:
-        notes, farewells = self._simulator.notes, self._state.farewells
-        note = farewells.note()
+    def _leave_exit_record(self) -> None:
+        notes, records = self._simulator.notes, self._state.exit_records
+        note = records.note()
         if note and self._simulator.failure is None:
             notes[self._world_rank] = note
             others = [rank for rank in range(self._simulator.size) if rank != self._world_rank]
-            farewells.find(notes.__getitem__, others)
+            records.find(notes.__getitem__, others)
 
 
 class SimulatedWork(Work[Any]):

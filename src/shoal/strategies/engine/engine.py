@@ -79,7 +79,7 @@ class Engine:
         self._gather_group, self._reduce_group = self.shards.lane(self), self.shards.lane(self)
         self._buffer_group = self.backend.lane(self)
         self.progress = Progress()
-        self.backend.on_leaving(self.progress)
+        self.backend.compare_at_exit(self.progress)
         self.input_watch = InputWatch(self._buffer_group, self.progress)
         self._precision = Precision(module, settings.compute_dtype)
         narrowing = self._precision.install(module)
