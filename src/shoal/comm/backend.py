@@ -46,7 +46,7 @@ class WorldState:
         timeout: Seconds an alive but late rank is waited for.
         allow_pickle: Whether all peers are vouched for, so that their pickles may be read.
         statistics: Counters of all groups.
-        next_slot: The next group number that this rank has not used.
+        next_group_id: The next group number that this rank has not used.
         groups: The world's backend and those of its groups.
         exit_records: What this rank leaves behind for ranks that exit after it.
         close_bootstrap: Ends what the ranks met at, which may live in this process.
@@ -56,7 +56,7 @@ class WorldState:
     timeout: float = DEFAULT_TIMEOUT_S
     allow_pickle: bool = True
     statistics: Statistics = field(default_factory=Statistics)
-    next_slot: int = 1
+    next_group_id: int = 1
     groups: list[Backend] = field(default_factory=list)
     exit_records: ExitRecords = field(default_factory=ExitRecords)
     close_bootstrap: Callable[[], None] = lambda: None
@@ -107,7 +107,7 @@ class Backend(ABC):
     _fast_path: CachedCalls | None = None
 
     def __init__(self, state: WorldState, ranks: Sequence[int], rank: int) -> None:
-        """``ranks`` are the members' world ranks in order, ``rank`` is this one's place."""
+        """``ranks`` are the members' world ranks in order, ``rank`` is this one's index."""
         self._state = state
         self.ranks = tuple(ranks)
         self.rank = rank
@@ -147,8 +147,8 @@ class Backend(ABC):
         """Carries out this rank's half of a message; returns its result, or a `Work`."""
 
     @abstractmethod
-    def _make_group(self, members: Sequence[int], slot: int) -> Backend:
-        """The group of some ranks of this one; ``slot`` is a number new to all of them."""
+    def _make_group(self, members: Sequence[int], group_id: int) -> Backend:
+        """The group of some ranks of this one; ``group_id`` is a number new to all of them."""
 
     @abstractmethod
     def fail(self, reason: str, *, culprit: int | None = None) -> None:
@@ -156,7 +156,7 @@ class Backend(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Leaves the world and lets go of everything. Twice is fine."""
+        """Leaves the world and frees everything. Twice is fine."""
 
     def empty(
         self, numel: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
@@ -167,8 +167,8 @@ class Backend(ABC):
     def reach(self, memory: Tensor) -> list[Tensor] | None:
         """Every rank's ``memory``, to read and write directly; all ranks call it.
 
-        None where ranks do not share memory. It has to come from `empty`. Whoever uses it must
-        see to it that nobody reads what another writes: nothing is agreed on and nobody waits.
+        None where ranks do not share memory. ``memory`` has to come from `empty`. The caller must
+        make sure that no rank reads what another writes: ranks are not synchronized here.
         """
         return None
 
@@ -340,8 +340,8 @@ class Backend(ABC):
                 raise ValueError(f"scatter_object needs a list of {self.size} objects on the root")
             parts = [self._encode(value) for value in values]
             data, sizes = torch.cat(parts), [part.numel() for part in parts]
-        place = (self.rank, self.size)
-        operation = ops.Scatter(data, None, sizes, root, self.device, place)
+        position = (self.rank, self.size)
+        operation = ops.Scatter(data, None, sizes, root, self.device, position)
         operation.signature = f"scatter_object(root={root})"
         return self._decode(self.run(operation))
 
@@ -382,13 +382,13 @@ class Backend(ABC):
         Args:
             color: Ranks of one color form a group, in the order they have here. None: no group.
         """
-        choices = self.all_gather_object([color, self._state.next_slot])
-        slot = max(next_slot for _, next_slot in choices)
-        self._state.next_slot = slot + 1
+        choices = self.all_gather_object([color, self._state.next_group_id])
+        group_id = max(next_group_id for _, next_group_id in choices)
+        self._state.next_group_id = group_id + 1
         if color is None:
             return None
         members = [rank for rank, (chosen, _) in enumerate(choices) if chosen == color]
-        return self._make_group(members, slot)
+        return self._make_group(members, group_id)
 
     def subgroup(self, ranks: Sequence[int]) -> Backend | None:
         """The group of some ranks of this one; all ranks call it, others get None."""
@@ -408,17 +408,16 @@ class Backend(ABC):
         """
         return self._lanes_lent.lend(self, owner)
 
-    # Housekeeping ---------------------------------------------------------------------
+    # Counters and the end ---------------------------------------------------------------------
 
     def stats(self) -> Snapshot:
         """Counters of this rank by operation, over all groups of the world; and memory."""
         return self._state.statistics.snapshot()
 
     def count_in_place(self, num_bytes: int) -> None:
-        """Counts a gather that was none, because everybody reads the same memory.
+        """Counts a gather that shared memory made unnecessary.
 
-        It has a counter of its own, "gather_in_place", so that what was needed and what was moved
-        can be told apart.
+        It has a counter of its own, "gather_in_place": nothing was moved.
         """
         self._state.statistics.count("gather_in_place", num_bytes, 0.0, 0.0)
 
@@ -427,7 +426,7 @@ class Backend(ABC):
         self._state.statistics.count("all_gather", num_bytes, seconds, 0.0)
 
     def compare_at_exit(self, recorded: Recorded) -> None:
-        """Has ranks that leave compare something with those that left before."""
+        """Compares something with ranks that have left before, when this rank leaves."""
         self._state.exit_records.add(self.ranks, recorded)
 
     def check_exit_records(self) -> None:
@@ -435,11 +434,11 @@ class Backend(ABC):
         self._state.exit_records.check()
 
     def open_account(self) -> Account:
-        """For a holder of memory that `stats` should know of."""
+        """An account of memory that `stats` reports."""
         return self._state.statistics.memory.account()
 
     def reset_stats(self) -> None:
-        """Sets the counters back to zero, and the peaks of memory to what is held now."""
+        """Sets the counters back to zero, and the peaks of memory to its present use."""
         self._state.statistics.reset()
 
     def __enter__(self) -> Self:
@@ -462,10 +461,10 @@ class Backend(ABC):
         return f"<{type(self).__name__} rank {self.rank} of {self.size}>"
 
     def start(self, operation: ops.Operation) -> Work[Any]:
-        """Starts an operation for somebody who comes back soon and often to ask how it is going.
+        """Starts an operation for a caller that will often ask how far it is.
 
-        Where ranks share memory it then needs no thread: it goes on whenever it is asked for, or
-        another one is posted.
+        Where ranks share memory it then needs no thread: it goes on whenever the caller asks, or
+        starts another one.
         """
         work: Work[Any] = self.run(operation, async_op=True)
         return work

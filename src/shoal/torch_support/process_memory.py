@@ -4,7 +4,7 @@ Linux copies from one process to another in one go (``process_vm_readv``). That 
 trace the other process, which processes of one user have. Where the Yama module reserves it for
 ancestors, a rank grants it to what its own parent started: the other ranks of a launch. Sandboxes
 may forbid the call altogether. So ranks try it on each other when they join, and unless all of
-them can, nobody does.
+them can, none does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ class _Range(ctypes.Structure):
 
 
 def probe_address() -> int:
-    """Where others can try to read a word of this process; from here on they may."""
+    """The address of a word that others try to read.
+
+    Side effect: where Yama restricts tracing, processes of the same parent may trace this one now.
+    """
     if _is_for_ancestors_only():
         parent = _granted[os.getpid()] = os.getppid()
         _libc().prctl(_PR_SET_PTRACER, ctypes.c_ulong(parent), 0, 0, 0)
@@ -38,7 +41,7 @@ def probe_address() -> int:
 
 
 def is_readable() -> bool:
-    """Whether those who found this process's word still could: a grant ends with its parent."""
+    """Whether other ranks can still read this process: a grant ends with its parent."""
     parent = _granted.get(os.getpid()) if _granted else None
     return parent is None or parent == os.getppid()
 
@@ -63,13 +66,13 @@ def read_into(target: Tensor, pid: int, address: int) -> None:
     """Fills flat CPU memory with what another process has at an address."""
     _read(pid, address, target.data_ptr(), target.nbytes)
     if not target.is_inference():
-        increment_version(target)  # nobody else tells autograd
+        increment_version(target)  # autograd does not know of it otherwise
 
 
-def _read(pid: int, address: int, place: int, num_bytes: int) -> None:
+def _read(pid: int, address: int, target: int, num_bytes: int) -> None:
     done = 0
     while done < num_bytes:
-        here = _Range(place + done, num_bytes - done)
+        here = _Range(target + done, num_bytes - done)
         there = _Range(address + done, num_bytes - done)
         count = _libc().process_vm_readv(
             pid, ctypes.byref(here), 1, ctypes.byref(there), 1, ctypes.c_ulong(0)

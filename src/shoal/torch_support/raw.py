@@ -14,7 +14,7 @@ from shoal.torch_support.dtypes import traits
 def as_bytes(memory: mmap.mmap | bytearray) -> Tensor:
     """The same memory as a tensor on the CPU, also under ``with torch.device(...)``.
 
-    Nor is it a tensor of inference mode: memory is kept, and the next may train in it.
+    It is no tensor of inference mode: memory is kept, and its next user may train in it.
     """
     with torch.inference_mode(mode=False):
         return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))

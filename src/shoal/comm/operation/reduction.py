@@ -76,7 +76,7 @@ def combine(op: ReduceOp, left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def finish(op: ReduceOp, total: Tensor, num_ranks: int) -> None:
-    """Turns the sum into the average, once and in place; nothing to do for the others."""
+    """Turns the sum into the average, once and in place; other reductions are complete already."""
     if op is ReduceOp.AVERAGE:
         total.div_(num_ranks)
 

@@ -108,9 +108,9 @@ class SharedMemoryBackend(ProcessBackend):
         self.barrier()  # all ranks have mapped it: from here on its owner may free it
         return shared, view
 
-    def _make_group(self, members: Sequence[int], slot: int) -> SharedMemoryBackend:
+    def _make_group(self, members: Sequence[int], group_id: int) -> SharedMemoryBackend:
         ranks = [self.ranks[member] for member in members]
-        channel = self._page_control.channel(slot, ranks)
+        channel = self._page_control.channel(group_id, ranks)
         return SharedMemoryBackend(
             self._state, self._page_control, channel, ranks, self._arena, self._peers
         )

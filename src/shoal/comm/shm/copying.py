@@ -52,7 +52,7 @@ _WIDE_BYTES = 4
 
 
 def reduce_and_hand_out(op: ReduceOp, inputs: Sequence[Tensor], receivers: Sequence[int]) -> None:
-    """Reduces everybody's slice and writes the result over those of the receivers."""
+    """Reduces the slices of all ranks and writes the result over those of the receivers."""
     first, *others = receivers
     for parts in _blocks(inputs):
         reduce_into(op, parts, parts[first])
