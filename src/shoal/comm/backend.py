@@ -36,6 +36,12 @@ from shoal.torch_support.private_view import PrivateView
 from shoal.torch_support.raw import as_bytes
 
 DEFAULT_TIMEOUT_S = 600.0
+RunCached = Callable[[str, object, Tensor, Tensor, Callable[[], ops.Operation]], Tensor | None]
+"""A fast path for calls that are made again and again with other data.
+
+It gets the kind of a collective, its reduction or root, input and output (perhaps the same tensor),
+and a function that makes the operation. It returns the result, or None if it did nothing.
+"""
 
 
 @dataclass
@@ -63,29 +69,6 @@ class WorldState:
     is_closed: bool = False
 
 
-class CachedCalls(ABC):
-    """A fast path for collectives that are called again and again with other data."""
-
-    @abstractmethod
-    def run(
-        self,
-        kind: str,
-        detail: object,
-        tensor: Tensor,
-        out: Tensor,
-        make: Callable[[], ops.Operation],
-    ) -> Tensor | None:
-        """The result; None if the call cannot be cached, and nothing was done.
-
-        Args:
-            kind: Of the collective.
-            detail: The reduction, or the root.
-            tensor: What is given.
-            out: What is filled; may be the same.
-            make: Makes the operation of this call, for what is not cached.
-        """
-
-
 class Backend(ABC):
     """A group of ranks that can exchange tensors and objects.
 
@@ -104,7 +87,6 @@ class Backend(ABC):
     """Whether `reach` gives access to the other ranks' memory."""
     worthwhile_bytes: ClassVar[int] = 1 << 20
     """How long a message should be, so that what it costs to begin with hardly matters."""
-    _fast_path: CachedCalls | None = None
 
     def __init__(self, state: WorldState, ranks: Sequence[int], rank: int) -> None:
         """``ranks`` are the members' world ranks in order, ``rank`` is this one's index."""
@@ -115,6 +97,7 @@ class Backend(ABC):
         self.is_lane = False
         """Whether it is for one owner's traffic, which does not go on after a mismatch."""
         self._lanes_lent = Lanes()
+        self._run_cached: RunCached | None = None
 
     @property
     def world_size(self) -> int:
@@ -484,9 +467,9 @@ class Backend(ABC):
         async_op: bool,
     ) -> Any:
         """Carries out a collective of training loops, over the fast path if there is one."""
-        if self._fast_path is not None and not (async_op or tensor is None or out is None):
+        if self._run_cached is not None and not (async_op or tensor is None or out is None):
             self._check_open()
-            result = self._fast_path.run(kind, detail, tensor, out, make)
+            result = self._run_cached(kind, detail, tensor, out, make)
             if result is not None:
                 return result
         return self.run(make(), async_op=async_op)

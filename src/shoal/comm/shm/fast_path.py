@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.comm.backend import CachedCalls
 from shoal.comm.control.page.page import PageChannel
 from shoal.comm.control.patience import Patience
 from shoal.comm.operation import APART, Operation, Payload, overlap
@@ -112,7 +111,7 @@ class _CachedCall:
     variants: dict[bytes | int, _Variant] = field(default_factory=dict)
 
 
-class FastPath(CachedCalls):
+class FastPath:
     """The cached calls of one group."""
 
     def __init__(
@@ -139,7 +138,7 @@ class FastPath(CachedCalls):
         out: Tensor,
         make: Callable[[], Operation],
     ) -> Tensor | None:
-        """Carries out a call of a kind that can be cached; None if it is not one of these."""
+        """See `shoal.comm.backend.RunCached`."""
         num_bytes = tensor.nbytes
         if num_bytes > self._longest.get(kind, -1):
             return None
