@@ -39,6 +39,11 @@ class Work(ABC, Generic[T]):
         """Whether `wait` would return, or raise, at once."""
 
 
+def overdue(what: str, timeout: float | None) -> DeadlineError:
+    """What `Work.wait` raises when its timeout passes."""
+    return DeadlineError(f"{what} is still under way after {timeout} s")
+
+
 class ThreadedWork(Work[T]):
     """Work that a thread carries out."""
 
@@ -76,7 +81,7 @@ class ThreadedWork(Work[T]):
     def wait(self, timeout: float | None = None) -> T:
         """Waits for the thread. The task itself keeps the world's deadline."""
         if not self._done.wait(timeout):
-            raise DeadlineError(f"{self._what} is still under way after {timeout} s")
+            raise overdue(self._what, timeout)
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]

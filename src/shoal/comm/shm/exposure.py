@@ -23,7 +23,15 @@ from shoal.comm.operation import Operation, Payload
 from shoal.comm.operation.partition import offsets
 from shoal.comm.shm import routing
 from shoal.comm.shm.copying import copy
-from shoal.comm.shm.routing import HALF_BYTES, NOTHING, WINDOW_BYTES, Shown, Way, decode_shown
+from shoal.comm.shm.routing import (
+    HALF_BYTES,
+    NOTHING,
+    SMALL_BYTES,
+    WINDOW_BYTES,
+    Shown,
+    Way,
+    decode_shown,
+)
 from shoal.comm.shm.segments import Arena, Location, Peer
 from shoal.comm.shm.staging import Staging
 from shoal.torch_support.process_memory import is_readable, read_into
@@ -179,9 +187,7 @@ class Exposer:
 
     def locate(self, tensor: Tensor) -> Location | None:
         """Where a tensor lies, if it is in a segment and long enough for that to matter."""
-        if not routing.is_long_enough_to_share(tensor.nbytes):
-            return None
-        return self._arena.locate(tensor)
+        return self._arena.locate(tensor) if tensor.nbytes > SMALL_BYTES else None
 
     def is_read_directly(self, kind: str, source: Tensor) -> bool:
         """Whether others should read a source in this rank's own memory, and can."""

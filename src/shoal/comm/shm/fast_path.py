@@ -208,8 +208,10 @@ class FastPath:
 
     def _show(self, call: Call, cached: _CachedCall, source: Tensor | None) -> _Variant:
         """Shows the data as it was shown before, if it is to be found at the same location."""
-        if call.kind == "broadcast" and source is not None and self._is_read_directly(source):
-            address = source.data_ptr()
+        # Other kinds are read directly only where they are too long for this path.
+        sent = source if call.kind == "broadcast" else None
+        if sent is not None and self._exposer.is_read_directly("broadcast", sent):
+            address = sent.data_ptr()
             shown = Shown(Way.DIRECT, address=address)
             return cached.variants.get(address) or self._add(cached, address, shown, None)
         # Also on ranks that contribute nothing, so that all ranks switch halves in step.
@@ -223,9 +225,6 @@ class FastPath:
         if variant.staged is not None and source is not None:
             variant.staged.copy_(source)
         return variant
-
-    def _is_read_directly(self, source: Tensor) -> bool:
-        return self._exposer.is_read_directly("broadcast", source)
 
     def _add(
         self, cached: _CachedCall, location: bytes | int, shown: Shown, room: Tensor | None

@@ -24,8 +24,7 @@ from shoal.comm.control.patience import Patience
 from shoal.comm.operation import Operation, writing
 from shoal.comm.operation.header import Header, encode
 from shoal.comm.shm.transfers import Transfers
-from shoal.comm.work import Work
-from shoal.errors import DeadlineError
+from shoal.comm.work import Work, overdue
 from shoal.system.site import call_site
 
 if TYPE_CHECKING:
@@ -146,8 +145,7 @@ class PendingOperations:
         until = math.inf if timeout is None else time.monotonic() + timeout
         self._coordination.or_fail(self._wait, pending, until)
         if not pending.is_over:
-            what = pending.operation.signature
-            raise DeadlineError(f"{what} is still under way after {timeout} s")
+            raise overdue(pending.operation.signature, timeout)
 
     def _wait(self, pending: PendingOperation, until: float) -> None:
         signature, site = pending.operation.signature, call_site()
@@ -206,7 +204,7 @@ class PendingSend(Work[None]):
             patience = self._calls.patience()
             self._calls.or_fail(self._await_answer, patience, timeout)
             if not self._message.has_reached(ANSWERED):
-                raise DeadlineError(f"{self._what} is still under way after {timeout} s")
+                raise overdue(self._what, timeout)
             self._calls.or_fail(self._end, patience)
         if self._error is not None:
             raise self._error

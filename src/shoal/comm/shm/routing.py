@@ -106,11 +106,6 @@ class Route(Enum):
     """Ranks read their parts of the others' data, a window at a time where it is windowed."""
 
 
-def is_long_enough_to_share(num_bytes: int) -> bool:
-    """Whether it matters that a tensor lies in a segment."""
-    return num_bytes > SMALL_BYTES
-
-
 def is_length_for_direct_reads(kind: str, num_bytes: int, size: int) -> bool:
     """Whether reading a tensor directly is the fastest way, where the system allows it."""
     least, most = _READ_DIRECTLY.get(kind, (0, 0))
@@ -119,7 +114,7 @@ def is_length_for_direct_reads(kind: str, num_bytes: int, size: int) -> bool:
 
 def how_to_show(num_bytes: int, *, is_in_segment: bool, is_read_directly: bool) -> Way:
     """How a rank shows a tensor that it contributes."""
-    if is_in_segment and is_long_enough_to_share(num_bytes):
+    if is_in_segment and num_bytes > SMALL_BYTES:
         return Way.SHARED
     if is_read_directly:
         return Way.DIRECT
