@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -180,6 +181,7 @@ class FastPath:
         variant = self._show(call, cached, source)
         shown = coordination.or_fail(self._channel.exchange, number, variant.header, patience)
         waited = time.perf_counter() - begin
+        complete: Callable[[], None] | None = None
         if shown != variant.shown:
             operation = make()
             headers = coordination.compare(operation, number, variant.header, shown)
@@ -190,17 +192,30 @@ class FastPath:
                 times = (begin, waited)
                 result: Tensor = self._backend._carry_out(operation, payload, patience, times)
                 return result
-            self._backend._transport(self._complete, call, variant, payload, shown, route)
+            complete = partial(self._complete, call, variant, payload, shown, route)
+        try:
+            self._finish(variant, complete, target, patience)
+        finally:  # a rank whose transfer failed is done with it as well: counts stay equal
+            coordination.settle()
+        seconds = time.perf_counter() - begin
+        self._statistics.count(call.kind, variant.num_bytes, seconds, waited)
+        return target
+
+    def _finish(
+        self,
+        variant: _Variant,
+        complete: Callable[[], None] | None,
+        target: Tensor,
+        patience: Patience,
+    ) -> None:
+        if complete is not None:
+            self._backend._transport(complete)
         if variant.is_direct:
-            coordination.or_fail(
+            self._coordination.or_fail(
                 self._backend._transport, self._finish_directly, variant, target, patience
             )
         else:
             variant.finish(target)
-        coordination.settle()
-        seconds = time.perf_counter() - begin
-        self._statistics.count(call.kind, variant.num_bytes, seconds, waited)
-        return target
 
     def _route(self, kind: str, payload: Payload) -> Route:
         ways = [decode_shown(wire).way for wire in payload.wires]
