@@ -202,14 +202,14 @@ def test_a_thread_may_send_while_another_is_in_a_collective() -> None:
     assert shoal.run(answer_beside_a_barrier, 2, "shm", timeout=20) == [None, 42]
 
 
-def post_and_receive():
+def start_and_receive():
     """Sends that are only shown: several at once, one of another shape than is received."""
     backend = shoal.world().backend
     if backend.rank > 1:
         return None
     if backend.rank == 0:
-        works = [backend.post_send(torch.full((3,), float(tag)), 1, tag) for tag in range(4)]
-        late = backend.post_send(torch.ones(2), 1, 9)
+        works = [backend.start_send(torch.full((3,), float(tag)), 1, tag) for tag in range(4)]
+        late = backend.start_send(torch.ones(2), 1, 9)
         with pytest.raises(DeadlineError, match=r"send\(float32\[2\], dst=1, tag=9\)"):
             late.wait(timeout=0.05)
         backend.send(torch.zeros(1), 1, 10)  # only now does the other begin
@@ -218,7 +218,7 @@ def post_and_receive():
         with pytest.raises(MismatchError, match="a receive differs"):
             late.wait()
         with pytest.raises(ValueError, match="a tag must be"):
-            backend.post_send(torch.ones(1), 1, -1)
+            backend.start_send(torch.ones(1), 1, -1)
         return all(work.is_done() for work in works)
     backend.recv(src=0, tag=10)
     received = [backend.recv(src=0, tag=tag).tolist() for tag in (2, 0, 3, 1)]
@@ -227,9 +227,9 @@ def post_and_receive():
     return received
 
 
-def test_posted_sends(several: Team) -> None:
+def test_pending_sends(several: Team) -> None:
     if several.backend == "memory":
         pytest.skip("threads that take turns have no time to run out of")
-    first, second, *_ = several.run(post_and_receive)
+    first, second, *_ = several.run(start_and_receive)
     assert first is True
     assert second == [[2.0] * 3, [0.0] * 3, [3.0] * 3, [1.0] * 3]

@@ -195,8 +195,8 @@ def in_small_all_reduce(world: World) -> None:
     world.all_reduce(torch.ones(10))
 
 
-def in_posted_all_reduce(world: World) -> None:
-    work = world.backend.post(AllReduce(world.backend.empty(1 << 16), ReduceOp.SUM))
+def in_pending_all_reduce(world: World) -> None:
+    work = world.backend.start(AllReduce(world.backend.empty(1 << 16), ReduceOp.SUM))
     if world.rank == 0:
         work.wait()
 
@@ -220,7 +220,7 @@ def _map_too_late(peer: segments.Peer, map_now: Wait, location: segments.Locatio
     return map_now(peer, location)
 
 
-@pytest.mark.parametrize("call", [in_small_all_reduce, in_posted_all_reduce])
+@pytest.mark.parametrize("call", [in_small_all_reduce, in_pending_all_reduce])
 def test_before_its_memory_was_mapped(call: Wait) -> None:
     """It has shown where its data is, and is gone before anybody has looked."""
     results = outcomes(raise_before_memory_is_mapped, call, backend="shm", ranks=2)

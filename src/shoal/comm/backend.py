@@ -17,6 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, NoReturn, Self
 
 import torch
@@ -26,7 +27,7 @@ from shoal.comm import objects
 from shoal.comm import operation as ops
 from shoal.comm.accounting.ledger import Account
 from shoal.comm.accounting.statistics import Snapshot, Statistics
-from shoal.comm.farewells import Farewell, Farewells
+from shoal.comm.exit_records import ExitRecords, Recorded
 from shoal.comm.lanes import Lanes
 from shoal.comm.operation.reduction import ReduceOp
 from shoal.comm.work import Work
@@ -35,6 +36,12 @@ from shoal.torch_support.private_view import PrivateView
 from shoal.torch_support.raw import as_bytes
 
 DEFAULT_TIMEOUT_S = 600.0
+RunCached = Callable[[str, object, Tensor, Tensor, Callable[[], ops.Operation]], Tensor | None]
+"""A fast path for calls that are made again and again with other data.
+
+It gets the kind of a collective, its reduction or root, input and output (perhaps the same tensor),
+and a function that makes the operation. It returns the result, or None if it did nothing.
+"""
 
 
 @dataclass
@@ -45,9 +52,9 @@ class WorldState:
         timeout: Seconds an alive but late rank is waited for.
         allow_pickle: Whether all peers are vouched for, so that their pickles may be read.
         statistics: Counters of all groups.
-        next_slot: The next group number that this rank has not used.
+        next_group_id: The next group number that this rank has not used.
         groups: The world's backend and those of its groups.
-        farewells: What this rank leaves behind for those that leave after it.
+        exit_records: What this rank leaves behind for ranks that exit after it.
         close_bootstrap: Ends what the ranks met at, which may live in this process.
         is_closed: Whether the world was shut down.
     """
@@ -55,9 +62,9 @@ class WorldState:
     timeout: float = DEFAULT_TIMEOUT_S
     allow_pickle: bool = True
     statistics: Statistics = field(default_factory=Statistics)
-    next_slot: int = 1
+    next_group_id: int = 1
     groups: list[Backend] = field(default_factory=list)
-    farewells: Farewells = field(default_factory=Farewells)
+    exit_records: ExitRecords = field(default_factory=ExitRecords)
     close_bootstrap: Callable[[], None] = lambda: None
     is_closed: bool = False
 
@@ -82,7 +89,7 @@ class Backend(ABC):
     """How long a message should be, so that what it costs to begin with hardly matters."""
 
     def __init__(self, state: WorldState, ranks: Sequence[int], rank: int) -> None:
-        """``ranks`` are the members' world ranks in order, ``rank`` is this one's place."""
+        """``ranks`` are the members' world ranks in order, ``rank`` is this one's index."""
         self._state = state
         self.ranks = tuple(ranks)
         self.rank = rank
@@ -90,6 +97,7 @@ class Backend(ABC):
         self.is_lane = False
         """Whether it is for one owner's traffic, which does not go on after a mismatch."""
         self._lanes_lent = Lanes()
+        self._run_cached: RunCached | None = None
 
     @property
     def world_size(self) -> int:
@@ -122,8 +130,8 @@ class Backend(ABC):
         """Carries out this rank's half of a message; returns its result, or a `Work`."""
 
     @abstractmethod
-    def _make_group(self, members: Sequence[int], slot: int) -> Backend:
-        """The group of some ranks of this one; ``slot`` is a number new to all of them."""
+    def _make_group(self, members: Sequence[int], group_id: int) -> Backend:
+        """The group of some ranks of this one; ``group_id`` is a number new to all of them."""
 
     @abstractmethod
     def fail(self, reason: str, *, culprit: int | None = None) -> None:
@@ -131,7 +139,7 @@ class Backend(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Leaves the world and lets go of everything. Twice is fine."""
+        """Leaves the world and frees everything. Twice is fine."""
 
     def empty(
         self, numel: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
@@ -142,8 +150,8 @@ class Backend(ABC):
     def reach(self, memory: Tensor) -> list[Tensor] | None:
         """Every rank's ``memory``, to read and write directly; all ranks call it.
 
-        None where ranks do not share memory. It has to come from `empty`. Whoever uses it must
-        see to it that nobody reads what another writes: nothing is agreed on and nobody waits.
+        None where ranks do not share memory. ``memory`` has to come from `empty`. The caller must
+        make sure that no rank reads what another writes: ranks are not synchronized here.
         """
         return None
 
@@ -160,7 +168,11 @@ class Backend(ABC):
         self, tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, *, async_op: bool = False
     ) -> Any:
         """Reduces ``tensor`` over all ranks, in place on every rank."""
-        return self.run(ops.AllReduce(tensor, ReduceOp.parse(op)), async_op=async_op)
+
+        def make() -> ops.Operation:
+            return ops.AllReduce(tensor, ReduceOp.parse(op))
+
+        return self._run_often("all_reduce", op, tensor, tensor, make, async_op)
 
     def reduce(
         self,
@@ -180,14 +192,18 @@ class Backend(ABC):
     ) -> Any:
         """Fills ``tensor`` with the root's; without one, a new tensor comes back."""
         self._check_rank("root", root)
-        operation = ops.Broadcast(tensor, root, root == self.rank, self.device)
-        return self.run(operation, async_op=async_op)
+
+        def make() -> ops.Operation:
+            return ops.Broadcast(tensor, root, root == self.rank, self.device)
+
+        return self._run_often("broadcast", root, tensor, tensor, make, async_op)
 
     def all_gather(
         self, tensor: Tensor, *, out: Tensor | None = None, async_op: bool = False
     ) -> Any:
         """Joins the rows of all ranks, on every rank. Ranks may give different numbers."""
-        return self.run(ops.AllGather(tensor, out), async_op=async_op)
+        make = partial(ops.AllGather, tensor, out)
+        return self._run_often("all_gather", None, tensor, out, make, async_op)
 
     def gather(
         self,
@@ -225,9 +241,14 @@ class Backend(ABC):
         async_op: bool = False,
     ) -> Any:
         """Reduces over all ranks; each rank keeps its own rows of the result."""
-        place = (self.rank, self.size)
-        operation = ops.ReduceScatter(tensor, ReduceOp.parse(op), out, sizes, place)
-        return self.run(operation, async_op=async_op)
+
+        def make() -> ops.Operation:
+            position = (self.rank, self.size)
+            return ops.ReduceScatter(tensor, ReduceOp.parse(op), out, sizes, position)
+
+        if sizes is not None:
+            return self.run(make(), async_op=async_op)
+        return self._run_often("reduce_scatter", op, tensor, out, make, async_op)
 
     def all_to_all(
         self,
@@ -253,7 +274,7 @@ class Backend(ABC):
         self._check_open()
         return self._message(ops.Send(tensor, dst, tag), dst, check_tag(tag), async_op)
 
-    def post_send(self, tensor: Tensor, dst: int, tag: int = 0) -> Work[None]:
+    def start_send(self, tensor: Tensor, dst: int, tag: int = 0) -> Work[None]:
         """Sends in the background, without a thread where ranks share memory."""
         work: Work[None] = self.send(tensor, dst, tag, async_op=True)
         return work
@@ -302,8 +323,8 @@ class Backend(ABC):
                 raise ValueError(f"scatter_object needs a list of {self.size} objects on the root")
             parts = [self._encode(value) for value in values]
             data, sizes = torch.cat(parts), [part.numel() for part in parts]
-        place = (self.rank, self.size)
-        operation = ops.Scatter(data, None, sizes, root, self.device, place)
+        position = (self.rank, self.size)
+        operation = ops.Scatter(data, None, sizes, root, self.device, position)
         operation.signature = f"scatter_object(root={root})"
         return self._decode(self.run(operation))
 
@@ -344,13 +365,13 @@ class Backend(ABC):
         Args:
             color: Ranks of one color form a group, in the order they have here. None: no group.
         """
-        choices = self.all_gather_object([color, self._state.next_slot])
-        slot = max(next_slot for _, next_slot in choices)
-        self._state.next_slot = slot + 1
+        choices = self.all_gather_object([color, self._state.next_group_id])
+        group_id = max(next_group_id for _, next_group_id in choices)
+        self._state.next_group_id = group_id + 1
         if color is None:
             return None
         members = [rank for rank, (chosen, _) in enumerate(choices) if chosen == color]
-        return self._make_group(members, slot)
+        return self._make_group(members, group_id)
 
     def subgroup(self, ranks: Sequence[int]) -> Backend | None:
         """The group of some ranks of this one; all ranks call it, others get None."""
@@ -370,17 +391,16 @@ class Backend(ABC):
         """
         return self._lanes_lent.lend(self, owner)
 
-    # Housekeeping ---------------------------------------------------------------------
+    # Counters and the end ---------------------------------------------------------------------
 
     def stats(self) -> Snapshot:
         """Counters of this rank by operation, over all groups of the world; and memory."""
         return self._state.statistics.snapshot()
 
     def count_in_place(self, num_bytes: int) -> None:
-        """Counts a gather that was none, because everybody reads the same memory.
+        """Counts a gather that shared memory made unnecessary.
 
-        It has a counter of its own, "gather_in_place", so that what was needed and what was moved
-        can be told apart.
+        It has a counter of its own, "gather_in_place": nothing was moved.
         """
         self._state.statistics.count("gather_in_place", num_bytes, 0.0, 0.0)
 
@@ -388,20 +408,20 @@ class Backend(ABC):
         """Counts an all-gather for which this rank has read the memory of others."""
         self._state.statistics.count("all_gather", num_bytes, seconds, 0.0)
 
-    def on_leaving(self, farewell: Farewell) -> None:
-        """Has ranks that leave compare something with those that left before."""
-        self._state.farewells.add(self.ranks, farewell)
+    def compare_at_exit(self, recorded: Recorded) -> None:
+        """Compares something with ranks that have left before, when this rank leaves."""
+        self._state.exit_records.add(self.ranks, recorded)
 
-    def check_farewells(self) -> None:
+    def check_exit_records(self) -> None:
         """Raises `MismatchError` for what was found when this rank left; once."""
-        self._state.farewells.check()
+        self._state.exit_records.check()
 
     def open_account(self) -> Account:
-        """For a holder of memory that `stats` should know of."""
+        """An account of memory that `stats` reports."""
         return self._state.statistics.memory.account()
 
     def reset_stats(self) -> None:
-        """Sets the counters back to zero, and the peaks of memory to what is held now."""
+        """Sets the counters back to zero, and the peaks of memory to its present use."""
         self._state.statistics.reset()
 
     def __enter__(self) -> Self:
@@ -423,11 +443,11 @@ class Backend(ABC):
         """Which rank of how many, over what."""
         return f"<{type(self).__name__} rank {self.rank} of {self.size}>"
 
-    def post(self, operation: ops.Operation) -> Work[Any]:
-        """Starts an operation for somebody who comes back soon and often to ask how it is going.
+    def start(self, operation: ops.Operation) -> Work[Any]:
+        """Starts an operation for a caller that will often ask how far it is.
 
-        Where ranks share memory it then needs no thread: it goes on whenever it is asked for, or
-        another one is posted.
+        Where ranks share memory it then needs no thread: it goes on whenever the caller asks, or
+        starts another one.
         """
         work: Work[Any] = self.run(operation, async_op=True)
         return work
@@ -436,6 +456,23 @@ class Backend(ABC):
         """Carries out an operation that was made by hand, for what it knows besides the result."""
         self._check_open()
         return self._collective(operation, async_op)
+
+    def _run_often(
+        self,
+        kind: str,
+        detail: object,
+        tensor: Tensor | None,
+        out: Tensor | None,
+        make: Callable[[], ops.Operation],
+        async_op: bool,
+    ) -> Any:
+        """Carries out a collective of training loops, over the fast path if there is one."""
+        if self._run_cached is not None and not (async_op or tensor is None or out is None):
+            self._check_open()
+            result = self._run_cached(kind, detail, tensor, out, make)
+            if result is not None:
+                return result
+        return self.run(make(), async_op=async_op)
 
     def _check_open(self) -> None:
         if self._state.is_closed:

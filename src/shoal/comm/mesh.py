@@ -22,10 +22,10 @@ class Mesh:
     Example:
         >>> import shoal
         >>> from shoal.comm import Mesh
-        >>> def place():
+        >>> def locate():
         ...     mesh = Mesh(data=2, tensor=2)
         ...     return mesh.coordinates, mesh.group("tensor").ranks
-        >>> shoal.run(place, ranks=4, backend="memory")[3]
+        >>> shoal.run(locate, ranks=4, backend="memory")[3]
         ({'replica': 0, 'data': 1, 'pipeline': 0, 'tensor': 1}, (2, 3))
     """
 
@@ -64,14 +64,12 @@ class Mesh:
         unknown = set(coordinates) - set(AXES)
         if unknown:
             raise ValueError(f"a mesh has the axes {', '.join(AXES)}; got {sorted(unknown)}")
-        place = {**self.coordinates, **coordinates}
+        at = {**self.coordinates, **coordinates}
         rank = 0
         for axis in AXES:
-            if not 0 <= place[axis] < self.shape[axis]:
-                raise ValueError(
-                    f"{axis} must be from 0 to {self.shape[axis] - 1}; got {place[axis]}"
-                )
-            rank = rank * self.shape[axis] + place[axis]
+            if not 0 <= at[axis] < self.shape[axis]:
+                raise ValueError(f"{axis} must be from 0 to {self.shape[axis] - 1}; got {at[axis]}")
+            rank = rank * self.shape[axis] + at[axis]
         return rank
 
     def _make_group(self, axis: str) -> Backend:
@@ -110,7 +108,7 @@ def _checked_shape(sizes: Mapping[str, int | None], world_size: int) -> dict[str
 
 
 def _coordinates(rank: int, shape: Mapping[str, int]) -> dict[str, int]:
-    place = {}
+    coordinates = {}
     for axis in reversed(AXES):
-        rank, place[axis] = divmod(rank, shape[axis])
-    return {axis: place[axis] for axis in AXES}
+        rank, coordinates[axis] = divmod(rank, shape[axis])
+    return {axis: coordinates[axis] for axis in AXES}

@@ -39,7 +39,7 @@ class Work(ABC, Generic[T]):
         """Whether `wait` would return, or raise, at once."""
 
 
-class PendingWork(Work[T]):
+class ThreadedWork(Work[T]):
     """Work that a thread carries out."""
 
     def __init__(self, task: Callable[[], T], what: str) -> None:
@@ -92,15 +92,15 @@ class WorkQueue:
     def __init__(self, name: str) -> None:
         """``name`` is the thread's."""
         self._name = name
-        self._queue: queue.SimpleQueue[PendingWork[Any] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[ThreadedWork[Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._last: PendingWork[Any] | None = None
+        self._last: ThreadedWork[Any] | None = None
 
     def is_idle(self) -> bool:
         """Whether everything given so far has been carried out."""
         return self._last is None or self._last.is_done()
 
-    def put(self, work: PendingWork[T]) -> PendingWork[T]:
+    def put(self, work: ThreadedWork[T]) -> ThreadedWork[T]:
         """Queues the work."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
+from operator import attrgetter
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar, cast
 
-from torch import Tensor
+import torch
 
-from shoal.comm.accounting.statistics import Snapshot
 from shoal.comm.agreement import agree
 from shoal.comm.backend import Backend
-from shoal.comm.operation.reduction import ReduceOp
 from shoal.errors import ClosedError, PeerError
 from shoal.system.site import describe
+
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
+
+
+class _OfBackend(Protocol[P, R]):
+    """A method that `World` takes from its backend, as type checkers see it."""
+
+    def __get__(self, world: World, kind: type[World], /) -> Callable[P, R]: ...
+
+
+def _of_backend(method: Callable[Concatenate[Backend, P], R]) -> _OfBackend[P, R]:
+    """The backend's method of the same name, with its types and without a call in between."""
+    name = getattr(method, "__name__", "")
+    found: Any = property(attrgetter(f"backend.{name}"), doc=method.__doc__)
+    return cast(_OfBackend[P, R], found)
 
 
 class World:
     """The ranks that train together, and the way to talk to them.
 
-    Everything the backend offers is offered here as well (``world.broadcast`` and so on).
+    It has the collectives, messages, groups and counters of its backend (``world.broadcast`` ...).
 
     Example:
         >>> import shoal, torch
@@ -27,6 +43,31 @@ class World:
         ...     total = world.all_reduce(torch.ones(3))
         ...     names = world.all_gather_object(f"rank {world.rank} of {world.size}")
     """
+
+    all_reduce = _of_backend(Backend.all_reduce)
+    reduce = _of_backend(Backend.reduce)
+    broadcast = _of_backend(Backend.broadcast)
+    all_gather = _of_backend(Backend.all_gather)
+    gather = _of_backend(Backend.gather)
+    scatter = _of_backend(Backend.scatter)
+    reduce_scatter = _of_backend(Backend.reduce_scatter)
+    all_to_all = _of_backend(Backend.all_to_all)
+    barrier = _of_backend(Backend.barrier)
+    send = _of_backend(Backend.send)
+    recv = _of_backend(Backend.recv)
+    all_gather_object = _of_backend(Backend.all_gather_object)
+    gather_object = _of_backend(Backend.gather_object)
+    broadcast_object = _of_backend(Backend.broadcast_object)
+    scatter_object = _of_backend(Backend.scatter_object)
+    all_to_all_object = _of_backend(Backend.all_to_all_object)
+    send_object = _of_backend(Backend.send_object)
+    recv_object = _of_backend(Backend.recv_object)
+    split = _of_backend(Backend.split)
+    subgroup = _of_backend(Backend.subgroup)
+    lane = _of_backend(Backend.lane)
+    empty = _of_backend(Backend.empty)
+    stats = _of_backend(Backend.stats)
+    reset_stats = _of_backend(Backend.reset_stats)
 
     def __init__(self, backend: Backend) -> None:
         """Use `shoal.init`, or `shoal.run`."""
@@ -48,17 +89,25 @@ class World:
         """How many ranks there are; the same as ``size``."""
         return self.backend.size
 
-    def barrier(self) -> None:
-        """Returns once every rank has arrived."""
-        self.backend.barrier()
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks, in order."""
+        return self.backend.ranks
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, **options: Any) -> Any:
-        """See `Backend.all_reduce`."""
-        return self.backend.all_reduce(tensor, op, **options)
+    @property
+    def name(self) -> str:
+        """What the backend is called."""
+        return self.backend.name
 
-    def all_gather(self, tensor: Tensor, **options: Any) -> Any:
-        """See `Backend.all_gather`."""
-        return self.backend.all_gather(tensor, **options)
+    @property
+    def device(self) -> torch.device:
+        """Where tensors live that the backend makes on its own."""
+        return self.backend.device
+
+    @property
+    def timeout(self) -> float:
+        """Seconds an alive but late rank is waited for."""
+        return self.backend.timeout
 
     def agree(self, value: Any, how: str | None = None) -> Any:
         """The same decision on every rank, from what each of them thinks; all ranks call it.
@@ -84,16 +133,6 @@ class World:
         """
         return agree(self.backend, value, how)
 
-    def stats(self) -> Snapshot:
-        """Counters of this rank by operation, and in ``.memory`` what is held for what."""
-        return self.backend.stats()
-
-    def __getattr__(self, name: str) -> Any:
-        """The rest of the backend's interface."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self.backend, name)
-
     def shutdown(self) -> None:
         """Leaves the world. Twice is fine.
 
@@ -108,7 +147,7 @@ class World:
         if _current.get() is self:
             _current.set(None)
         if not self._has_failed:
-            self.backend.check_farewells()
+            self.backend.check_exit_records()
 
     def fail(self, error: BaseException) -> None:
         """Tells every other rank that this one cannot go on, and why."""

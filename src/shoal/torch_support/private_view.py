@@ -4,7 +4,7 @@
 A segment can be mapped a second time, privately. Pages that this process has not written there are
 the segment's own: whatever others write to it shows at once, and nothing is copied. Writing makes a
 copy of that page for this process, which stays until it is dropped. The kernel knows which pages
-are such copies (``/proc/self/pagemap``), so every write is found, whoever made it and however.
+are such copies (``/proc/self/pagemap``), so every write is found, however it was made.
 Where that file cannot be read, the bytes are compared.
 """
 
@@ -32,14 +32,14 @@ class PrivateView:
 
     Example:
         >>> view = PrivateView("/proc/self/fd/7", offset=0, shared=shared)
-        >>> view.memory[:4] = 1  # nobody else sees it
+        >>> view.memory[:4] = 1  # other processes do not see it
         >>> view.written()
         [(0, 4096)]
         >>> view.drop()
     """
 
     def __init__(self, path: str, offset: int, shared: Tensor) -> None:
-        """``shared`` are the same bytes as everybody sees them; ``offset`` begins a page."""
+        """``shared`` are the same bytes as all ranks see them; ``offset`` begins a page."""
         self._path, self._offset, self._shared = path, offset, shared
         self._mapping = _map_privately(path, offset, shared.numel())
         self.memory = as_bytes(self._mapping)  # to the end of the last page
@@ -77,7 +77,7 @@ class PrivateView:
         return np.array(differs, dtype=np.bool_)
 
     def drop(self) -> None:
-        """Lets go of the copies: it shows what everybody sees."""
+        """Frees the copies: the view shows the shared bytes again."""
         self._mapping.madvise(mmap.MADV_DONTNEED)
 
 

@@ -4,7 +4,7 @@ Linux copies from one process to another in one go (``process_vm_readv``). That 
 trace the other process, which processes of one user have. Where the Yama module reserves it for
 ancestors, a rank grants it to what its own parent started: the other ranks of a launch. Sandboxes
 may forbid the call altogether. So ranks try it on each other when they join, and unless all of
-them can, nobody does.
+them can, none does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def probe_address() -> int:
 
 
 def is_readable() -> bool:
-    """Whether those who found this process's word still could: a grant ends with its parent."""
+    """Whether other ranks can still read this process: a grant ends with its parent."""
     parent = _granted.get(os.getpid()) if _granted else None
     return parent is None or parent == os.getppid()
 

@@ -15,7 +15,7 @@ def test_what_stands_for_none_is_on_the_device_of_the_transport() -> None:
     """It was on the CPU, which NCCL refuses: a gradient that is missing ended the step."""
     sent: list[Tensor] = []
     device = torch.device("meta")  # any but the CPU
-    group = SimpleNamespace(device=device, post_send=lambda tensor, *_: sent.append(tensor))
+    group = SimpleNamespace(device=device, start_send=lambda tensor, *_: sent.append(tensor))
     stage: Any = SimpleNamespace(group=group, rank=0, num_chunks=2, rank_of=lambda chunk: chunk)
     Mail(stage).send(GRADIENTS, 0, 1, [None])
     assert [tensor.device for tensor in sent] == [device]

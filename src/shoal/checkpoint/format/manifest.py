@@ -17,10 +17,10 @@ import torch
 
 from shoal.checkpoint.format import strict_json
 from shoal.checkpoint.format.checksums import CHUNK_BYTES, DIGITS, num_chunks
-from shoal.checkpoint.format.dtypes import dtype_called, dtype_name
 from shoal.checkpoint.format.strict_json import is_count, parse
 from shoal.sharding.extent import Extent
 from shoal.sharding.split import Split
+from shoal.torch_support.dtypes import dtype_called, dtype_name
 
 FORMAT = "shoal checkpoint"
 VERSION = 1

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.format.dtypes import BYTES_CODE, code_of, dtype_of_code
 from shoal.checkpoint.format.strict_json import is_count, parse
+from shoal.torch_support.dtypes import BYTES_CODE, code_of, dtype_of_code
 
 MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
 PREFIX_BYTES = 8

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.format.dtypes import dtype_called, dtype_name
 from shoal.checkpoint.format.strict_json import is_count
+from shoal.torch_support.dtypes import dtype_called, dtype_name
 
 _SMALL_BYTES = 64
 _DEEPEST = 100

@@ -18,12 +18,12 @@ import torch
 from shoal.checkpoint.disk.checkpoint_folder import MANIFEST, MOST_MANIFEST_BYTES
 from shoal.checkpoint.disk.filesystem import FileSystem, Reading, opened, read_all
 from shoal.checkpoint.format import safetensors as header
-from shoal.checkpoint.format.dtypes import code_of, dtype_of_code
 from shoal.checkpoint.format.manifest import FileRecord, Manifest, SliceRecord, TensorRecord
 from shoal.checkpoint.format.safetensors import HeaderEntry
 from shoal.checkpoint.format.strict_json import parse
 from shoal.errors import CheckpointError, CorruptCheckpointError
 from shoal.sharding.extent import Extent
+from shoal.torch_support.dtypes import code_of, dtype_of_code
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.format.dtypes import dtype_called, dtype_name
 from shoal.checkpoint.format.manifest import extent_json, parse_extent, parse_shape
 from shoal.sharding.extent import Extent
 from shoal.sharding.split import Split
+from shoal.torch_support.dtypes import dtype_called, dtype_name
 
 # Smaller tensors are not worth cutting: the rank that has the least to write gets them.
 _DIVIDED_BYTES = 1 << 18

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from shoal.checkpoint.disk.checkpoint_folder import CheckpointFolder
 from shoal.checkpoint.disk.filesystem import DISK, FileSystem, write_all
-from shoal.checkpoint.format.dtypes import CODES, dtype_name
 from shoal.checkpoint.format.manifest import TensorRecord, encode, joined
 from shoal.checkpoint.load.matching import PREFIX
 from shoal.checkpoint.load.slice_reader import Wanted, read
@@ -21,6 +20,7 @@ from shoal.checkpoint.save.writing import BLOCK_BYTES, Outgoing, write_file
 from shoal.checkpoint.tools.inspection import Progress
 from shoal.errors import CheckpointError
 from shoal.sharding.extent import Extent
+from shoal.torch_support.dtypes import traits
 
 
 def _silent(count: int) -> None:
@@ -116,7 +116,7 @@ def _check_dtypes(source: TensorSource, keys: Sequence[str]) -> None:
     """Other readers would see bytes where there are numbers."""
     for key in keys:
         dtype = source.tensors[key].dtype
-        if dtype_name(dtype) not in CODES:
+        if traits(dtype).code is None:
             raise CheckpointError(
                 f"{key.removeprefix(PREFIX)} is of {dtype}, which safetensors does not know, so "
                 "the model cannot be exported: convert it in the model, and save that"

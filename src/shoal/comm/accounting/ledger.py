@@ -1,4 +1,4 @@
-"""How much memory is held for what, now and at most."""
+"""How much memory is used for what, now and at most."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class MemoryUse:
     """Bytes of one rank for one purpose.
 
     Attributes:
-        current: Held now.
-        peak: The most that was held at once.
+        current: In use now.
+        peak: The most that was in use at once.
     """
 
     current: int = 0
@@ -21,7 +21,7 @@ class MemoryUse:
 
 
 class Ledger:
-    """What all models of a world hold on one rank: parameters, gradients, state, buffers.
+    """Memory of all models of a world on one rank: parameters, gradients, state, buffers.
 
     Example:
         >>> account = Ledger().account()
@@ -32,16 +32,16 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        """Nothing is held."""
+        """Nothing is in use."""
         self._uses: dict[str, MemoryUse] = {}
         self._lock = threading.Lock()
 
     def account(self) -> Account:
-        """For one holder."""
+        """A new account, for one model or optimizer."""
         return Account(self)
 
     def add(self, purpose: str, num_bytes: int) -> None:
-        """Counts what was taken, or with a negative number let go of."""
+        """Counts bytes that were allocated or, if negative, freed."""
         with self._lock:
             use = self._uses.setdefault(purpose, MemoryUse())
             use.current += num_bytes
@@ -53,30 +53,30 @@ class Ledger:
             return {purpose: replace(use) for purpose, use in self._uses.items()}
 
     def reset(self) -> None:
-        """Peaks start again from what is held now."""
+        """Peaks start again from the present use."""
         with self._lock:
             for use in self._uses.values():
                 use.peak = use.current
 
 
 class Account:
-    """One holder's part of the ledger; it can be closed as a whole."""
+    """The memory of one model or optimizer; it can be closed as a whole."""
 
     def __init__(self, ledger: Ledger) -> None:
-        """Nothing is held."""
+        """Nothing is in use."""
         self.ledger = ledger
-        self._held: dict[str, int] = {}
+        self._used: dict[str, int] = {}
 
     def add(self, purpose: str, num_bytes: int) -> None:
-        """Counts what was taken, or with a negative number let go of."""
-        self._held[purpose] = self._held.get(purpose, 0) + num_bytes
+        """Counts bytes that were allocated or, if negative, freed."""
+        self._used[purpose] = self._used.get(purpose, 0) + num_bytes
         self.ledger.add(purpose, num_bytes)
 
     def set(self, purpose: str, num_bytes: int) -> None:
-        """Counts all that is held for a purpose."""
-        self.add(purpose, num_bytes - self._held.get(purpose, 0))
+        """Counts all that is in use for a purpose."""
+        self.add(purpose, num_bytes - self._used.get(purpose, 0))
 
     def close(self) -> None:
-        """Everything was let go of."""
-        for purpose in self._held:
+        """Everything was freed."""
+        for purpose in self._used:
             self.set(purpose, 0)

@@ -30,14 +30,14 @@ class Counter:
 
 
 class Snapshot(dict[str, Counter]):
-    """Counters by operation, and what memory is held for what.
+    """Counters by operation, and the memory that is in use for each purpose.
 
     Attributes:
         memory: By purpose: "parameters", "gradients", "state" and "buffers" of wrapped models.
     """
 
     def __init__(self, counters: Mapping[str, Counter], memory: Mapping[str, MemoryUse]) -> None:
-        """Of one moment."""
+        """The figures of one moment."""
         super().__init__(counters)
         self.memory = memory
 

@@ -42,11 +42,11 @@ class InMemoryBackend(Backend):
         simulator: Simulator,
         ranks: Sequence[int],
         world_rank: int,
-        slot: int = 0,
+        group_id: int = 0,
     ) -> None:
         """Use `shoal.run`, or `InMemoryBackend.alone` for a world of one."""
         super().__init__(state, ranks, list(ranks).index(world_rank))
-        self._simulator, self._world_rank, self._slot = simulator, world_rank, slot
+        self._simulator, self._world_rank, self._group_id = simulator, world_rank, group_id
         self._number = 0
         self._messages: dict[tuple[int, int, int], int] = defaultdict(int)
 
@@ -57,7 +57,7 @@ class InMemoryBackend(Backend):
 
     def _collective(self, operation: Operation, async_op: bool) -> Any:
         self._number += 1
-        key = (self._slot, self.ranks, self._number)
+        key = (self._group_id, self.ranks, self._number)
         work = self._arrive(operation, key, self.ranks, self._number)
         return work if async_op else work.wait()
 
@@ -67,7 +67,9 @@ class InMemoryBackend(Backend):
         self._messages[*pair, tag] += 1
         number = self._messages[*pair, tag]
         ranks = [self.ranks[member] for member in pair]
-        work = self._arrive(operation, (self._slot, self.ranks, *pair, tag, number), ranks, number)
+        work = self._arrive(
+            operation, (self._group_id, self.ranks, *pair, tag, number), ranks, number
+        )
         return work if async_op else work.wait()
 
     def _arrive(
@@ -92,7 +94,7 @@ class InMemoryBackend(Backend):
             )
         try:
             self._simulator.wait(self._world_rank, meeting)
-        except DeadlockError:  # nobody is ahead of anybody
+        except DeadlockError:  # no rank is ahead of the others
             raise
         except DeadlineError as error:  # out of step with the others for good
             self.fail(describe(error))
@@ -103,9 +105,9 @@ class InMemoryBackend(Backend):
         num_bytes = meeting.num_bytes[self._world_rank]
         self._state.statistics.count(kind, num_bytes, seconds, seconds)
 
-    def _make_group(self, members: Sequence[int], slot: int) -> InMemoryBackend:
+    def _make_group(self, members: Sequence[int], group_id: int) -> InMemoryBackend:
         ranks = [self.ranks[member] for member in members]
-        return InMemoryBackend(self._state, self._simulator, ranks, self._world_rank, slot)
+        return InMemoryBackend(self._state, self._simulator, ranks, self._world_rank, group_id)
 
     def fail(self, reason: str, *, culprit: int | None = None) -> None:
         """Tells all ranks that this one cannot go on; ``culprit`` if another is to blame."""
@@ -113,19 +115,19 @@ class InMemoryBackend(Backend):
         self._simulator.publish(Failure(rank, reason, time.monotonic_ns(), culprit is not None))
 
     def shutdown(self) -> None:
-        """Leaves the world; whoever waits for this rank is told so."""
+        """Leaves the world; ranks that wait for this one are told so."""
         if not self._state.is_closed:
             self._state.is_closed = True
             self._simulator.leave(self._world_rank)
-            self._say_farewell()
+            self._leave_exit_record()
 
-    def _say_farewell(self) -> None:
-        notes, farewells = self._simulator.notes, self._state.farewells
-        note = farewells.note()
+    def _leave_exit_record(self) -> None:
+        notes, records = self._simulator.notes, self._state.exit_records
+        note = records.note()
         if note and self._simulator.failure is None:
             notes[self._world_rank] = note
             others = [rank for rank in range(self._simulator.size) if rank != self._world_rank]
-            farewells.find(notes.__getitem__, others)
+            records.find(notes.__getitem__, others)
 
 
 class SimulatedWork(Work[Any]):
@@ -155,7 +157,7 @@ class SimulatedWork(Work[Any]):
 
 
 def _finish_side_stream(tensor: Tensor) -> None:
-    """The last to arrive works on everybody's tensors, on its own stream."""
+    """The last rank to arrive works on the tensors of all, on its own stream."""
     if tensor.is_cuda:
         stream = torch.cuda.current_stream(tensor.device)
         if stream != torch.cuda.default_stream(tensor.device):

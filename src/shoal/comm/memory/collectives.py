@@ -1,6 +1,6 @@
 """What the collectives do to the tensors of all ranks, seen from above.
 
-In memory the last rank to arrive carries out the operation for everybody: it has all
+In memory the last rank to arrive carries out the operation for all ranks: it has all
 payloads at hand. These functions are also the plainest definition of each collective.
 """
 

@@ -47,7 +47,7 @@ class Meeting:
             self.is_over = True
 
     def withdraw(self, rank: int) -> None:
-        """The rank gave up waiting: nobody may touch its tensors any more."""
+        """The rank gave up waiting: its tensors must not be touched any more."""
         if not self.is_over:
             self._arrivals.pop(rank, None)
 

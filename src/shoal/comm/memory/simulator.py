@@ -3,7 +3,7 @@
 [Note: the baton]
 One rank runs at a time. It keeps the baton until it has to wait for others, then hands it
 to the next rank that can run. So a run repeats exactly, a debugger shows one thing at a
-time, and the moment nobody can run is the moment a deadlock is known. The generators of
+time, and the moment no rank can run is the moment a deadlock is known. The generators of
 random numbers are shared by all threads of a process, so they are swapped with the baton.
 """
 
@@ -22,7 +22,7 @@ from shoal.system.rank_names import name_ranks
 from shoal.system.site import is_ours
 from shoal.torch_support.random_state import RandomState
 
-# How long a rank that is late may still take to end by itself once the others gave up on it.
+# How long a late rank may still take to end once the others have given up on it.
 _GRACE_S = 2.0
 _LOOK_EVERY_S = 1.0
 _LEFT = "it has left: it returned without taking part"
@@ -57,7 +57,7 @@ class Simulator:
         self._random[rank].restore()
 
     def leave(self, rank: int) -> None:
-        """The rank takes part in nothing more: whoever waits for it will be told."""
+        """The rank takes part in nothing more: ranks that wait for it will be told."""
         self._gone.add(rank)
 
     def exit(self, rank: int) -> None:
@@ -161,7 +161,7 @@ class Simulator:
         frame = sys._current_frames().get(self._threads.get(rank, -1))
         while frame is not None and is_ours(frame.f_code.co_filename):
             frame = frame.f_back
-        return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown place"
+        return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown line"
 
     # Meetings ---------------------------------------------------------------------------
 

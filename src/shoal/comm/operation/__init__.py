@@ -1,6 +1,6 @@
-"""The operations: what each must agree on, what it moves, what the caller gets.
+"""The operations: what must be equal on all ranks, what moves, what the caller gets.
 
-An operation knows nothing of transports. It describes itself before the ranks agree,
+An operation knows nothing of transports. It describes itself in a header,
 prepares a `Payload` of flat, contiguous tensors once the others' numbers are known, and
 hands over the result afterwards. A transport only ever sees payloads.
 """

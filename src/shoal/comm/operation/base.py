@@ -55,7 +55,7 @@ class Operation(ABC):
     signature: str
     meta: tuple[int, ...] = ()
     source: Tensor | None = None
-    """The flat data of this rank, known before the ranks agree."""
+    """The flat data of this rank, known before headers are exchanged."""
     sink: Tensor | None = None
     """Where a rank that has no data gets some, if others may write there."""
 

@@ -56,7 +56,7 @@ class AllGather(Operation):
             raise mismatch(shown, ranks, problem)
 
     def prepare(self, headers: Sequence[Header], rank: int) -> Payload:
-        """A result of everybody's rows."""
+        """A result with the rows of all ranks."""
         self.rows = [header.meta[0] for header in headers]
         if self._out is None:
             self._out = with_rows(self._like, sum(self.rows))

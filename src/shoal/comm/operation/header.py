@@ -33,7 +33,7 @@ class Header(NamedTuple):
     site: str
 
     def encode(self) -> bytes:
-        """The header as bytes, small enough for a slot of the control page."""
+        """The header as bytes, small enough for the control page."""
         signature = self.signature.encode(errors="replace")
         meta = array("q", self.meta).tobytes()
         site = self.site.encode(errors="replace")[-_MAX_SITE_BYTES:]

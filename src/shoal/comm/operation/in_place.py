@@ -15,7 +15,7 @@ from shoal.comm.operation.specification import are_alike, decode_spec, encode_sp
 
 
 class Barrier(Operation):
-    """All ranks arrive before any leaves. Agreeing on it is all there is to it."""
+    """All ranks arrive before any leaves. Comparing headers is all it takes."""
 
     kind = "barrier"
     signature = "barrier()"
@@ -101,7 +101,7 @@ class Broadcast(Operation):
         self.signature = f"broadcast(root={root})"
 
     def check(self, headers: Sequence[Header], ranks: Sequence[int]) -> None:
-        """Whoever gave a tensor gave one like the root's."""
+        """A rank that gave a tensor gave one like the root's."""
         expected = headers[self._root].meta
         if any(header.meta and not are_alike(header.meta, expected) for header in headers):
             shown = [header._replace(signature=_shown(header)) for header in headers]

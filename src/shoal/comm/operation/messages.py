@@ -48,7 +48,7 @@ class Receive(Operation):
         self.signature = f"recv({shown}, src={peer}{_tagged(tag)})"
 
     def prepare(self, headers: Sequence[Header], rank: int) -> Payload:
-        """A place for what the sender's header promises. ``headers`` is the sender's alone."""
+        """A tensor for what the sender's header promises. ``headers`` is the sender's alone."""
         if self._tensor is None:
             self._tensor = make_like(headers[0].meta, self._device)
         self._target = flatten(self._tensor)

@@ -8,6 +8,8 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from shoal.torch_support.dtypes import SUMMED_IN, traits
+
 
 class ReduceOp(StrEnum):
     """What a reduction computes. Every method also takes the plain name.
@@ -48,14 +50,11 @@ _COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
     ReduceOp.MAX: torch.maximum,
     ReduceOp.PRODUCT: torch.mul,
 }
-_SIXTEEN_BIT = (torch.float16, torch.bfloat16)
-# They can be stored and moved; torch has no arithmetic for them.
-_STORAGE_ONLY = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64)
 
 
 def check_dtype(op: ReduceOp, dtype: torch.dtype) -> None:
     """Refuses the pairs whose result would surprise, and those that have none."""
-    if dtype in _STORAGE_ONLY:
+    if not traits(dtype).is_computed:
         raise TypeError(f"torch cannot compute with {dtype}: convert the tensor before reducing it")
     if op is ReduceOp.AVERAGE and not (dtype.is_floating_point or dtype.is_complex):
         raise TypeError(
@@ -77,7 +76,7 @@ def combine(op: ReduceOp, left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def finish(op: ReduceOp, total: Tensor, num_ranks: int) -> None:
-    """Turns the sum into the average, once and in place; nothing to do for the others."""
+    """Turns the sum into the average, once and in place; other reductions are complete already."""
     if op is ReduceOp.AVERAGE:
         total.div_(num_ranks)
 
@@ -91,7 +90,7 @@ def reduce_into(op: ReduceOp, inputs: Sequence[Tensor], out: Tensor) -> None:
     if len(inputs) == 1:
         if out.data_ptr() != inputs[0].data_ptr():
             out.copy_(inputs[0])
-    elif len(inputs) == 2 and (op is not ReduceOp.AVERAGE or out.dtype not in _SIXTEEN_BIT):
+    elif len(inputs) == 2 and (op is not ReduceOp.AVERAGE or out.dtype not in SUMMED_IN):
         combine(op, inputs[0], inputs[1], out)
         finish(op, out, 2)
     else:
@@ -99,7 +98,7 @@ def reduce_into(op: ReduceOp, inputs: Sequence[Tensor], out: Tensor) -> None:
 
 
 def _accumulate(op: ReduceOp, inputs: Sequence[Tensor]) -> Tensor:
-    wide = torch.float32 if inputs[0].dtype in _SIXTEEN_BIT else inputs[0].dtype
+    wide = SUMMED_IN.get(inputs[0].dtype, inputs[0].dtype)
     total = torch.empty_like(inputs[0], dtype=wide)
     combine(op, inputs[0].to(wide), inputs[1].to(wide), total)
     for value in inputs[2:]:

@@ -38,11 +38,11 @@ class ReduceScatter(Operation):
         op: ReduceOp,
         out: Tensor | None,
         sizes: Sequence[int] | None,
-        place: tuple[int, int],
+        position: tuple[int, int],
     ) -> None:
-        """``place`` is the rank and the size of the group."""
+        """``position`` is this rank and the size of the group."""
         check_dtype(op, tensor.dtype)
-        rank, size = place
+        rank, size = position
         self._rows = _split(tensor, sizes, size)
         if out is not None:
             check_out(out, tensor)
@@ -91,10 +91,10 @@ class Scatter(Operation):
         sizes: Sequence[int] | None,
         root: int,
         device: torch.device,
-        place: tuple[int, int],
+        position: tuple[int, int],
     ) -> None:
         """Only the root gives a tensor and its split; the header tells the others."""
-        rank, size = place
+        rank, size = position
         if rank == root and tensor is None:
             raise ValueError("scatter needs a tensor on the root; got None")
         self._root, self._device, self._out = root, device, out
@@ -142,7 +142,7 @@ class AllToAll(Operation):
         tensor: Tensor,
         out: Tensor | None,
         sizes: Sequence[int] | None,
-        place: tuple[int, int],
+        position: tuple[int, int],
     ) -> None:
         """``sizes`` are the rows for each rank; what arrives is read from the headers."""
         if out is not None:
@@ -150,7 +150,7 @@ class AllToAll(Operation):
             if overlap(tensor, out) != APART:
                 raise ValueError("out must not share memory with the input of an all_to_all")
         self._like, self._out = tensor, out
-        self._parts = _split(tensor, sizes, place[1])
+        self._parts = _split(tensor, sizes, position[1])
         self.source = flatten(tensor)
         self.meta = (*self._parts, -1 if out is None else num_rows(out))
         self.signature = f"all_to_all({spec(tensor.dtype, ('rows', *row_shape(tensor)))})"

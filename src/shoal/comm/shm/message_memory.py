@@ -1,6 +1,6 @@
 """Memory of messages that are under way, used again and again.
 
-Fresh pages cost more than the copy into them, and a receiver that has mapped a place once finds
+Fresh pages cost more than the copy into them, and a receiver that has mapped a piece once finds
 it again at once.
 """
 
@@ -15,7 +15,7 @@ _SMALLEST_BYTES = 256
 
 
 class MessageMemory:
-    """Pieces of an arena for what is sent and does not lie in shared memory by itself."""
+    """Pieces of an arena for messages whose tensors are not in shared memory already."""
 
     def __init__(self, arena: Arena) -> None:
         """Nothing is kept yet."""
@@ -24,7 +24,7 @@ class MessageMemory:
         self._idle_bytes = 0
 
     def take(self, num_bytes: int) -> Tensor:
-        """At least so many bytes, which nobody reads; `give_back` them when that is so again."""
+        """At least so many bytes; `give_back` them when the receiver has read them."""
         rounded = max(1 << (num_bytes - 1).bit_length(), _SMALLEST_BYTES)
         try:
             piece = self._idle[rounded].pop()
@@ -40,5 +40,5 @@ class MessageMemory:
             self._idle.setdefault(piece.nbytes, []).append(piece)
 
     def close(self) -> None:
-        """Lets go of everything."""
+        """Frees everything."""
         self._idle.clear()

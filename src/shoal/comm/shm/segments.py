@@ -27,18 +27,18 @@ _ALIGNMENT = 128
 _SLAB_BYTES = 8 << 20
 _LARGEST_IN_SLAB = 1 << 20
 _MOST_VIEWS = 1024
-_WIRE = struct.Struct("<QQQQQ")
+_FIELDS = struct.Struct("<QQQQQ")
 
 
 class Location(NamedTuple):
-    """Where a tensor lies, in terms that a peer can follow.
+    """Where a tensor lies, in terms that a peer can use.
 
     Attributes:
         inode: Tells the segment from every other, also from later ones with its descriptor.
         fd: The owner's descriptor of it.
         segment_bytes: How much to map.
         offset: Where in the segment the tensor begins.
-        num_freed: How many segments the owner has freed, so that peers can let go of theirs.
+        num_freed: How many segments the owner has freed, so that peers unmap theirs.
     """
 
     inode: int
@@ -49,12 +49,12 @@ class Location(NamedTuple):
 
     def encode(self) -> bytes:
         """As bytes for a header."""
-        return _WIRE.pack(*self)
+        return _FIELDS.pack(*self)
 
     @classmethod
-    def decode(cls, wire: bytes) -> Location:
+    def decode(cls, encoded: bytes) -> Location:
         """The inverse of `encode`."""
-        return cls(*_WIRE.unpack(wire))
+        return cls(*_FIELDS.unpack(encoded))
 
 
 @dataclass(slots=True)
@@ -124,14 +124,14 @@ class Arena:
         offset = address - segment.address
         return Location(segment.inode, segment.fd, segment.num_bytes, offset, self.num_freed)
 
-    def wire_of(self, memory: Tensor) -> bytes:
-        """What peers need to find memory of this arena."""
+    def encoded_location(self, memory: Tensor) -> bytes:
+        """The location of memory of this arena, as bytes for a header."""
         location = self.locate(memory)
         assert location is not None
         return location.encode()
 
     def close(self) -> None:
-        """Lets go of the slab; segments live as long as their tensors."""
+        """Frees the slab; segments live as long as their tensors."""
         self._slab = None
 
 
@@ -146,13 +146,13 @@ class Peer:
         self._num_freed = 0
         self._lock = threading.Lock()
 
-    def view(self, wire: bytes, num_bytes: int, dtype: torch.dtype) -> Tensor:
+    def view(self, encoded: bytes, num_bytes: int, dtype: torch.dtype) -> Tensor:
         """The peer's memory at a location, writable."""
-        key = (wire, num_bytes, dtype)
+        key = (encoded, num_bytes, dtype)
         view = self._views.get(key)
         if view is None:
             with self._lock:
-                view = of_dtype(self._find(Location.decode(wire), num_bytes), dtype)
+                view = of_dtype(self._find(Location.decode(encoded), num_bytes), dtype)
                 if len(self._views) >= _MOST_VIEWS:
                     self._views.clear()
                 self._views[key] = view
@@ -201,6 +201,6 @@ class Peer:
 
 
 def _prefer_huge_pages(memory: mmap.mmap) -> None:
-    """Where the system lets shared memory have them, copies are much faster."""
+    """Copies are much faster with huge pages, where the system has them for shared memory."""
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)

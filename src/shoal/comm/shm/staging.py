@@ -1,22 +1,22 @@
-"""Where a rank copies what does not lie in shared memory by itself: two halves in turn."""
+"""Where a rank copies tensors that are not in shared memory already: two halves in turn."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from shoal.comm.shm.routing import HALF_BYTES, WINDOW_BYTES
 from shoal.comm.shm.segments import Arena
 from shoal.torch_support.raw import of_dtype
-
-HALF_BYTES = 2 << 20
-# Of what does not fit, so much at a time: the second cache should hold it.
-WINDOW_BYTES = 1 << 20
 
 
 class Staging:
     """Two halves of a segment, so that one can be filled while the other is still read.
 
-    Everything that is asked for again and again is kept, for small operations are all overhead.
+    Views and locations are cached, because small operations are all overhead.
+
+    Attributes:
+        turn: How often a half was taken; its parity says which.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -24,7 +24,7 @@ class Staging:
         self._arena = arena
         self._halves: list[Tensor] = []
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
-        self._wires: list[bytes] = []
+        self._locations: list[bytes] = []
         self._num_freed = -1
         self.turn = 0
 
@@ -33,7 +33,7 @@ class Staging:
         self.room(source).copy_(source)
 
     def room(self, source: Tensor) -> Tensor:
-        """Where a source that fits goes, flat, in the half whose turn it is."""
+        """Flat memory for a source that fits, in the half whose turn it is."""
         key = (self.turn % 2, source.nbytes, source.dtype)
         view = self._views.get(key)
         if view is None:
@@ -44,17 +44,17 @@ class Staging:
         return view
 
     def scratch(self, dtype: torch.dtype) -> Tensor:
-        """A window's room in the half whose turn it is, for this rank alone."""
+        """Memory for a window in the half whose turn it is, for this rank alone."""
         self._allocate()
         return of_dtype(self._halves[self.turn % 2][:WINDOW_BYTES], dtype)
 
-    def wire(self) -> bytes:
-        """Where the half lies whose turn it is."""
+    def location(self) -> bytes:
+        """Where the half lies whose turn it is, encoded."""
         if self._num_freed != self._arena.num_freed:
             self._allocate()
             self._num_freed = self._arena.num_freed
-            self._wires = [self._arena.wire_of(half) for half in self._halves]
-        return self._wires[self.turn % 2]
+            self._locations = [self._arena.encoded_location(half) for half in self._halves]
+        return self._locations[self.turn % 2]
 
     def _allocate(self) -> None:
         if not self._halves:
@@ -62,6 +62,6 @@ class Staging:
             self._halves = [whole[:HALF_BYTES], whole[HALF_BYTES:]]
 
     def close(self) -> None:
-        """Lets go of the segment."""
-        self._halves, self._views, self._wires = [], {}, []
+        """Frees the segment."""
+        self._halves, self._views, self._locations = [], {}, []
         self._num_freed = -1

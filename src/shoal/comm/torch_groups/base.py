@@ -70,7 +70,7 @@ class ProcessGroupBackend(ProcessBackend):
         self._group: Any = group
         self._others = [rank for rank in ranks if rank != links.control.rank]
         self._origins: WeakKeyDictionary[Operation, Origin] = WeakKeyDictionary()
-        self._settle()  # connected: from here on the others can do without the store
+        self._coordination.settle()  # connected: from here on the others can do without the store
 
     def _make_group(self, members: Sequence[int], group_id: int) -> Self:
         ranks = [self.ranks[member] for member in members]

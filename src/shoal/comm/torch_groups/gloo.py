@@ -25,6 +25,7 @@ from shoal.comm.torch_groups.base import NEVER, Origin, ProcessGroupBackend, as_
 from shoal.comm.torch_groups.groups import Maker, ProcessGroup, find_group, link
 from shoal.comm.torch_groups.watchdog import Flight
 from shoal.errors import BackendUnavailableError
+from shoal.torch_support.dtypes import Native, traits
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
@@ -40,9 +41,7 @@ _SMALL_BYTES = 64 << 10
 # Fresh memory costs as much as what is done with it: up to here it is kept.
 _MAX_KEPT_BYTES = 64 << 20
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-
-_OWN_FLOATS = (torch.float32, torch.float64)
-_OWN_INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
+_EXTREMES = (ReduceOp.MIN, ReduceOp.MAX)
 
 
 class GlooBackend(ProcessGroupBackend):
@@ -60,10 +59,8 @@ class GlooBackend(ProcessGroupBackend):
     _kept = torch.empty(0, dtype=torch.uint8)
 
     def _can_reduce(self, op: ReduceOp, dtype: torch.dtype) -> bool:
-        """Gloo rounds sixteen-bit floats at each hop, and its minimum forgets what is no number."""
-        if op in (ReduceOp.MIN, ReduceOp.MAX):
-            return dtype in _OWN_INTEGERS
-        return dtype in _OWN_FLOATS or dtype in _OWN_INTEGERS
+        native = traits(dtype).gloo
+        return native is Native.ALL or (native is Native.SUMS and op not in _EXTREMES)
 
     def _spread(self, target: Tensor, counts: Sequence[int], patience: Patience) -> None:
         if target.nbytes > _SMALL_BYTES:

@@ -18,7 +18,7 @@ from shoal.comm.control.page.page import PageControl
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Control
 from shoal.comm.torch_groups.watchdog import Flight, Watchdog
-from shoal.comm.work import PendingWork
+from shoal.comm.work import ThreadedWork
 from shoal.errors import DeadlineError, ShoalError, TransportError
 from shoal.system.rank_names import name_ranks
 
@@ -74,11 +74,11 @@ class Links:
         store = dist.PrefixStore(f"shoal-group/{name}", own)
         rank = list(ranks).index(self.control.rank)
         timeout = timedelta(seconds=self.timeout + _SPARE_S)
-        work = PendingWork(partial(self.make, store, rank, len(ranks), timeout), name)
+        work = ThreadedWork(partial(self.make, store, rank, len(ranks), timeout), name)
         work.start_thread("shoal-connect")
         return self._await(work, f"making the process group of {name_ranks(ranks)}", ranks)
 
-    def _await(self, work: PendingWork[Any], what: str, ranks: Sequence[int]) -> ProcessGroup:
+    def _await(self, work: ThreadedWork[Any], what: str, ranks: Sequence[int]) -> ProcessGroup:
         others = [rank for rank in ranks if rank != self.control.rank]
         patience = Patience(self.control, lambda: what, ranks, self.timeout)
         flight = Flight(patience, others, abort=lambda verdict: None)

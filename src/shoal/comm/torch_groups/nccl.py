@@ -37,21 +37,12 @@ from shoal.comm.torch_groups.base import NEVER, Origin, ProcessGroupBackend, as_
 from shoal.comm.torch_groups.groups import Links, Maker, ProcessGroup, find_group, link
 from shoal.comm.torch_groups.watchdog import Flight
 from shoal.errors import BackendUnavailableError
+from shoal.torch_support.dtypes import Native, traits
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
     from torch.distributed import Store
 
-_OWN_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int8,
-    torch.uint8,
-    torch.int32,
-    torch.int64,
-)
 _POLL_S = 0.002
 # Left alone, torch ends the whole process when NCCL reports an error, or seems stuck.
 _LEAVE_ERRORS_TO_US = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
@@ -84,7 +75,7 @@ class NCCLBackend(ProcessGroupBackend):
         self._device = local_device(links.control.rank)
         self._side: torch.cuda.Stream | None = None
         self._verdict: BaseException | None = None
-        self._num_begun = self._num_settled
+        self._num_begun = self._coordination.num_settled
         self._pair_groups: dict[tuple[int, int, int], ProcessGroup] = {}
         self._pair_groups_lock = threading.Lock()
 
@@ -103,7 +94,7 @@ class NCCLBackend(ProcessGroupBackend):
     # Collectives ----------------------------------------------------------------------------
 
     def _can_reduce(self, op: ReduceOp, dtype: torch.dtype) -> bool:
-        return dtype in _OWN_DTYPES
+        return traits(dtype).nccl is Native.ALL
 
     def _spread(self, target: Tensor, counts: Sequence[int], patience: Patience) -> None:
         if len(set(counts)) > 1:
@@ -173,7 +164,7 @@ class NCCLBackend(ProcessGroupBackend):
         except RuntimeError:  # aborted
             is_over = True
         if is_over and is_common:
-            self._settle()
+            self._coordination.settle()
         return is_over
 
     def _check_verdict(self) -> None:
@@ -197,7 +188,7 @@ class NCCLBackend(ProcessGroupBackend):
         if self._group is None:
             return
         torch.cuda.synchronize(self._device)
-        while self._num_settled < self._num_begun and self._verdict is None:
+        while self._coordination.num_settled < self._num_begun and self._verdict is None:
             time.sleep(_POLL_S)
 
     def _close_transport(self) -> None:

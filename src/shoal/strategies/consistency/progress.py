@@ -110,16 +110,16 @@ class Progress:
 
     # The end of a run -----------------------------------------------------------------------
 
-    def last_word(self) -> str:
+    def exit_record(self) -> str:
         """What a rank leaves behind for those that leave after it: few bytes."""
         return json.dumps(self.words()[:2])
 
-    def check_last_words(self, words: Mapping[int, str]) -> None:
+    def check_exit_records(self, records: Mapping[int, str]) -> None:
         """Raises if a rank that left before has trained in another way."""
         if self._is_told:  # once is enough
             return
         own = self.words()
-        for rank, word in words.items():
+        for rank, word in records.items():
             steps, fingerprint = json.loads(word)
             if steps != own[0]:
                 raise MismatchError(

@@ -63,7 +63,7 @@ class Engine:
         self.gather_group, reduce_group = self.shard_group.lane(self), self.shard_group.lane(self)
         buffer_group = self.backend.lane(self)
         self.progress = Progress()
-        self.backend.on_leaving(self.progress)
+        self.backend.compare_at_exit(self.progress)
         self.input_watch = InputWatch(buffer_group, self.progress)
         self.precision = Precision(module, settings.compute_dtype)
         self._hooks = self.precision.install(module)

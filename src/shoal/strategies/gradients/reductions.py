@@ -119,7 +119,7 @@ class Reduction:
     def start(self, backend: Backend, what: str) -> None:
         """Averages in the background; ``what`` is said in errors."""
         self._operation.signature += what
-        self._work = backend.post(self._operation)
+        self._work = backend.start(self._operation)
 
     def is_done(self) -> bool:
         """Whether `finish` would not wait."""

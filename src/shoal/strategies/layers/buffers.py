@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm import Backend
+from shoal.torch_support.raw import are_equal
 
 
 def share_buffers(module: nn.Module, backend: Backend, *, averages: bool = False) -> None:
@@ -59,5 +60,5 @@ def _average(own: Tensor, first: Tensor, backend: Backend) -> Tensor:
 @torch.no_grad()
 def _take_over(buffer: Tensor, values: Tensor) -> None:
     # What is equal is left alone: a graph of an earlier forward may still need it unchanged.
-    if not torch.equal(buffer, values):
+    if not are_equal(buffer, values):
         buffer.copy_(values)

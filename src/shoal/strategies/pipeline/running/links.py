@@ -41,7 +41,7 @@ class Mail:
         self._let_go()
         for value in values:
             tensor = self._nothing() if value is None else _framed(value.detach())
-            self._sent.append(self._stage.group.post_send(tensor, peer, tag))
+            self._sent.append(self._stage.group.start_send(tensor, peer, tag))
 
     def _nothing(self) -> Tensor:
         """Stands for None, where the transport carries it: NCCL takes nothing from the CPU."""
@@ -62,7 +62,7 @@ class Mail:
             self._kept.setdefault(tag, []).append(value)
             return
         data = as_bytes(bytearray(objects.encode(value))).to(self._stage.group.device)
-        self._sent.append(self._stage.group.post_send(data, peer, tag))
+        self._sent.append(self._stage.group.start_send(data, peer, tag))
 
     def receive_object(self, kind: int, source: int, target: int) -> Any:
         """The inverse."""

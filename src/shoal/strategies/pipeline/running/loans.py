@@ -37,7 +37,7 @@ class Loans:
         """Values go from owners to borrowers; all ranks of the pipeline call it."""
         stage, holdings = self._stage, self._stage.holdings
         sent = [
-            stage.group.post_send(holdings.parameters[name].detach().clone(), peer, self._tag())
+            stage.group.start_send(holdings.parameters[name].detach().clone(), peer, self._tag())
             for peer, name in itinerary.lent(holdings.rank_of, stage.rank)
         ]
         for name in itinerary.borrowed.get(stage.rank, ()):
@@ -77,7 +77,7 @@ class Loans:
                 gradient = copy.new_empty(0, 0) if copy.grad is None else copy.grad.unsqueeze(0)
                 copy.grad = None
                 owner = holdings.rank_of(name)
-                sent.append(stage.group.post_send(gradient, owner, self._tag()))
+                sent.append(stage.group.start_send(gradient, owner, self._tag()))
         found: dict[str, Tensor] = {}
         for peer, name in itinerary.lent(holdings.rank_of, stage.rank):
             if holdings.parameters[name].requires_grad:

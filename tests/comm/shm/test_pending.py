@@ -1,4 +1,4 @@
-"""Operations that are shown now and carried out when somebody asks for them; memory in reach."""
+"""Operations that are shown now and carried out when a rank asks for them; memory in reach."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pools
 import shoal
 from shoal.comm import ReduceOp
 from shoal.comm.operation import AllReduce, ReduceScatter
-from shoal.comm.shm.posting import Posted
+from shoal.comm.shm.pending import PendingOperation
 from shoal.errors import DeadlineError, MismatchError
 
 backends = pytest.mark.parametrize("backend", ["memory", "shm", "gloo"])
@@ -34,7 +34,7 @@ def many_at_once(count: int) -> list[list[float]]:
         works = []
         for number, buffer in enumerate(buffers):
             buffer.fill_(backend.rank + number + turn)
-            works.append(backend.post(operation(number, buffer)))
+            works.append(backend.start(operation(number, buffer)))
         results = {number: works[number].wait() for number in reversed(range(count))}
         backend.barrier()
         seen.append([results[number].unique().item() for number in range(count)])
@@ -52,16 +52,16 @@ def test_many_at_once(backend: str, ranks: int) -> None:
                 assert result == pytest.approx(expected / ranks if number % 2 else expected)
 
 
-def collectives_wait_for_what_was_posted() -> tuple[float, bool]:
+def collectives_wait_for_pending_operations() -> tuple[float, bool]:
     backend = shoal.world().backend
     buffer = backend.empty(LENGTH).fill_(1.0)
-    work = backend.post(AllReduce(buffer, ReduceOp.SUM))
+    work = backend.start(AllReduce(buffer, ReduceOp.SUM))
     total = backend.all_reduce(torch.ones(1))
     return total.item() + buffer[-1].item(), work.is_done()
 
 
-def test_a_collective_comes_after_what_was_posted() -> None:
-    assert pools.Team("shm", 3).run(collectives_wait_for_what_was_posted) == [(6.0, True)] * 3
+def test_a_collective_comes_after_pending_operations() -> None:
+    assert pools.Team("shm", 3).run(collectives_wait_for_pending_operations) == [(6.0, True)] * 3
 
 
 def asks(until_done: int) -> tuple[bool, int]:
@@ -70,14 +70,16 @@ def asks(until_done: int) -> tuple[bool, int]:
     buffer = world.backend.empty(LENGTH).fill_(1.0)
     if world.rank == 1:
         world.recv(src=0)
-        return isinstance(world.backend.post(AllReduce(buffer, ReduceOp.SUM)).wait(), Posted), 0
-    work = world.backend.post(AllReduce(buffer, ReduceOp.SUM))
+        return isinstance(
+            world.backend.start(AllReduce(buffer, ReduceOp.SUM)).wait(), PendingOperation
+        ), 0
+    work = world.backend.start(AllReduce(buffer, ReduceOp.SUM))
     answers = [work.is_done() for _ in range(until_done)]
     with pytest.raises(DeadlineError, match=r"still under way after 0\.01 s"):
         work.wait(0.01)
     world.send(torch.ones(1), 1)
     work.wait()
-    return isinstance(work, Posted), sum(answers)
+    return isinstance(work, PendingOperation), sum(answers)
 
 
 def test_asking_does_not_wait() -> None:
@@ -86,7 +88,7 @@ def test_asking_does_not_wait() -> None:
 
 def differ() -> None:
     backend = shoal.world().backend
-    backend.post(AllReduce(backend.empty(LENGTH + backend.rank), ReduceOp.SUM)).wait()
+    backend.start(AllReduce(backend.empty(LENGTH + backend.rank), ReduceOp.SUM)).wait()
 
 
 def one_does_not_post() -> None:
@@ -95,7 +97,7 @@ def one_does_not_post() -> None:
     if backend.rank:
         backend.run(work)
     else:
-        backend.post(work).wait()
+        backend.start(work).wait()
 
 
 @pytest.mark.parametrize("disagree", [differ, one_does_not_post])

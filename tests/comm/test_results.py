@@ -1,4 +1,4 @@
-"""One convention for all collectives: what is in place, what is refused, what is exact."""
+"""Results of collectives: in place or new, exact, equal on all ranks, or refused."""
 
 from __future__ import annotations
 

@@ -122,18 +122,18 @@ def test_broadcast_to_memory_of_either_kind(own_memory: list[bool]) -> None:
 def fail_once() -> list[float | str]:
     """The first time, rank 1 cannot map what the others have; then both halves again and again."""
     backend: Any = shoal.world().backend
-    backend._explained = lambda error: TransportError(str(error))  # no news to wait for
-    mapped = backend._staged_wholes
+    backend._coordination.explained = lambda error: TransportError(str(error))  # no news to await
+    mapped = backend._exposer.staged_wholes
     found: list[float | str] = []
     for turn in range(5):
         tensor = torch.full((100,), float(backend.rank + 1))
         if backend.rank == 1:
-            backend._staged_wholes = mapped if turn else too_many_files
+            backend._exposer.staged_wholes = mapped if turn else too_many_files
         try:
             found.append(backend.all_reduce(tensor)[0].item())
         except TransportError:
             found.append("an error")
-    del backend._explained
+    del backend._coordination.explained
     return found
 
 

@@ -1,4 +1,4 @@
-"""Counters, repetition, the end of a world and what comes after."""
+"""What a world tells of itself and counts, its memory, its end and what comes after."""
 
 from __future__ import annotations
 

@@ -48,14 +48,14 @@ def test_memory_from_inference_mode_serves_outside_of_it(memory) -> None:
     memory.take(16).fill_(1)
 
 
-def post_in_rounds(rounds):
+def send_in_rounds(rounds):
     """Several messages under way at once, of sizes that share memory, over and over."""
     backend = shoal.world().backend
     sizes = [(n % 5 + 1) * 60 for n in range(12)]
     if backend.rank == 0:
         for turn in range(rounds):
             parts = [torch.full((size,), turn * 100 + n) for n, size in enumerate(sizes)]
-            works = [backend.post_send(part.to(torch.float64), 1) for part in parts]
+            works = [backend.start_send(part.to(torch.float64), 1) for part in parts]
             works[0].wait()  # its memory is free for the next round, others are still read
             works[-1].is_done()
     if backend.rank == 1:
@@ -65,5 +65,5 @@ def post_in_rounds(rounds):
 
 
 def test_messages_are_not_overwritten_before_they_are_read() -> None:
-    received = Team("shm", 2).run(post_in_rounds, 4)[1]
+    received = Team("shm", 2).run(send_in_rounds, 4)[1]
     assert received == [[[turn * 100.0 + n] for n in range(12)] for turn in range(4)]

@@ -1,0 +1,174 @@
+"""What the ranks of one group tell each other around every transfer.
+
+Look here for the order of operations, for how headers are compared, how a failed wait or transfer
+becomes an error that names a rank, and for when a rank may leave.
+
+[Note: leaving]
+A rank that has its own result may leave while others still work on theirs, and need its
+memory or its connections for that. So ranks count their transfers and show each other the
+count; one that shuts down waits for a while until the others have got as far as itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shoal.comm.backend import WorldState
+from shoal.comm.control.patience import Patience
+from shoal.comm.control.plane import Channel, Control, Failure
+from shoal.comm.operation import Operation
+from shoal.comm.operation.header import Header, check_equal, decode
+from shoal.comm.work import WorkQueue
+from shoal.errors import DeadlineError, MismatchError, PeerError, ShoalError, TransportError
+from shoal.system.site import describe
+
+# How long to wait for the news of a rank's death after the transport already failed over it.
+_NEWS_S = 3.0
+_LEAVE_S = 5.0
+_POLL_S = 0.001
+_MOST_COMPARED = 1024
+
+
+class Coordination:
+    """One rank's side of the order of operations in one group.
+
+    Attributes:
+        lock: Held while an operation gets its number and, unless it is queued, is carried out.
+        queue: The thread for operations that nobody waits for, once there was one.
+        number: Of the operation that was begun last.
+        num_settled: How many transfers are over on this rank, see [Note: leaving].
+        is_in_step: Whether all ranks have called the same operations so far.
+    """
+
+    def __init__(
+        self,
+        state: WorldState,
+        control: Control,
+        channel: Channel,
+        transport: str,
+    ) -> None:
+        """``transport`` names the backend in errors. The first group of a world has all ranks."""
+        self._state, self._control, self._channel = state, control, channel
+        self._transport = transport
+        self._group = f"group {tuple(channel.ranks)}" if state.groups else "the world"
+        self.lock = threading.Lock()
+        self.queue: WorkQueue | None = None
+        self.number = 0
+        self.num_settled = 0
+        self.is_in_step = True
+        # A training loop compares the same headers again and again.
+        self._compared: dict[bytes, tuple[Sequence[bytes], list[Header]]] = {}
+
+    def is_idle(self) -> bool:
+        """Whether all operations that were queued have been carried out."""
+        return self.queue is None or self.queue.is_idle()
+
+    def start_queue(self) -> WorkQueue:
+        """The queue, made when it is first needed."""
+        if self.queue is None:
+            self.queue = WorkQueue(f"shoal-{self._transport}-{self._control.rank}")
+        return self.queue
+
+    # Waiting ----------------------------------------------------------------------------
+
+    def note(self, text: str) -> None:
+        """Tells the others what this rank does, for their error messages."""
+        self._control.note(text)
+
+    def begin(
+        self, signature: str, number: int, site: str, *, eager: bool, note: str | None = None
+    ) -> Patience:
+        """Notes what this rank does now; raises if the world has failed already.
+
+        Args:
+            signature: Of the operation.
+            number: Of the operation in the group.
+            site: Where in the user's code it was called.
+            eager: Whether the waits may spin.
+            note: The text for the others, if it is at hand.
+        """
+        self._control.note(note or f"{signature} at {site}")
+        patience = self.patience(signature, number, site, eager=eager)
+        patience.check()
+        return patience
+
+    def patience(self, signature: str, number: int, site: str, *, eager: bool) -> Patience:
+        """For the waits of one operation. It keeps texts only: tensors may be freed meanwhile."""
+        ranks, group = self._channel.ranks, self._group
+        return Patience(
+            self._control,
+            lambda: f"{signature} (operation #{number} of {group}) at {site}",
+            ranks,
+            self._state.timeout,
+            eager=eager,
+        )
+
+    def or_fail(self, step: Callable[..., Any], *args: Any) -> Any:
+        """A rank whose deadline passes is out of step with the others for good: tells them."""
+        try:
+            return step(*args)
+        except DeadlineError as error:
+            self.fail(describe(error))
+            raise
+
+    # Headers ----------------------------------------------------------------------------
+
+    def compare(
+        self, operation: Operation, number: int, mine: bytes, shown: Sequence[bytes]
+    ) -> list[Header]:
+        """The headers of all ranks, decoded; `MismatchError` unless they fit together."""
+        known = self._compared.get(mine)
+        if known is not None and known[0] == shown:
+            return known[1]
+        headers = [decode(header) for header in shown]
+        try:
+            check_equal(headers, self._channel.ranks, number)
+            operation.check(headers, self._channel.ranks)
+        except MismatchError:
+            self.is_in_step = False
+            raise
+        if len(self._compared) >= _MOST_COMPARED:
+            self._compared.clear()
+        self._compared[mine] = (shown, headers)
+        return headers
+
+    # Failures ---------------------------------------------------------------------------
+
+    def fail(self, reason: str, culprit: int | None = None) -> None:
+        """Tells all ranks of the world that this one cannot go on."""
+        rank = self._control.rank if culprit is None else culprit
+        failure = Failure(rank, reason, time.monotonic_ns(), is_echo=culprit is not None)
+        self._control.publish(failure)
+
+    def explained(self, error: Exception) -> ShoalError:
+        """Why a transfer failed: because of a rank that died, if news of one comes soon."""
+        deadline = time.monotonic() + _NEWS_S
+        while (failure := self._control.failure()) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if failure is None:
+            return TransportError(f"the {self._transport} transport failed: {error}")
+        return PeerError(failure.rank, failure.reason, f"a transfer over {self._transport}")
+
+    # The end ----------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """One more transfer is over here."""
+        self.num_settled += 1
+        self._channel.settle(self.num_settled)
+
+    def finish_queue(self) -> None:
+        """Ends the thread of the queue once everything in it is carried out."""
+        if self.queue is not None:
+            self.queue.close()
+
+    def await_others(self) -> None:
+        """See [Note: leaving]."""
+        deadline = time.monotonic() + _LEAVE_S
+        while late := self._channel.unsettled(self.num_settled):
+            is_pointless = all(self._control.absence(rank) is not None for rank in late)
+            if is_pointless or self._control.failure() is not None or time.monotonic() > deadline:
+                return
+            time.sleep(_POLL_S)

@@ -1,0 +1,210 @@
+"""How data moves over shared memory once all ranks have shown theirs: a method for each route."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.comm.control.page.page import PageChannel
+from shoal.comm.control.patience import Patience
+from shoal.comm.operation import Payload
+from shoal.comm.operation.partition import offsets, split_sizes
+from shoal.comm.operation.reduction import reduce_into
+from shoal.comm.shm.copying import copy, reduce_and_hand_out, reduce_in_blocks
+from shoal.comm.shm.exposure import Exposer, Window, windows_of
+from shoal.comm.shm.routing import NOTHING, Route, Shown, Way, decode_shown, route
+
+
+class Transfers:
+    """The data plane of one group; see `Route`."""
+
+    def __init__(self, exposer: Exposer, channel: PageChannel, rank: int, size: int) -> None:
+        """``rank`` of ``size`` in the group."""
+        self._exposer, self._channel = exposer, channel
+        self._rank, self._size = rank, size
+
+    # Reductions -------------------------------------------------------------------------
+
+    def all_reduce(self, payload: Payload, patience: Patience) -> None:
+        """Any of five routes."""
+        shown, source = _shown(payload), _given(payload.source)
+        way = route("all_reduce", [each.way for each in shown], num_bytes=source.nbytes)
+        if way is Route.STAGED:
+            self._reduce_staged(payload, 0, source.numel())
+        elif way is Route.HALVES:
+            self._reduce_halves(payload, shown, patience)
+        elif way is Route.EVERYWHERE:
+            self._reduce_everywhere(payload, [each.in_windows() for each in shown], patience)
+        else:
+            self.reduce_in_slices(payload, range(self._size), patience)
+
+    def reduce_scatter(self, payload: Payload, patience: Patience) -> None:
+        """Each rank reduces its own part."""
+        shown, source = _shown(payload), _given(payload.source)
+        if route("reduce_scatter", [each.way for each in shown]) is Route.STAGED:
+            self._reduce_staged(payload, *offsets(payload.counts)[self._rank : self._rank + 2])
+            return
+        exposures = self._exposer.exposures(shown, [payload.counts] * self._size, source.dtype)
+        target = _given(payload.target)
+        for window in self._exposer.windows(exposures, source, patience, kept=self._rank):
+            inputs = self._exposer.pieces(exposures, source, self._rank, window)
+            reduce_in_blocks(payload.op, inputs, target[window.start : window.stop])
+
+    def _reduce_staged(self, payload: Payload, start: int, stop: int) -> None:
+        target = _given(payload.target)
+        counts = [payload.total] * self._size
+        wholes = self._exposer.staged_wholes(payload, counts, target.dtype)
+        reduce_into(payload.op, [whole[start:stop] for whole in wholes], target)
+
+    def _reduce_halves(self, payload: Payload, shown: Sequence[Shown], patience: Patience) -> None:
+        source, target = _given(payload.source), _given(payload.target)
+        parts = split_sizes(source.numel(), self._size)
+        exposures = self._exposer.exposures(shown, [parts] * self._size, source.dtype)
+        mine, rest = self._rank, 1 - self._rank
+        own, other = exposures[mine], exposures[rest]
+        # All ranks have met for this operation, so none reads this rank's staging memory now.
+        scratch = self._exposer.staging.scratch(source.dtype)
+        for window in windows_of(parts[mine], scratch.numel()):
+            inputs = [own.private(source, mine, window)]
+            inputs.insert(rest, other.found(mine, window, scratch))
+            reduce_into(payload.op, inputs, own.private(target, mine, window))
+        self._channel.sync(patience)
+        other.copy_piece(target[offsets(parts)[rest] :], rest, Window(0, 0, parts[rest]))
+        self._channel.sync(patience)
+
+    def _reduce_everywhere(
+        self, payload: Payload, shown: Sequence[Shown], patience: Patience
+    ) -> None:
+        source, target = _given(payload.source), _given(payload.target)
+        exposures = self._exposer.exposures(shown, [[source.numel()]] * self._size, source.dtype)
+        for window in self._exposer.windows(exposures, source, patience):
+            inputs = self._exposer.pieces(exposures, source, 0, window)
+            reduce_into(payload.op, inputs, target[window.start : window.stop])
+
+    def reduce_in_slices(
+        self, payload: Payload, receivers: Sequence[int], patience: Patience
+    ) -> None:
+        """Each rank reduces its slice and writes it to where the receivers find it."""
+        source = _given(payload.source)
+        parts = split_sizes(source.numel(), self._size)
+        exposures = self._exposer.exposures(_shown(payload), [parts] * self._size, source.dtype)
+        own = exposures[self._rank]
+        is_staged = self._rank in receivers and not own.is_shared
+        for window in self._exposer.windows(exposures, source, patience):
+            inputs = [exposure.piece(self._rank, window) for exposure in exposures]
+            reduce_and_hand_out(payload.op, inputs, receivers)
+            if not all(exposure.is_shared for exposure in exposures):
+                self._channel.sync(patience)
+            if is_staged:
+                own.unstage(source, window)
+
+    # Reductions of pending operations: all sources are shared, and ranks do not meet ------
+
+    def reduce_pending(self, kind: str, payload: Payload) -> None:
+        """This rank's part of an all-reduce or a reduce-scatter."""
+        is_for_all = kind == "all_reduce"
+        parts = split_sizes(payload.total, self._size) if is_for_all else payload.counts
+        start, stop = offsets(parts)[self._rank : self._rank + 2]
+        dtype = _given(payload.source).dtype
+        wholes = self._exposer.shared_wholes(payload, [payload.total] * self._size, dtype)
+        inputs = [whole[start:stop] for whole in wholes.values()]
+        if is_for_all:
+            reduce_and_hand_out(payload.op, inputs, range(self._size))
+        else:
+            reduce_in_blocks(payload.op, inputs, _given(payload.target))
+
+    # Copies -----------------------------------------------------------------------------
+
+    def broadcast(self, payload: Payload, patience: Patience) -> None:
+        """From the root; ranks whose target is shared may have it written by the root."""
+        shown, mine, root = _shown(payload), _given(payload.source), payload.root
+        if route("broadcast", [each.way for each in shown], root=root) is Route.ROOT_SHARED:
+            self._broadcast_together(payload, shown, mine)
+            self._channel.sync(patience)
+            return
+        only_root = [each if rank == root else NOTHING for rank, each in enumerate(shown)]
+        payload.wires = [each.encode() for each in only_root]
+        parts = [[mine.numel()] if rank == root else [] for rank in range(self._size)]
+        senders = [root] if self._rank != root else []
+        self.collect(payload, parts, senders, 0, [mine.numel()], patience)
+
+    def _broadcast_together(self, payload: Payload, shown: Sequence[Shown], mine: Tensor) -> None:
+        """The root writes the first part for ranks it can reach, so that all have as much to do."""
+        helped = split_sizes(mine.numel(), self._size)[0]
+        counts = [mine.numel()] * self._size
+        wholes = self._exposer.shared_wholes(payload, counts, mine.dtype)
+        if self._rank != payload.root:
+            start = helped if shown[self._rank].way is Way.SHARED else 0
+            copy(mine[start:], wholes[payload.root][start:])
+            return
+        for rank, whole in wholes.items():
+            if rank != payload.root:
+                copy(whole[:helped], mine[:helped])
+
+    def collect(
+        self,
+        payload: Payload,
+        parts: Sequence[Sequence[int]],
+        senders: Sequence[int],
+        part: int,
+        counts: Sequence[int],
+        patience: Patience,
+        kept: int | None = None,
+    ) -> None:
+        """Copies one part of each sender's source into the target, one after the other.
+
+        Args:
+            payload: The whole operation.
+            parts: The counts of each rank's source.
+            senders: The ranks to copy from.
+            part: Which part of their sources.
+            counts: How many elements each of them has for this rank.
+            patience: For the waits.
+            kept: The part of this rank's own source that no other rank reads.
+        """
+        starts, shown = offsets(counts), _shown(payload)
+        if route("collect", [each.way for each in shown]) is Route.STAGED:
+            self._collect_staged(payload, parts, senders, part, starts)
+            return
+        source = payload.source
+        exposures = self._exposer.exposures(shown, parts, _dtype(payload))
+        for window in self._exposer.windows(exposures, source, patience, kept):
+            for index, sender in enumerate(senders):
+                out = _given(payload.target)[starts[index] + window.start : starts[index + 1]]
+                if sender == self._rank and source is not None:
+                    exposures[sender].copy_own(out, source, part, window)
+                else:
+                    exposures[sender].copy_piece(out, part, window)
+
+    def _collect_staged(
+        self,
+        payload: Payload,
+        parts: Sequence[Sequence[int]],
+        senders: Sequence[int],
+        part: int,
+        starts: Sequence[int],
+    ) -> None:
+        target = payload.target
+        if target is None:
+            return
+        counts = [sum(each) for each in parts]
+        wholes = self._exposer.staged_wholes(payload, counts, target.dtype)
+        for index, sender in enumerate(senders):
+            first = sum(parts[sender][:part])
+            piece = wholes[sender][first : first + parts[sender][part]]
+            target[starts[index] : starts[index + 1]].copy_(piece)
+
+
+def _shown(payload: Payload) -> list[Shown]:
+    return [decode_shown(wire) for wire in payload.wires]
+
+
+def _given(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
+
+
+def _dtype(payload: Payload) -> torch.dtype:
+    return _given(payload.source if payload.source is not None else payload.target).dtype
