@@ -18,14 +18,14 @@ from shoal.strategies.consistency.holders import Holders
 from shoal.strategies.guards.admission import check_models
 from shoal.strategies.layers.materialization import materialize
 from shoal.strategies.model import ShardedModel
-from shoal.strategies.pipeline.learning.itinerary import Itinerary
-from shoal.strategies.pipeline.learning.walk import Path
+from shoal.strategies.pipeline.learning.chunk_forward import Path
+from shoal.strategies.pipeline.learning.route import Itinerary
 from shoal.strategies.pipeline.pipeline import Pipeline, Work
 from shoal.strategies.pipeline.schedule.schedules import check_schedule
 from shoal.strategies.pipeline.schedule.simulation import Span
-from shoal.strategies.pipeline.stages.holdings import Holdings
 from shoal.strategies.pipeline.stages.listing import list_all_in_users_code
 from shoal.strategies.pipeline.stages.stage import Stage
+from shoal.strategies.pipeline.stages.stage_parameters import Holdings
 from shoal.strategies.pipeline.stages.units import cut_chain, find_units
 from shoal.strategies.settings import LEVELS
 from shoal.strategies.training import LossFunction, count_items

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from shoal.strategies.pipeline.learning.input_kinds import agree, kind_of, mode_of
-from shoal.strategies.pipeline.learning.itinerary import Itinerary
 from shoal.strategies.pipeline.learning.learning import learn
-from shoal.strategies.pipeline.running.loans import Loans
+from shoal.strategies.pipeline.learning.route import Itinerary
+from shoal.strategies.pipeline.running.borrowed_parameters import Loans
 from shoal.strategies.pipeline.running.losses import Losses
 from shoal.strategies.pipeline.running.micro_batches import MicroBatch, count_parts, split
 from shoal.strategies.pipeline.running.no_backward import without_backward
-from shoal.strategies.pipeline.running.outputs import spread
 from shoal.strategies.pipeline.running.random_stream import own_stream
+from shoal.strategies.pipeline.running.results import spread
 from shoal.strategies.pipeline.running.runner import Jobs, Route, Runner
 from shoal.strategies.pipeline.schedule.schedules import make_schedule
 from shoal.strategies.pipeline.schedule.simulation import Span

@@ -18,9 +18,9 @@ from shoal.errors import ShoalError
 from shoal.strategies.layers.module_snapshot import Snapshot
 from shoal.strategies.pipeline.learning.absent_value import AbsentValue, Learner, Source
 from shoal.strategies.pipeline.learning.attributes import tensors_in
-from shoal.strategies.pipeline.learning.itinerary import Call, Itinerary, Root, Shape
-from shoal.strategies.pipeline.learning.structures import example_of, structure_of
-from shoal.strategies.pipeline.learning.walk import LearningWalk
+from shoal.strategies.pipeline.learning.chunk_forward import LearningWalk
+from shoal.strategies.pipeline.learning.route import Call, Itinerary, Root, Shape
+from shoal.strategies.pipeline.learning.unit_results import example_of, structure_of
 from shoal.strategies.pipeline.stages.stage import Stage
 from shoal.strategies.pipeline.stages.units import Unit
 from shoal.torch_support.random_state import RandomState

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.strategies.pipeline.learning.itinerary import Itinerary, Root
+from shoal.strategies.pipeline.learning.chunk_forward import Walk
 from shoal.strategies.pipeline.learning.learning import decode_leaf, encode_leaf
-from shoal.strategies.pipeline.learning.walk import Walk
+from shoal.strategies.pipeline.learning.route import Itinerary, Root
 from shoal.strategies.pipeline.running.links import GRADIENTS, SHAPES, VALUES, Mail
 from shoal.strategies.pipeline.running.split_backward import SplitBackward
 from shoal.strategies.pipeline.schedule.simulation import Span

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shoal.strategies.pipeline.learning.walk import Path
-from shoal.strategies.pipeline.stages.holdings import Holdings
+from shoal.strategies.pipeline.learning.chunk_forward import Path
+from shoal.strategies.pipeline.stages.stage_parameters import Holdings
 
 
 def list_all_in_users_code(model: nn.Module, holdings: Holdings, path: Path) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from shoal.comm import Backend
-from shoal.strategies.pipeline.learning.walk import Path
-from shoal.strategies.pipeline.stages.holdings import Holdings
+from shoal.strategies.pipeline.learning.chunk_forward import Path
+from shoal.strategies.pipeline.stages.stage_parameters import Holdings
 
 
 @dataclass(frozen=True)

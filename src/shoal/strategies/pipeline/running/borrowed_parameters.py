@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shoal.strategies.pipeline.learning.itinerary import Itinerary
+from shoal.strategies.pipeline.learning.route import Itinerary
 from shoal.strategies.pipeline.running.links import LOANS
 from shoal.strategies.pipeline.stages.stage import Stage
 

@@ -32,8 +32,8 @@ from shoal.strategies.pipeline.learning.absent_value import (
     hidden,
 )
 from shoal.strategies.pipeline.learning.attributes import left_since, read, tensors_in, write
-from shoal.strategies.pipeline.learning.itinerary import Call, Itinerary, Root, Shape, Shapes
-from shoal.strategies.pipeline.learning.structures import check_known
+from shoal.strategies.pipeline.learning.route import Call, Itinerary, Root, Shape, Shapes
+from shoal.strategies.pipeline.learning.unit_results import check_known
 from shoal.strategies.pipeline.stages.units import Unit
 
 

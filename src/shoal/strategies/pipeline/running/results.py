@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shoal.comm import Backend
-from shoal.strategies.pipeline.learning.structures import example_of, structure_of
+from shoal.strategies.pipeline.learning.unit_results import example_of, structure_of
 
 
 def spread(output: Any, group: Backend, *, is_here: bool) -> Any:
