@@ -72,7 +72,7 @@ class HybridShardedModel(PipelineParallelModel):
         share_values(module, backend, seed)
         parts = parallelize(module, mesh.group("tensor"), plan)
         super().__init__(module, backend, mesh=mesh, seed=seed, **options)
-        own = [name for name in parts.splits if self.pipeline.stage.holdings.is_own(name)]
+        own = [name for name in parts.splits if self.pipeline.stage.parameters.is_own(name)]
         vars(self).update(parts=parts.among(own), mesh=mesh)
         stages, tensor_group = mesh.group("pipeline"), mesh.group("tensor")
         self.engine.holders = Holders((stages, tensor_group), parts.holders.copies, stages)

@@ -25,7 +25,7 @@ from shoal.strategies.pipeline.schedule.schedules import check_schedule
 from shoal.strategies.pipeline.schedule.simulation import Span
 from shoal.strategies.pipeline.stages.listing import list_all_in_users_code
 from shoal.strategies.pipeline.stages.stage import Stage
-from shoal.strategies.pipeline.stages.stage_parameters import Holdings
+from shoal.strategies.pipeline.stages.stage_parameters import StageParameters
 from shoal.strategies.pipeline.stages.units import cut_chain, find_units
 from shoal.strategies.settings import LEVELS
 from shoal.strategies.training import LossFunction, count_items
@@ -107,7 +107,7 @@ class PipelineParallelModel(ShardedModel):
         work = Work(schedule, micro_batches or 4 * group.size, chunks)
         object.__setattr__(self, "pipeline", Pipeline(self, stage, work))
         object.__setattr__(self, "_keys", list(module.state_dict()))
-        stage.holdings.release()
+        stage.parameters.release()
         super().__init__(module, mesh.group("data"), seed=seed, **options)
         self.engine.holders = Holders((group,), other_layers=group)
         self._outputs_everywhere = outputs == "everywhere"
@@ -198,18 +198,18 @@ class PipelineParallelModel(ShardedModel):
         All ranks make the same changes: what counts is what the rank that has a layer does to it.
         """
         with self.own_parameters(keep_changes=keep_changes):
-            holdings, group = self.pipeline.stage.holdings, self.pipeline.stage.group
+            parameters, group = self.pipeline.stage.parameters, self.pipeline.stage.group
             self.pipeline.loans.withdraw()
-            foreign = [name for name in holdings.parameters if not holdings.is_own(name)]
-            for name, parameter in holdings.parameters.items():
-                own = parameter.detach() if holdings.is_own(name) else None
-                value = group.broadcast(own, root=holdings.rank_of(name))
+            foreign = [name for name in parameters.by_name if not parameters.is_own(name)]
+            for name, parameter in parameters.by_name.items():
+                own = parameter.detach() if parameters.is_own(name) else None
+                value = group.broadcast(own, root=parameters.rank_of(name))
                 if own is None:
-                    holdings.restore(name, value)
+                    parameters.restore(name, value)
             try:
                 yield
             finally:
-                holdings.remove_again(foreign)
+                parameters.remove_again(foreign)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The whole model's state under its own names, on every rank; all of them call it."""
@@ -256,10 +256,10 @@ class PipelineParallelModel(ShardedModel):
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         """The averaged gradient of every parameter of all stages, whole on every rank."""
-        holdings, group = self.pipeline.stage.holdings, self.pipeline.stage.group
+        parameters, group = self.pipeline.stage.parameters, self.pipeline.stage.group
         own = dict(self.own_gradients())
-        for name in holdings.parameters:
-            owner = holdings.rank_of(name)
+        for name in parameters.by_name:
+            owner = parameters.rank_of(name)
             has_one = group.broadcast_object(own.get(name) is not None, root=owner)
             yield name, group.broadcast(own.get(name), root=owner) if has_one else None
 
@@ -305,11 +305,11 @@ def _make_stage(
     num_chunks = group.size * chunks
     units = find_units(module, num_chunks)
     places = cut_chain(units, num_chunks, cut, balance)
-    holdings = Holdings(module, units, places, group.rank, group.size)
+    parameters = StageParameters(module, units, places, group.rank, group.size)
     _without_cache(module)
     path = Path(module, units, places)
-    list_all_in_users_code(module, holdings, path)
-    return Stage(group, num_chunks, module, path, holdings, places)
+    list_all_in_users_code(module, parameters, path)
+    return Stage(group, num_chunks, module, path, parameters, places)
 
 
 def _without_cache(module: nn.Module) -> None:

@@ -170,14 +170,14 @@ class Pipeline:
 
     def first_name(self, key: str) -> str:
         """The name under which a state's entry is held: tied parameters have several."""
-        return self.stage.holdings.aliases.get(key, key)
+        return self.stage.parameters.aliases.get(key, key)
 
     def rank_of_key(self, key: str) -> int:
         """Who has an entry of the model's state."""
-        holdings, name = self.stage.holdings, self.first_name(key)
-        if name in holdings.parameters:
-            return holdings.rank_of(name)
-        return holdings.buffers.get(name, 0) % self.stage.group.size
+        parameters, name = self.stage.parameters, self.first_name(key)
+        if name in parameters.by_name:
+            return parameters.rank_of(name)
+        return parameters.buffers.get(name, 0) % self.stage.group.size
 
     def read_trace(self, rows: Sequence[Any]) -> list[Span]:
         """Spans of all ranks, from plain data."""
@@ -189,12 +189,12 @@ class Pipeline:
 
     def describe(self) -> str:
         """A table: a line for each chunk."""
-        holdings = self.stage.holdings
+        parameters = self.stage.parameters
         lines = []
         for chunk in range(self.stage.num_chunks):
             units = [name for name, place in self.stage.places.items() if place == chunk]
-            names = holdings.names_in(chunk)
-            count = sum(holdings.parameters[name].numel() for name in names)
+            names = parameters.names_in(chunk)
+            count = sum(parameters.by_name[name].numel() for name in names)
             span = units[0] if len(units) == 1 else f"{units[0]} ... {units[-1]}"
             lines.append(f"stage {self.stage.rank_of(chunk)}, chunk {chunk}: {count:12,}  {span}")
         return "\n".join([*lines, *self._travels()])
@@ -209,7 +209,8 @@ class Pipeline:
                 yield f"chunk {chunk} -> chunk {target}: what {names} returns"
         for rank, borrowed in sorted(itinerary.borrowed.items()):
             for name in borrowed:
-                yield f"stage {rank} borrows {name} from stage {self.stage.holdings.rank_of(name)}"
+                owner = self.stage.parameters.rank_of(name)
+                yield f"stage {rank} borrows {name} from stage {owner}"
 
 
 def _ignore(_: Sequence[Tensor]) -> None:

@@ -50,12 +50,12 @@ def learn(stage: Stage, call: Callable[[], Any]) -> Itinerary:
 
 def _share_trainability(stage: Stage) -> None:
     """Everybody knows which parameters of others want gradients."""
-    holdings = stage.holdings
-    own = {n: p.requires_grad for n, p in holdings.parameters.items() if holdings.is_own(n)}
+    parameters = stage.parameters
+    own = {n: p.requires_grad for n, p in parameters.by_name.items() if parameters.is_own(n)}
     for trainable in stage.group.all_gather_object(own):
         for name, is_trainable in trainable.items():
-            if not holdings.is_own(name):
-                holdings.parameters[name].requires_grad_(is_trainable)
+            if not parameters.is_own(name):
+                parameters.by_name[name].requires_grad_(is_trainable)
 
 
 @contextmanager
@@ -124,38 +124,40 @@ class _Exploration:
         return record
 
     def _borrowed(self, walk: LearningWalk) -> list[str]:
-        holdings = self._stage.holdings
-        names = {name for unit in walk.units for name in holdings.own_names(unit.module)}
+        parameters = self._stage.parameters
+        names = {name for unit in walk.units for name in parameters.own_names(unit.module)}
         names |= {source.name for source in self._learner.used if source.call < 0}
-        return [name for name in holdings.parameters if name in names and not holdings.is_own(name)]
+        return [
+            name for name in parameters.by_name if name in names and not parameters.is_own(name)
+        ]
 
     @contextmanager
     def _hidden_parameters(self) -> Iterator[None]:
         """Parameters of others are absent, with their values within reach."""
-        holdings = self._stage.holdings
-        foreign = [name for name in holdings.parameters if not holdings.is_own(name)]
+        parameters = self._stage.parameters
+        foreign = [name for name in parameters.by_name if not parameters.is_own(name)]
         for name in foreign:
-            parameter = holdings.parameters[name]
+            parameter = parameters.by_name[name]
             shadow = torch.empty_like(parameter, device="meta")
             source = frozenset([Source(-1, 0, name)])
             value = AbsentValue(shadow, parameter.device, source, self._learner)
-            holdings.show(name, value.requires_grad_(parameter.requires_grad))
+            parameters.show(name, value.requires_grad_(parameter.requires_grad))
         try:
             yield
         finally:
             for name in foreign:
-                holdings.show_absent(name)
+                parameters.show_absent(name)
 
     def _borrow(self, unit: Unit) -> None:
         """A unit of another rank is going to run here."""
-        holdings = self._stage.holdings
-        for name in holdings.own_names(unit.module):
-            if not holdings.is_own(name):
+        parameters = self._stage.parameters
+        for name in parameters.own_names(unit.module):
+            if not parameters.is_own(name):
                 value = self._fetch(name).detach()
-                holdings.show(name, value.requires_grad_(holdings.parameters[name].requires_grad))
+                parameters.show(name, value.requires_grad_(parameters.by_name[name].requires_grad))
 
     def _fetch(self, name: str) -> Tensor:
-        if name not in self._stage.holdings.parameters:
+        if name not in self._stage.parameters.by_name:
             raise ShoalError(
                 f"another rank of the pipeline has the buffer {name}, and only parameters are "
                 "lent: use it in its own module's forward only, and register modules in the order "
@@ -178,8 +180,8 @@ def _attend(stage: Stage, explorer: int) -> dict[str, Any]:
 
 
 def _broadcast_parameter(stage: Stage, name: str) -> Tensor:
-    owner = stage.holdings.rank_of(name)
-    own = stage.holdings.parameters[name].detach().clone() if owner == stage.rank else None
+    owner = stage.parameters.rank_of(name)
+    own = stage.parameters.by_name[name].detach().clone() if owner == stage.rank else None
     value: Tensor = stage.group.broadcast(own, root=owner)
     return value
 

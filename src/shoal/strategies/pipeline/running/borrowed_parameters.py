@@ -35,13 +35,13 @@ class Loans:
     @torch.no_grad()
     def hand_out(self, itinerary: Itinerary) -> None:
         """Values go from owners to borrowers; all ranks of the pipeline call it."""
-        stage, holdings = self._stage, self._stage.holdings
+        stage, parameters = self._stage, self._stage.parameters
         sent = [
-            stage.group.post_send(holdings.parameters[name].detach().clone(), peer, self._tag())
-            for peer, name in itinerary.lent(holdings.rank_of, stage.rank)
+            stage.group.post_send(parameters.by_name[name].detach().clone(), peer, self._tag())
+            for peer, name in itinerary.lent(parameters.rank_of, stage.rank)
         ]
         for name in itinerary.borrowed.get(stage.rank, ()):
-            value = stage.group.recv(src=holdings.rank_of(name), tag=self._tag())
+            value = stage.group.recv(src=parameters.rank_of(name), tag=self._tag())
             self._take(name, value)
         for work in sent:
             work.wait()
@@ -52,39 +52,39 @@ class Loans:
             copy = self._copies[name] = value
         else:
             copy.copy_(value)
-        copy.requires_grad_(self._stage.holdings.parameters[name].requires_grad)
-        self._stage.holdings.show(name, copy)
+        copy.requires_grad_(self._stage.parameters.by_name[name].requires_grad)
+        self._stage.parameters.show(name, copy)
 
     def withdraw(self) -> None:
         """Frees the copies."""
         for name in self._copies:
-            self._stage.holdings.show_absent(name)
+            self._stage.parameters.show_absent(name)
         self._copies.clear()
 
     def lends_trainable(self, itinerary: Itinerary) -> bool:
         """Whether gradients will come back to this rank."""
-        holdings = self._stage.holdings
-        lent = itinerary.lent(holdings.rank_of, self._stage.rank)
-        return any(holdings.parameters[name].requires_grad for _, name in lent)
+        parameters = self._stage.parameters
+        lent = itinerary.lent(parameters.rank_of, self._stage.rank)
+        return any(parameters.by_name[name].requires_grad for _, name in lent)
 
     def hand_back(self, itinerary: Itinerary) -> list[tuple[nn.Parameter, Tensor]]:
         """Gradients go from borrowers to owners; returns those of this rank's parameters."""
-        stage, holdings = self._stage, self._stage.holdings
+        stage, parameters = self._stage, self._stage.parameters
         sent = []
         for name in itinerary.borrowed.get(stage.rank, ()):
-            if holdings.parameters[name].requires_grad:
+            if parameters.by_name[name].requires_grad:
                 copy = self._copies[name]
                 gradient = copy.new_empty(0, 0) if copy.grad is None else copy.grad.unsqueeze(0)
                 copy.grad = None
-                owner = holdings.rank_of(name)
+                owner = parameters.rank_of(name)
                 sent.append(stage.group.post_send(gradient, owner, self._tag()))
         found: dict[str, Tensor] = {}
-        for peer, name in itinerary.lent(holdings.rank_of, stage.rank):
-            if holdings.parameters[name].requires_grad:
+        for peer, name in itinerary.lent(parameters.rank_of, stage.rank):
+            if parameters.by_name[name].requires_grad:
                 gradient = stage.group.recv(src=peer, tag=self._tag())
                 if gradient.shape[0]:
                     own = gradient.squeeze(0)
                     found[name] = found[name] + own if name in found else own
         for work in sent:
             work.wait()
-        return [(holdings.parameters[name], gradient) for name, gradient in found.items()]
+        return [(parameters.by_name[name], gradient) for name, gradient in found.items()]

@@ -15,24 +15,26 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal.strategies.pipeline.learning.chunk_forward import Path
-from shoal.strategies.pipeline.stages.stage_parameters import Holdings
+from shoal.strategies.pipeline.stages.stage_parameters import StageParameters
 
 
-def list_all_in_users_code(model: nn.Module, holdings: Holdings, path: Path) -> None:
+def list_all_in_users_code(model: nn.Module, parameters: StageParameters, path: Path) -> None:
     """From now on all parts of the model list all parameters where the user's code asks."""
-    listing = _listing(holdings, path)
+    listing = _listing(parameters, path)
     for part in model.modules():
         # A method, and no function that knows the module: copies of a part list their own.
         vars(part)["named_parameters"] = MethodType(listing, part)
 
 
-def _listing(holdings: Holdings, path: Path) -> Callable[..., Iterator[tuple[str, Tensor]]]:
+def _listing(
+    parameters: StageParameters, path: Path
+) -> Callable[..., Iterator[tuple[str, Tensor]]]:
     def named_parameters(
         module: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Any]]:
         if path.is_in_users_code:
             yield from module._named_members(
-                holdings.shown_in, prefix, recurse, remove_duplicate=remove_duplicate
+                parameters.shown_in, prefix, recurse, remove_duplicate=remove_duplicate
             )
         else:
             yield from type(module).named_parameters(module, prefix, recurse, remove_duplicate)

@@ -8,7 +8,7 @@ from torch import nn
 
 from shoal.comm import Backend
 from shoal.strategies.pipeline.learning.chunk_forward import Path
-from shoal.strategies.pipeline.stages.stage_parameters import Holdings
+from shoal.strategies.pipeline.stages.stage_parameters import StageParameters
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Stage:
         num_chunks: The parts of the model, over all ranks.
         module: The user's module, of which this rank holds a part.
         path: Where its units are called.
-        holdings: Who has which parameters.
+        parameters: Who has which parameters.
         places: The chunk of each unit, by name.
     """
 
@@ -28,7 +28,7 @@ class Stage:
     num_chunks: int
     module: nn.Module
     path: Path
-    holdings: Holdings
+    parameters: StageParameters
     places: dict[str, int]
 
     @property

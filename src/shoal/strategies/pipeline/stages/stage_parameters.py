@@ -24,7 +24,7 @@ class Place:
     attribute: str
 
 
-class Holdings:
+class StageParameters:
     """The model's parameters and buffers: which rank has which, and where they are registered."""
 
     def __init__(
@@ -38,13 +38,13 @@ class Holdings:
         """Looks at the whole model; `release` frees what is not this rank's."""
         self._model, self._rank, self._stages = model, rank, stages
         self._units, self._chunks = units, chunks
-        self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self.by_name: dict[str, nn.Parameter] = dict(model.named_parameters())
         """All of the model's, by their first name; those of others have no memory."""
-        self.names: dict[int, str] = {id(p): name for name, p in self.parameters.items()}
+        self.names: dict[int, str] = {id(p): name for name, p in self.by_name.items()}
         self._places = _places(model, self.names)
         self._orders = {module: list(module._parameters) for module in model.modules()}
         chunk_of = _module_chunks(model, units, chunks)
-        self._chunk = {name: chunk_of[self._first_place(name).module] for name in self.parameters}
+        self._chunk = {name: chunk_of[self._first_place(name).module] for name in self.by_name}
         self.buffers = {
             name: chunk_of[module]
             for prefix, module in model.named_modules()
@@ -89,7 +89,7 @@ class Holdings:
 
     def release(self) -> None:
         """Frees what other ranks have."""
-        for name in self.parameters:
+        for name in self.by_name:
             if not self.is_own(name):
                 self._remove(name)
         for unit in self._units:
@@ -97,7 +97,7 @@ class Holdings:
                 _free_buffers(unit.module, unit.name)
 
     def _remove(self, name: str) -> None:
-        parameter = self.parameters[name]
+        parameter = self.by_name[name]
         for place in self._places[name]:
             place.module._parameters.pop(place.attribute, None)
         self.show_absent(name)
@@ -108,7 +108,7 @@ class Holdings:
 
     def show_absent(self, name: str) -> None:
         """Lets a foreign parameter's places show an absent value."""
-        parameter = self.parameters[name]
+        parameter = self.by_name[name]
         source = Source(-1, 0, name)
         self.show(name, absent_like(parameter.shape, parameter.dtype, parameter.device, source))
 
@@ -119,7 +119,7 @@ class Holdings:
 
     def restore(self, name: str, value: Tensor) -> None:
         """Registers a foreign parameter again, with a value."""
-        parameter = self.parameters[name]
+        parameter = self.by_name[name]
         parameter.data = value
         for place in self._places[name]:
             place.module.__dict__.pop(place.attribute, None)
