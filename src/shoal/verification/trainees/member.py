@@ -66,7 +66,7 @@ class Member(Trainee):
         model: Any = self.parts.model
         if not isinstance(model, PipelineParallelModel):
             return 1
-        return model.pipeline.work.micro_batches
+        return model.pipeline.micro_batches
 
     def gradients(self) -> Iterator[Seen]:
         """Joined from the ranks' parts; where a rank has all of one, that must be alike."""

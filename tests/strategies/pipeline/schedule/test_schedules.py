@@ -7,8 +7,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shoal.strategies.pipeline import SCHEDULES, bubble, make_schedule, peak_in_flight, simulate
+from shoal.strategies.pipeline.schedule.schedules import Pass, Tick
 from shoal.strategies.pipeline.schedule.simulation import needs
-from shoal.strategies.pipeline.schedule.tick import Pass, Tick
 
 names = st.sampled_from(sorted(SCHEDULES))
 stages = st.integers(1, 6)
@@ -17,15 +17,15 @@ chunks = st.integers(1, 4)
 
 
 def made(name, p, m, v):
-    return make_schedule(name, p, m, v if name == "interleaved" else 1)
+    return make_schedule(name, p, m, v if SCHEDULES[name].default_chunks > 1 else 1)
 
 
 @given(names, stages, micro_batches, chunks)
 def test_every_micro_batch_passes_every_chunk_once_each_way(name, p, m, v) -> None:
     schedule = made(name, p, m, v)
-    num_chunks = p * (v if name == "interleaved" else 1)
-    works = Pass if name == "zero-bubble" else (Pass.FORWARD, Pass.BACKWARD)
-    expected = {Tick(work, n, c) for work in works for n in range(m) for c in range(num_chunks)}
+    num_chunks = p * (v if SCHEDULES[name].default_chunks > 1 else 1)
+    kinds = Pass if name == "zero-bubble" else (Pass.FORWARD, Pass.BACKWARD)
+    expected = {Tick(kind, n, c) for kind in kinds for n in range(m) for c in range(num_chunks)}
     done = [tick for ticks in schedule for tick in ticks]
     assert len(done) == len(expected)
     assert set(done) == expected
@@ -46,9 +46,9 @@ def test_nothing_is_done_before_what_it_needs(name, p, m, v) -> None:
 def test_micro_batches_keep_their_order(name, p, m, v) -> None:
     """Messages between two chunks need no other name than their order."""
     for ticks in made(name, p, m, v):
-        for work in Pass:
+        for kind in Pass:
             for chunk in {tick.chunk for tick in ticks}:
-                order = [t.micro_batch for t in ticks if (t.work, t.chunk) == (work, chunk)]
+                order = [t.micro_batch for t in ticks if (t.kind, t.chunk) == (kind, chunk)]
                 assert order == sorted(order)
 
 
@@ -79,18 +79,18 @@ def test_never_stuck_even_if_sends_block(name, p, m, v) -> None:
 
 
 def _receiver(tick, num_chunks):
-    if tick.work is Pass.FORWARD and tick.chunk + 1 < num_chunks:
+    if tick.kind is Pass.FORWARD and tick.chunk + 1 < num_chunks:
         return tick._replace(chunk=tick.chunk + 1)
-    if tick.work is Pass.BACKWARD and tick.chunk:
+    if tick.kind is Pass.BACKWARD and tick.chunk:
         return tick._replace(chunk=tick.chunk - 1)
     return None
 
 
 def _is_asked_for(tick, schedule, places, p) -> bool:
     rank = tick.chunk % p
-    rest = [t for t in schedule[rank][places[rank] :] if t.work is not Pass.WEIGHTS]
+    rest = [t for t in schedule[rank][places[rank] :] if t.kind is not Pass.WEIGHTS]
     # Receives of one kind are posted in order; both kinds may be open at once.
-    return next((t for t in rest if (t.work, t.chunk) == (tick.work, tick.chunk)), None) == tick
+    return next((t for t in rest if (t.kind, t.chunk) == (tick.kind, tick.chunk)), None) == tick
 
 
 @given(stages, micro_batches)

@@ -13,7 +13,7 @@ from strategies.models import GPT
 
 def test_a_list_inside_of_an_ordinary_model() -> None:
     units = find_units(GPT(layers=3), 3)
-    assert [(unit.name, unit.is_link) for unit in units] == [
+    assert [(unit.name, unit.is_in_chain) for unit in units] == [
         ("embedding", False),
         ("blocks.0", True),
         ("blocks.1", True),

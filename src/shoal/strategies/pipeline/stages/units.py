@@ -25,12 +25,12 @@ class Unit:
     Attributes:
         name: Its name in the model.
         module: The module itself.
-        is_link: Whether it is part of the chain that is cut; others run where they are called.
+        is_in_chain: Whether it is part of the chain that is cut; others run where they are called.
     """
 
     name: str
     module: nn.Module
-    is_link: bool
+    is_in_chain: bool
 
 
 def find_units(model: nn.Module, at_least: int) -> list[Unit]:
@@ -42,14 +42,14 @@ def find_units(model: nn.Module, at_least: int) -> list[Unit]:
         ['0', '1', '2']
     """
     units = _unique(_open(model, ""))
-    links = [number for number, unit in enumerate(units) if unit.is_link]
+    links = [number for number, unit in enumerate(units) if unit.is_in_chain]
     if not links:  # no list anywhere: the model's own children are all there is
         units = _unique(_children(model, ""))
-        links = [number for number, unit in enumerate(units) if unit.is_link]
+        links = [number for number, unit in enumerate(units) if unit.is_in_chain]
     if links:  # what is registered between links has its place between them
         first, last = links[0], links[-1]
         units[first:last] = [
-            replace(unit, is_link=is_callable(unit.module)) for unit in units[first:last]
+            replace(unit, is_in_chain=is_callable(unit.module)) for unit in units[first:last]
         ]
     return _refined(units, at_least)
 
@@ -62,7 +62,7 @@ def _open(module: nn.Module, name: str) -> Iterator[Unit]:
         for child_name, child in module.named_children():
             yield from _open(child, _join(name, child_name))
     elif has_state(module):
-        yield Unit(name, module, is_link=False)
+        yield Unit(name, module, is_in_chain=False)
 
 
 def _children(module: nn.Module, name: str) -> Iterator[Unit]:
@@ -70,7 +70,7 @@ def _children(module: nn.Module, name: str) -> Iterator[Unit]:
         if _is_container(child):
             yield from _children(child, _join(name, child_name))
         else:
-            yield Unit(_join(name, child_name), child, is_link=is_callable(child))
+            yield Unit(_join(name, child_name), child, is_in_chain=is_callable(child))
 
 
 def _is_chain(module: nn.Module) -> bool:
@@ -112,7 +112,7 @@ def _unique(units: Iterator[Unit]) -> list[Unit]:
 
 def _refined(units: list[Unit], at_least: int) -> list[Unit]:
     """Opens the largest units until there are enough links."""
-    while sum(unit.is_link for unit in units) < at_least:
+    while sum(unit.is_in_chain for unit in units) < at_least:
         openable = [unit for unit in units if len(_parts(unit)) > 1]
         if not openable:
             break
@@ -156,7 +156,7 @@ def cut_chain(
         cut: The names of the units that the second and the later chunks begin with.
         balance: What each unit costs, by name; by default its number of parameters.
     """
-    links = [unit for unit in units if unit.is_link]
+    links = [unit for unit in units if unit.is_in_chain]
     if len(links) < num_chunks:
         raise _too_few(links, num_chunks)
     costs = _costs(units, balance)
@@ -166,7 +166,7 @@ def cut_chain(
     chunks: dict[str, int] = {}
     chunk = num_seen = 0
     for unit in units:
-        if unit.is_link:
+        if unit.is_in_chain:
             chunk += num_seen in firsts
             num_seen += 1
         chunks[unit.name] = chunk
@@ -240,7 +240,7 @@ def _link_weights(units: Sequence[Unit], costs: Sequence[float]) -> list[float]:
     weights: list[float] = []
     before = 0.0
     for unit, cost in zip(units, costs, strict=True):
-        if unit.is_link:
+        if unit.is_in_chain:
             weights.append(cost + before)
             before = 0.0
         elif weights:
