@@ -73,8 +73,8 @@ class PipelineParallelModel(ShardedModel):
             zero: What these shard among each other: 0 nothing, 1 optimizer state, 2 gradients
                 as well, 3 parameters as well.
             micro_batches: Parts of a batch; by default four for each stage.
-            schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble".
-            chunks: Parts of the model on each rank; two by default if interleaved, else one.
+            schedule: The order of forward and backward passes, by a name of `SCHEDULES`.
+            chunks: Parts of the model on each rank; by default what the schedule takes.
             cut: Names of the units that the second and the later chunks begin with.
             balance: What each unit costs, by name (see `measure_units`); by default its number of
                 parameters.

@@ -157,12 +157,12 @@ class Pipeline:
         """A line for each chunk with its parameters and units, then what travels."""
         stage = self.stage
         lines = []
-        for chunk in range(stage.num_chunks):
+        for chunk, rank in enumerate(stage.rank_of_chunk):
             units = [name for name, its_chunk in stage.chunk_of_unit.items() if its_chunk == chunk]
             names = stage.parameters.names_in(chunk)
             count = sum(stage.parameters.by_name[name].numel() for name in names)
             listed = units[0] if len(units) == 1 else f"{units[0]} ... {units[-1]}"
-            lines.append(f"stage {stage.rank_of(chunk)}, chunk {chunk}: {count:12,}  {listed}")
+            lines.append(f"stage {rank}, chunk {chunk}: {count:12,}  {listed}")
         return "\n".join([*lines, *self._describe_route()])
 
     def _describe_route(self) -> Iterator[str]:

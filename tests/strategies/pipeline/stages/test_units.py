@@ -1,4 +1,4 @@
-"""Where models are cut, and who gets what."""
+"""Where models are cut, and which chunk gets which units."""
 
 from __future__ import annotations
 

@@ -84,7 +84,6 @@ class CallInterceptor:
 
         return call
 
-    @property
     def is_in_users_code(self) -> bool:
         """Whether a loss or the model's own forward is running; hooks before it do not count."""
         return self._is_in_loss or (self.current is not None and self.current.has_begun)

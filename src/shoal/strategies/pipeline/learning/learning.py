@@ -41,7 +41,7 @@ def learn(stage: Stage, call_model: Callable[[], Any]) -> Route:
     _share_trainability(stage)
     with _unchanged(stage.module):
         for chunk in range(stage.num_chunks):
-            owner = stage.rank_of(chunk)
+            owner = stage.rank_of_chunk[chunk]
             if owner == stage.rank:
                 report = _ChunkLearning(stage, chunk, calls, values).run(call_model)
             else:

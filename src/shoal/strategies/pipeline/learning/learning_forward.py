@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class LearningForward(ChunkForward):
     """A chunk's forward that notes the calls of units, and which earlier values they use.
 
-    All values of all units are produced, because nobody knows yet which of them travel.
+    All values of all units are produced, because it is not known yet which of them travel.
     """
 
     def __init__(

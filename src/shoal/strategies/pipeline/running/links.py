@@ -42,7 +42,7 @@ class StageLinks:
         self, kind: LinkMessage, source: int, target: int, values: list[Tensor | None]
     ) -> None:
         """Sends from chunk to chunk; None arrives as None."""
-        tag, peer = self._tag(kind, source, target), self._stage.rank_of(target)
+        tag, peer = self._tag(kind, source, target), self._stage.rank_of_chunk[target]
         if peer == self._rank:
             self._local.setdefault(tag, []).append(values)
             return
@@ -52,7 +52,7 @@ class StageLinks:
 
     def receive(self, kind: LinkMessage, source: int, target: int, count: int) -> list[Any]:
         """Waits for the next message of a kind: ``count`` tensors, or None where None was sent."""
-        tag, peer = self._tag(kind, source, target), self._stage.rank_of(source)
+        tag, peer = self._tag(kind, source, target), self._stage.rank_of_chunk[source]
         if peer == self._rank:
             local: list[Tensor | None] = self._local[tag].pop(0)
             return local
@@ -60,7 +60,7 @@ class StageLinks:
 
     def send_object(self, kind: LinkMessage, source: int, target: int, value: Any) -> None:
         """Sends plain data from chunk to chunk."""
-        tag, peer = self._tag(kind, source, target), self._stage.rank_of(target)
+        tag, peer = self._tag(kind, source, target), self._stage.rank_of_chunk[target]
         if peer == self._rank:
             self._local.setdefault(tag, []).append(value)
             return
@@ -69,7 +69,7 @@ class StageLinks:
 
     def receive_object(self, kind: LinkMessage, source: int, target: int) -> Any:
         """Waits for what `send_object` sent."""
-        tag, peer = self._tag(kind, source, target), self._stage.rank_of(source)
+        tag, peer = self._tag(kind, source, target), self._stage.rank_of_chunk[source]
         if peer == self._rank:
             return self._local[tag].pop(0)
         return self._group.recv_object(peer, tag)

@@ -20,6 +20,7 @@ class Stage:
         group: The ranks of the pipeline, in order.
         rank: This rank's number in the pipeline.
         num_chunks: The chunks of the model, over all ranks.
+        rank_of_chunk: The rank that has each chunk.
         chunk_of_unit: The chunk of each unit, by name.
         parameters: Which rank has which parameters.
         interceptor: Hands calls of units to the chunk's forward.
@@ -37,12 +38,8 @@ class Stage:
         """Intercepts the calls of the units; ``parameters.release()`` frees what others have."""
         self.module, self.group, self.rank = module, group, group.rank
         self.num_chunks, self.chunk_of_unit = num_chunks, chunk_of_unit
-        self.is_last = self.rank_of(num_chunks - 1) == self.rank
+        self.rank_of_chunk = [chunk % group.size for chunk in range(num_chunks)]
+        self.is_last = self.rank_of_chunk[-1] == self.rank
         self.parameters = StageParameters(module, units, chunk_of_unit, group.rank, group.size)
-        # The module keeps what follows: it must not keep the ranks.
-        self.interceptor = interceptor = CallInterceptor(module, units, chunk_of_unit)
-        self.parameters.list_all_while(lambda: interceptor.is_in_users_code)
-
-    def rank_of(self, chunk: int) -> int:
-        """The rank that has a chunk."""
-        return chunk % self.group.size
+        self.interceptor = CallInterceptor(module, units, chunk_of_unit)
+        self.parameters.list_all_while(self.interceptor.is_in_users_code)
