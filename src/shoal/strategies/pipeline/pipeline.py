@@ -17,7 +17,7 @@ from shoal.strategies.pipeline.running.borrowed_parameters import BorrowedParame
 from shoal.strategies.pipeline.running.micro_batches import Losses, count_parts, split
 from shoal.strategies.pipeline.running.results import spread, without_backward
 from shoal.strategies.pipeline.running.runner import Runner
-from shoal.strategies.pipeline.schedule.schedules import Pass, Tick, make_ticks
+from shoal.strategies.pipeline.schedule.schedules import SCHEDULES, Pass, Tick, make_ticks
 from shoal.strategies.pipeline.schedule.simulation import Span
 from shoal.strategies.pipeline.stages.stage import Stage
 from shoal.strategies.training import LossFunction, call_module
@@ -61,7 +61,14 @@ class Pipeline:
             parts = [batch.inputs for batch in batches]
             routes = self._find_routes(parts, call_model, (inputs, targets))
             losses = Losses(batches, loss_fn, weight, self._model.data_group)
-            runner = Runner(self._model, self.stage, routes, call_model, losses.scaled)
+            runner = Runner(
+                self._model,
+                self.stage,
+                routes,
+                call_model,
+                losses.scaled,
+                delays_weights=SCHEDULES[self._schedule].delays_weights,
+            )
             self._run(runner, routes[0][0], count)
         self.spans = runner.spans
         return losses.mean(self.stage)

@@ -24,7 +24,7 @@ def made(name, p, m, v):
 def test_every_micro_batch_passes_every_chunk_once_each_way(name, p, m, v) -> None:
     schedule = made(name, p, m, v)
     num_chunks = p * (v if SCHEDULES[name].default_chunks > 1 else 1)
-    kinds = Pass if name == "zero-bubble" else (Pass.FORWARD, Pass.BACKWARD)
+    kinds = Pass if SCHEDULES[name].delays_weights else (Pass.FORWARD, Pass.BACKWARD)
     expected = {Tick(kind, n, c) for kind in kinds for n in range(m) for c in range(num_chunks)}
     done = [tick for ticks in schedule for tick in ticks]
     assert len(done) == len(expected)
@@ -115,6 +115,12 @@ def test_ticks_are_made_once() -> None:
 def test_a_changed_schedule_does_not_change_later_ones() -> None:
     make_schedule("1f1b", 2, 4)[0].clear()
     assert len(make_schedule("1f1b", 2, 4)[0]) == 8
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_table_says_which_schedules_delay_weights(name) -> None:
+    kinds = {tick.kind for ticks in make_schedule(name, 2, 2) for tick in ticks}
+    assert SCHEDULES[name].delays_weights == (Pass.WEIGHTS in kinds)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

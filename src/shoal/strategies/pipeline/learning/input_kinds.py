@@ -5,19 +5,17 @@ Also the check that all ranks of a pipeline were given the same batch.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_flatten
 
 from shoal.comm import Backend
 from shoal.errors import MismatchError
+from shoal.torch_support.fingerprint import fingerprint
 
-# Elements of each tensor: enough to tell batches apart, few enough to cost nothing.
-_MOST_SAMPLED = 4096
 _DEVICES = ("cpu", "cuda")
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
@@ -57,7 +55,7 @@ def mode_of(module: nn.Module) -> str:
         for device in _DEVICES
         if torch.is_autocast_enabled(device)
     }
-    return f"{_number(training.encode())} {torch.is_grad_enabled()} {autocast}"
+    return f"{_number(training)} {torch.is_grad_enabled()} {autocast}"
 
 
 def check_same_batch(
@@ -71,7 +69,7 @@ def check_same_batch(
     """
     trainable = "".join("1" if p.requires_grad else "0" for p in module.parameters())
     form = "|".join(f"{kind.structure} {kind.sizes}" for kind in kinds)
-    own = [_number(form.encode()), _number(_sample(batch)), _number(trainable.encode())]
+    own = [_number(form), _number(batch), _number(trainable)]
     numbers = group.all_gather(torch.tensor([own], device=group.device)).tolist()
     odd = [rank for rank, number in enumerate(numbers) if number[:2] != numbers[0][:2]]
     if odd:
@@ -84,17 +82,6 @@ def check_same_batch(
     return "-".join(str(flags) for *_, flags in numbers)
 
 
-def _sample(batch: Any) -> bytes:
-    """Bytes of every tensor: all elements of a small one, some of a large one."""
-    leaves = [leaf.detach().reshape(-1) for leaf in tree_leaves(batch) if _is_plain(leaf)]
-    # The stride is odd, so that a table's rows are not all read in one column.
-    parts = [leaf[:: (leaf.numel() // _MOST_SAMPLED) | 1] for leaf in leaves]
-    return b"".join(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
-
-
-def _is_plain(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_meta
-
-
-def _number(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
+def _number(value: Any) -> int:
+    """A fingerprint that fits into an element of a tensor."""
+    return int(fingerprint(value)[:15] or "0", 16)

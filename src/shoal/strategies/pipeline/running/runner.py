@@ -16,7 +16,7 @@ from shoal.strategies.pipeline.learning.route import Route, Shapes, ValueId
 from shoal.strategies.pipeline.learning.unit_results import decode_leaf, encode_leaf
 from shoal.strategies.pipeline.running.links import LinkMessage, StageLinks
 from shoal.strategies.pipeline.running.split_backward import SplitBackward
-from shoal.strategies.pipeline.schedule.schedules import Pass, Tick, delays_weights
+from shoal.strategies.pipeline.schedule.schedules import Pass, Tick
 from shoal.strategies.pipeline.schedule.simulation import Span
 from shoal.strategies.pipeline.stages.stage import Stage
 
@@ -46,6 +46,8 @@ class Runner:
         routes: Sequence[tuple[Route, str]],
         call_model: Callable[[int], Any],
         loss: Callable[[int, Any], Tensor],
+        *,
+        delays_weights: bool = False,
     ) -> None:
         """Nothing runs yet.
 
@@ -55,18 +57,21 @@ class Runner:
             routes: For each micro-batch its route and the size of its inputs.
             call_model: Calls the module with a micro-batch, given its number.
             loss: The scaled loss of a micro-batch, from its number and the model's output.
+            delays_weights: Whether the gradients of weights have ticks of their own.
         """
         self._model, self._stage, self._routes = model, stage, routes
         self._call_model, self._loss = call_model, loss
+        self._delays_weights = delays_weights
         self._links = StageLinks(stage)
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self.spans: list[Span] = []
 
     def run(self, ticks: Sequence[Tick], *, averages: bool) -> None:
-        """Runs all ticks; ``averages``: the last backward also averages the gradients."""
-        self._is_split = delays_weights(ticks)
-        averages = averages and not self._is_split and ticks[-1].kind is Pass.BACKWARD
-        num_local = len(ticks) - averages
+        """Runs all ticks; ``averages``: the last backward also averages the gradients.
+
+        It is the last tick, unless weights are delayed: then nothing is averaged here.
+        """
+        num_local = len(ticks) - (averages and not self._delays_weights)
         with self._model.no_sync():
             for tick in ticks[:num_local]:
                 self._run_tick(tick)
@@ -82,7 +87,7 @@ class Runner:
             self._in_flight[key] = self._forward(tick, received)
         elif tick.kind is Pass.BACKWARD:
             self._backward(tick, self._in_flight[key], received)
-            if not self._is_split:
+            if not self._delays_weights:
                 del self._in_flight[key]
         else:
             halves = self._in_flight.pop(key).halves
@@ -174,7 +179,7 @@ class Runner:
         if in_flight.loss is not None:
             tensors.append(in_flight.loss)
             gradients.append(None)
-        if self._is_split:
+        if self._delays_weights:
             in_flight.halves = SplitBackward(tensors, gradients, list(in_flight.arrived.values()))
             in_flight.halves.to_inputs()
         elif tensors:

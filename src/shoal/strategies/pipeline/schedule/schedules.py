@@ -28,7 +28,7 @@ the same number of micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple
@@ -127,17 +127,19 @@ class ScheduleEntry(NamedTuple):
             of chunks on each rank.
         default_chunks: Chunks on each rank unless the user chooses. If it is 1, the schedule
             allows no other number.
+        delays_weights: Whether the gradients of weights have passes of their own.
     """
 
     ticks: Callable[[int, int, int, int], Iterator[Tick]]
     default_chunks: int = 1
+    delays_weights: bool = False
 
 
 SCHEDULES = {
     "gpipe": ScheduleEntry(gpipe),
     "1f1b": ScheduleEntry(one_forward_one_backward),
     "interleaved": ScheduleEntry(interleaved, default_chunks=2),
-    "zero-bubble": ScheduleEntry(zero_bubble),
+    "zero-bubble": ScheduleEntry(zero_bubble, delays_weights=True),
 }
 """All schedules, by the names that users know."""
 
@@ -188,8 +190,3 @@ def make_schedule(
             f"need at least one stage and one micro-batch; got {stages} and {micro_batches}"
         )
     return [list(make_ticks(name, rank, stages, micro_batches, chunks)) for rank in range(stages)]
-
-
-def delays_weights(ticks: Iterable[Tick]) -> bool:
-    """Whether the gradients of weights have passes of their own."""
-    return any(tick.kind is Pass.WEIGHTS for tick in ticks)

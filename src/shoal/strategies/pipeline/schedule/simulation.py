@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import NamedTuple
 
-from shoal.strategies.pipeline.schedule.schedules import Pass, Schedule, Tick, delays_weights
+from shoal.strategies.pipeline.schedule.schedules import Pass, Schedule, Tick
 
 COSTS: Mapping[Pass, float] = {Pass.FORWARD: 1.0, Pass.BACKWARD: 2.0, Pass.WEIGHTS: 1.0}
 """Backward takes about twice as long as forward, half of it for the weights."""
@@ -57,8 +56,12 @@ def simulate(schedule: Schedule, costs: Mapping[Pass, float] | None = None) -> l
 
 def default_costs(schedule: Schedule) -> Mapping[Pass, float]:
     """One for forward, two for backward, or one for each half of it."""
-    is_split = delays_weights(chain.from_iterable(schedule))
+    is_split = any(_delays_weights(ticks) for ticks in schedule)
     return {**COSTS, Pass.BACKWARD: 1.0} if is_split else COSTS
+
+
+def _delays_weights(ticks: Sequence[Tick]) -> bool:
+    return any(tick.kind is Pass.WEIGHTS for tick in ticks)
 
 
 def needs(tick: Tick, num_chunks: int) -> list[Tick]:
@@ -87,7 +90,7 @@ def bubble(spans: Sequence[Span]) -> float:
 
 def peak_in_flight(ticks: Sequence[Tick]) -> int:
     """How many micro-batches' activations a rank has at most; each of its chunks counts."""
-    last = Pass.WEIGHTS if delays_weights(ticks) else Pass.BACKWARD
+    last = Pass.WEIGHTS if _delays_weights(ticks) else Pass.BACKWARD
     count = peak = 0
     for tick in ticks:
         count += (tick.kind is Pass.FORWARD) - (tick.kind is last)
