@@ -90,16 +90,16 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 def _wait(schedule: str, counts: tuple[int, ...]) -> list[dict[str, Any]]:
     stages = shoal.world().size
-    chunks = 2 if schedule == "interleaved" else 1
+    chunks = SCHEDULES[schedule].default_chunks
     layers = [Sleeper(SECONDS) for _ in range(stages * chunks)]
     model = shoal.as_distributed(
         nn.Sequential(*layers), strategy="pipeline", schedule=schedule, micro_batches=max(counts)
     )
     traces: dict[int, list[list[Span]]] = {count: [] for count in counts}
-    _sleep(model, 1)  # finds out the way through the model
+    _sleep(model, 1)  # learns the route through the model
     for count in counts * SWEEPS:
         traces[count].append(_sleep(model, count))
-    theory = {n: bubble(simulate(make_schedule(schedule, stages, n, chunks))) for n in counts}
+    theory = {n: bubble(simulate(make_schedule(schedule, stages, n))) for n in counts}
     return [
         {
             "micro_batches": count,

@@ -57,7 +57,7 @@ class _Mark(NamedTuple):
 
 def measure_speed(console: Console, is_quick: bool) -> dict[str, Any]:
     """Prints and returns what was found."""
-    # Memory that is handed back and fetched anew would cost whoever runs first after somebody else,
+    # Memory that is handed back and fetched anew would cost the runner that comes after another,
     # and small pages make what does not fit into the caches depend on the neighbours.
     os.environ |= {"MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_MMAP_THRESHOLD_": str(2**30),
                    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # fmt: skip
@@ -153,8 +153,7 @@ def _table(times: Times, gains: Times, bubbles: Times) -> Table:
     for name in times:
         cells = [_with_spread(times[name], 3), _with_spread(gains[name], 2)]
         if name in bubbles:
-            chunks = 2 if name == "interleaved" else 1
-            theory = bubble(simulate(make_schedule(name, 2, MICRO_BATCHES, chunks)))
+            theory = bubble(simulate(make_schedule(name, 2, MICRO_BATCHES)))
             cells += [_with_spread(bubbles[name], 3), f"{theory:.3f}"]
         table.add_row(name, *cells)
     return table
@@ -182,7 +181,7 @@ def _race(shape: Shape, rounds: int) -> dict[str, Any]:
     }
     runners |= {name: partial(_train_stages, model, x) for name, model in models.items()}
     names = list(runners)
-    for name in names:  # the first time finds out the way through the model
+    for name in names:  # the first time learns the route through the model
         runners[name]()
     times: Times = {name: [] for name in names}
     bubbles: Times = {name: [] for name in models}
@@ -190,8 +189,8 @@ def _race(shape: Shape, rounds: int) -> dict[str, Any]:
     for number in range(rounds):
         world.barrier()
         marks.append(_Mark.now())
-        for place in range(len(names)):
-            name = names[(number + place) % len(names)]
+        for index in range(len(names)):
+            name = names[(number + index) % len(names)]
             world.barrier()
             times[name].append(_timed(runners[name]))
             if name in models:

@@ -122,7 +122,7 @@ class PipelineParallelOptimizer(ShardedOptimizer):
 
 
 def _names(parameters: list[Any], model: PipelineParallelModel) -> list[str]:
-    known = model.pipeline.stage.holdings.names
+    known = model.pipeline.stage.parameters.names
     for parameter in parameters:
         if id(parameter) not in known:
             refuse_parameter(parameter)
@@ -134,7 +134,7 @@ def _united(model: PipelineParallelModel, names: list[list[str]]) -> list[list[s
     everybody = model.pipeline.stage.group.all_gather_object(names)
     if all(other == names for other in everybody):
         return names
-    order = list(model.pipeline.stage.holdings.parameters)
+    order = list(model.pipeline.stage.parameters.by_name)
     united = []
     for groups in zip(*everybody, strict=True):
         members = {name for group in groups for name in group}
@@ -146,13 +146,13 @@ def _keep_own(
     optimizer: Optimizer, names: list[list[str]], model: PipelineParallelModel
 ) -> list[list[str]]:
     """Takes the other ranks' parameters, and their state, out of the optimizer."""
-    holdings = model.pipeline.stage.holdings
+    parameters = model.pipeline.stage.parameters
     own_names = []
     for group, of_group in zip(optimizer.param_groups, names, strict=True):
         for parameter, name in zip(group["params"], of_group, strict=True):
-            if not holdings.is_own(name):
+            if not parameters.is_own(name):
                 optimizer.state.pop(parameter, None)
-        own = [name for name in of_group if holdings.is_own(name)]
-        group["params"] = [holdings.parameters[name] for name in own]
+        own = [name for name in of_group if parameters.is_own(name)]
+        group["params"] = [parameters.by_name[name] for name in own]
         own_names.append(own)
     return own_names

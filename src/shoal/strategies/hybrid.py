@@ -74,7 +74,7 @@ class HybridShardedModel(PipelineParallelModel):
         share_values(module, backend, seed)
         parts = parallelize(module, tensor_group, plan)
         super().__init__(module, backend, mesh=mesh, seed=seed, **options)
-        own = [name for name in parts.splits if self.pipeline.stage.holdings.is_own(name)]
+        own = [name for name in parts.splits if self.pipeline.stage.parameters.is_own(name)]
         self.parts, self.mesh = parts.among(own), mesh
         self.engine.ownership = Ownership((stages, tensor_group), parts.ownership.copies, stages)
         self.options |= {"data": data, "tensor": tensor, "pipeline": pipeline, "plan": plan}

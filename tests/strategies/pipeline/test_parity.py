@@ -31,8 +31,8 @@ MATRIX = [
 ]
 # A part in which every choice occurs with most of the others; the first for as long as the rest.
 PAIRS = [
-    dataclasses.replace(wanted, steps=20 if place == 0 else 5)
-    for place, wanted in enumerate(MATRIX[::10])
+    dataclasses.replace(wanted, steps=20 if index == 0 else 5)
+    for index, wanted in enumerate(MATRIX[::10])
 ]
 
 

@@ -73,7 +73,7 @@ def test_lists_in_lists_and_wrappers_are_cut() -> None:
     model.groups = nn.ModuleList(nn.ModuleList([nn.Linear(2, 2)]) for _ in range(2))
     model.scales = nn.ParameterList([nn.Parameter(torch.ones(1))])
     model.stages = nn.ModuleList([Stage(), Stage()])
-    names = [unit.name for unit in find_units(model, 5) if unit.is_link]
+    names = [unit.name for unit in find_units(model, 5) if unit.is_in_chain]
     assert names == ["groups.0.0", "groups.1.0", "stages.0.layers.0", "stages.0.layers.1",
                      "stages.1"]  # fmt: skip
 

@@ -1,18 +1,44 @@
-"""Pipelines: each rank has some of a model's layers, and micro-batches go from rank to rank."""
+"""Pipelines: each rank has some of a model's layers, and micro-batches go from rank to rank.
+
+The words:
+
+- A *unit* is a module that is never cut: it runs as a whole on one rank.
+- A *chunk* is a series of units that run one after the other on one rank; the model is cut into
+  chunks, and chunk ``c`` is on rank ``c % stages``.
+- A *stage* is one rank's part of the pipeline: its chunks, its parameters and its neighbours.
+- A *tick* is one pass (forward, backward, or the gradients of weights) of one micro-batch through
+  one chunk; a *schedule* is the order of each rank's ticks, and a *span* is a tick with its times.
+- A *route* says, for one kind of input, which units are called in which chunk and which of their
+  values travel to which other chunks. Ranks learn it together from the first micro-batch.
+
+The rooms, in reading order:
+
+1. `schedule`: which rank does which tick when, as pure functions, simulated and drawn.
+2. `stages`: how a model is cut into units and chunks, and which rank has which parameters.
+3. `learning`: how a chunk's forward is run inside the model's own, and how its route is learned.
+4. `running`: how ticks are run: messages between stages, backward, losses, results.
+
+`pipeline` puts them together for one batch, and `model` is what users see.
+"""
 
 from shoal.strategies.pipeline.model import PipelineParallelModel
-from shoal.strategies.pipeline.schedule.drawing import Drawing, draw
-from shoal.strategies.pipeline.schedule.schedules import SCHEDULES, make_schedule
+from shoal.strategies.pipeline.schedule.drawing import ScheduleDrawing, draw
+from shoal.strategies.pipeline.schedule.schedules import (
+    SCHEDULES,
+    Pass,
+    Schedule,
+    Tick,
+    make_schedule,
+)
 from shoal.strategies.pipeline.schedule.simulation import Span, bubble, peak_in_flight, simulate
-from shoal.strategies.pipeline.schedule.tick import Pass, Schedule, Tick
 from shoal.strategies.pipeline.stages.measurement import measure_units
 
 __all__ = [
     "SCHEDULES",
-    "Drawing",
     "Pass",
     "PipelineParallelModel",
     "Schedule",
+    "ScheduleDrawing",
     "Span",
     "Tick",
     "bubble",

@@ -16,13 +16,9 @@ from shoal.comm import Backend, Mesh, World
 from shoal.strategies.guards.admission import check_models
 from shoal.strategies.layers.materialization import materialize
 from shoal.strategies.model import ShardedModel, ranks_for
-from shoal.strategies.pipeline.learning.itinerary import Itinerary
-from shoal.strategies.pipeline.learning.walk import Path
-from shoal.strategies.pipeline.pipeline import Pipeline, Work
-from shoal.strategies.pipeline.schedule.schedules import check_schedule
+from shoal.strategies.pipeline.pipeline import Pipeline
+from shoal.strategies.pipeline.schedule.schedules import Pass, Tick, choose_chunks
 from shoal.strategies.pipeline.schedule.simulation import Span
-from shoal.strategies.pipeline.stages.holdings import Holdings
-from shoal.strategies.pipeline.stages.listing import list_all_in_users_code
 from shoal.strategies.pipeline.stages.stage import Stage
 from shoal.strategies.pipeline.stages.units import cut_chain, find_units
 from shoal.strategies.ranks import Ownership
@@ -73,60 +69,56 @@ class PipelineParallelModel(ShardedModel):
             world: The ranks; the current world by default.
             pipeline: How many stages; by default all ranks, or what ``data`` leaves.
             data: How many pipelines side by side, each with batches of its own.
-            zero: What these share out among each other: 0 nothing, 1 optimizer state, 2 gradients
+            zero: What these shard among each other: 0 nothing, 1 optimizer state, 2 gradients
                 as well, 3 parameters as well.
             micro_batches: Parts of a batch; by default four for each stage.
-            schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble".
-            chunks: Parts of the model on each rank, if interleaved; two by default.
+            schedule: The order of forward and backward passes, by a name of `SCHEDULES`.
+            chunks: Parts of the model on each rank; by default what the schedule takes.
             cut: Names of the units that the second and the later chunks begin with.
             balance: What each unit costs, by name (see `measure_units`); by default its number of
                 parameters.
-            outputs: Who gets what ``model(inputs)`` returns: "everywhere", or "last" stage only.
+            outputs: Which ranks get the result of ``model(inputs)``: "everywhere", or the "last"
+                stage only.
             mesh: The axes, if they are laid out already.
             seed: For the values of what is on the meta device.
             options: As for `ShardedModel`, for the data axis.
         """
         backend = ranks_for(module, world)
-        chunks = (2 if schedule == "interleaved" else 1) if chunks is None else chunks
-        check_schedule(schedule, chunks)
+        chunks = choose_chunks(schedule, chunks)
         _check_choices(zero, micro_batches, outputs)
         mesh = mesh or _make_mesh(backend, pipeline, data)
         group = mesh.group("pipeline")
         materialize(module, backend.device, seed)
         check_models(module, group)
-        _begin_alike(module, group)
+        _broadcast_values(module, group)
         stage = _make_stage(module, group, chunks, cut, balance)
-        vars(self).update(
-            sharding=LEVELS[zero],
-            is_part=mesh.shape["pipeline"] * mesh.shape["tensor"] > 1,
-            _everybody=backend,
-        )
-        work = Work(schedule, micro_batches or 4 * group.size, chunks)
-        object.__setattr__(self, "pipeline", Pipeline(self, stage, work))
-        object.__setattr__(self, "_keys", list(module.state_dict()))
-        stage.holdings.release()
+        # Before ShardedModel's constructor, which reads the first two; after it, attributes that
+        # the class does not know would be set on the user's module.
+        self.sharding = LEVELS[zero]
+        self.is_part = mesh.shape["pipeline"] * mesh.shape["tensor"] > 1
+        self._all_ranks = backend
+        self._keys = list(module.state_dict())
+        self._outputs_everywhere = outputs == "everywhere"
+        count = micro_batches or 4 * group.size
+        self.pipeline = Pipeline(self, stage, schedule, count, chunks)
+        # After the keys were listed, before the engine takes over what is left.
+        stage.parameters.release()
         super().__init__(module, mesh.group("data"), seed=seed, **options)
         self.engine.ownership = Ownership((group,), other_layers=group)
-        self._outputs_everywhere = outputs == "everywhere"
         chosen: dict[str, Any] = {
             "pipeline": pipeline, "data": data, "zero": zero, "micro_batches": micro_batches,
             "schedule": schedule, "chunks": chunks, "cut": cut, "outputs": outputs,
         }  # fmt: skip
         self.options |= chosen
 
-    pipeline: Pipeline
-    _keys: list[str]
-    _everybody: Backend
-    _outputs_everywhere = True
-
     @property
     def all_ranks(self) -> Backend:
-        """Everybody who holds something of this model."""
-        return self._everybody
+        """All ranks that have something of this model."""
+        return self._all_ranks
 
     def holds_buffer(self, name: str) -> bool:
         """Whether this rank has the values of a buffer."""
-        return self.pipeline.rank_of_key(name) == self.stage
+        return self.pipeline.stage.parameters.rank_of_key(name) == self.stage
 
     @property
     def stage(self) -> int:
@@ -135,20 +127,24 @@ class PipelineParallelModel(ShardedModel):
 
     @property
     def trace(self) -> list[Span]:
-        """When this rank worked on what in its last `train_step`."""
+        """This rank's ticks in its last `train_step`, with their times."""
         return self.pipeline.spans
 
     def gather_trace(self) -> list[Span]:
-        """When all ranks of the pipeline worked on what; they call it together."""
+        """The ticks of all ranks of the pipeline, with their times; all ranks call it together."""
         rows = self.pipeline.stage.group.all_gather_object(
             [(span.rank, tuple(span.tick), span.start, span.stop) for span in self.trace]
         )
-        return self.pipeline.read_trace(rows)
+        return [
+            Span(rank, Tick(Pass(kind), number, chunk), start, stop)
+            for spans in rows
+            for rank, (kind, number, chunk), start, stop in spans
+        ]
 
     # Passes -------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the whole batch through all stages; see ``outputs`` for who gets the result."""
+        """Runs the whole batch through all stages; ``outputs`` says which ranks get the result."""
         return self.pipeline.predict(args, kwargs, everywhere=self._outputs_everywhere)
 
     def train_step(
@@ -163,7 +159,7 @@ class PipelineParallelModel(ShardedModel):
                 passed as one argument unless its keys name forward's parameters.
             targets: The second argument of ``loss_fn``.
             loss_fn: ``loss_fn(output, targets)``, the mean over the items of a micro-batch.
-            weight: How much this batch counts beside those of other pipelines; by default its
+            weight: The weight of this batch among those of other pipelines; by default its
                 number of items. May be zero.
 
         Returns:
@@ -174,8 +170,8 @@ class PipelineParallelModel(ShardedModel):
 
     @contextlib.contextmanager
     def predicting(self) -> Iterator[None]:
-        """Inside, what one prediction fetched is kept for the next, without gradients."""
-        with super().predicting(), self.pipeline.keeping_loans():
+        """Inside, the parameters that one prediction gathered or borrowed are kept for the next."""
+        with super().predicting(), self.pipeline.keeping_borrowed():
             yield
 
     # The whole model ----------------------------------------------------------------------------
@@ -192,21 +188,20 @@ class PipelineParallelModel(ShardedModel):
     def whole_parameters(self, *, keep_changes: bool) -> Iterator[None]:
         """Inside, every rank has all parameters of all stages.
 
-        All ranks make the same changes: what counts is what the rank that has a layer does to it.
+        All ranks make the same changes; those of the rank that has a layer are kept.
         """
         with self.own_parameters(keep_changes=keep_changes):
-            holdings, group = self.pipeline.stage.holdings, self.pipeline.stage.group
-            self.pipeline.loans.withdraw()
-            foreign = [name for name in holdings.parameters if not holdings.is_own(name)]
-            for name, parameter in holdings.parameters.items():
-                own = parameter.detach() if holdings.is_own(name) else None
-                value = group.broadcast(own, root=holdings.rank_of(name))
+            parameters, group = self.pipeline.stage.parameters, self.pipeline.stage.group
+            self.pipeline.borrowed.free()
+            for name, parameter in parameters.by_name.items():
+                own = parameter.detach() if parameters.is_own(name) else None
+                value = group.broadcast(own, root=parameters.rank_of(name))
                 if own is None:
-                    holdings.restore(name, value)
+                    parameters.restore(name, value)
             try:
                 yield
             finally:
-                holdings.remove_again(foreign)
+                parameters.remove_foreign()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The whole model's state under its own names, on every rank; all of them call it."""
@@ -215,16 +210,18 @@ class PipelineParallelModel(ShardedModel):
         self.synchronize_buffers()
         with self.own_parameters(keep_changes=False):
             own = copy.deepcopy(self.module.state_dict(*args, **kwargs))
-        whole = {}
-        for key in self._keys:
-            name = self.pipeline.first_name(key)
-            value = self._share(own.get(name), self.pipeline.rank_of_key(key))
-            whole[prefix + key] = value
-        return whole
+        parameters = self.pipeline.stage.parameters
+        return {
+            prefix + key: self._share(
+                own.get(parameters.first_name(key)), parameters.rank_of_key(key)
+            )
+            for key in self._keys
+        }
 
     full_state_dict = state_dict
 
     def _share(self, value: Any, owner: int) -> Any:
+        """The owner's value on every rank."""
         group = self.pipeline.stage.group
         is_owner = group.rank == owner
         if group.broadcast_object(isinstance(value, Tensor), root=owner):
@@ -253,19 +250,15 @@ class PipelineParallelModel(ShardedModel):
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         """The averaged gradient of every parameter of all stages, whole on every rank."""
-        holdings, group = self.pipeline.stage.holdings, self.pipeline.stage.group
+        parameters, group = self.pipeline.stage.parameters, self.pipeline.stage.group
         own = dict(self.own_gradients())
-        for name in holdings.parameters:
-            owner = holdings.rank_of(name)
+        for name in parameters.by_name:
+            owner = parameters.rank_of(name)
             has_one = group.broadcast_object(own.get(name) is not None, root=owner)
             yield name, group.broadcast(own.get(name), root=owner) if has_one else None
 
-    def itinerary(self) -> Itinerary | None:
-        """What travels between the stages, once a batch has gone through them."""
-        return self.pipeline.last_itinerary
-
     def describe(self) -> str:
-        """Who has which layers and how many parameters, what travels, and what optimizers do."""
+        """Which rank has which layers and how many parameters, what travels, what optimizers do."""
         return f"{self.pipeline.describe()}\n{super().describe()}"
 
 
@@ -284,8 +277,8 @@ def _make_mesh(backend: Backend, pipeline: int | None, data: int | None) -> Mesh
     return Mesh(pipeline=pipeline, data=data, world=backend)
 
 
-def _begin_alike(module: nn.Module, group: Backend) -> None:
-    """Every rank begins with rank 0's values."""
+def _broadcast_values(module: nn.Module, group: Backend) -> None:
+    """Every rank starts from rank 0's values."""
     if group.size > 1:
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
@@ -299,18 +292,12 @@ def _make_stage(
     cut: Sequence[str] | None,
     balance: Mapping[str, float] | None,
 ) -> Stage:
+    """Cuts the module into units and chunks."""
     num_chunks = group.size * chunks
     units = find_units(module, num_chunks)
-    places = cut_chain(units, num_chunks, cut, balance)
-    holdings = Holdings(module, units, places, group.rank, group.size)
-    _without_cache(module)
-    path = Path(module, units, places)
-    list_all_in_users_code(module, holdings, path)
-    return Stage(group, num_chunks, module, path, holdings, places)
-
-
-def _without_cache(module: nn.Module) -> None:
-    """Hugging Face models keep all layers' keys and values in one object; no rank has them all."""
+    chunk_of_unit = cut_chain(units, num_chunks, cut, balance)
     config = getattr(module, "config", None)
     if getattr(config, "use_cache", False):
+        # Hugging Face models cache all layers' keys and values in one object; no rank has them all.
         config.use_cache = False  # type: ignore[union-attr]
+    return Stage(module, group, num_chunks, units, chunk_of_unit)

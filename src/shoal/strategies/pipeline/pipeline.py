@@ -1,216 +1,205 @@
-"""One model's pipeline on one rank: learns the ways through the model and sends batches along."""
+"""One model's pipeline on one rank: finds the routes of batches, and runs batches along them."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from shoal.strategies.pipeline.learning.input_kinds import agree, kind_of, mode_of
-from shoal.strategies.pipeline.learning.itinerary import Itinerary
+from shoal.strategies.pipeline.learning.input_kinds import check_same_batch, kind_of, mode_of
 from shoal.strategies.pipeline.learning.learning import learn
-from shoal.strategies.pipeline.running.loans import Loans
-from shoal.strategies.pipeline.running.losses import Losses
-from shoal.strategies.pipeline.running.micro_batches import MicroBatch, count_parts, split
-from shoal.strategies.pipeline.running.no_backward import without_backward
-from shoal.strategies.pipeline.running.outputs import spread
-from shoal.strategies.pipeline.running.random_stream import own_stream
-from shoal.strategies.pipeline.running.runner import Jobs, Route, Runner
-from shoal.strategies.pipeline.schedule.schedules import make_schedule
+from shoal.strategies.pipeline.learning.route import Route
+from shoal.strategies.pipeline.running.borrowed_parameters import BorrowedParameters
+from shoal.strategies.pipeline.running.micro_batches import Losses, count_parts, split
+from shoal.strategies.pipeline.running.results import spread, without_backward
+from shoal.strategies.pipeline.running.runner import Runner
+from shoal.strategies.pipeline.schedule.schedules import SCHEDULES, Pass, Tick, make_ticks
 from shoal.strategies.pipeline.schedule.simulation import Span
-from shoal.strategies.pipeline.schedule.tick import Pass, Tick
 from shoal.strategies.pipeline.stages.stage import Stage
 from shoal.strategies.training import LossFunction, call_module
+from shoal.torch_support.random_state import RandomState
 
 if TYPE_CHECKING:
     from shoal.strategies.model import ShardedModel
 
-
-@dataclass(frozen=True)
-class Work:
-    """How a batch is worked on.
-
-    Attributes:
-        schedule: Its name.
-        micro_batches: Parts of a batch.
-        chunks: Parts of the model on each rank.
-    """
-
-    schedule: str
-    micro_batches: int
-    chunks: int
+_SEED_STRIDE = 1_000_003
 
 
 class Pipeline:
     """The pipeline of one model, on one rank."""
 
-    def __init__(self, model: ShardedModel, stage: Stage, work: Work) -> None:
-        """``model`` holds the stage's parameters for the data axis."""
-        self._model, self.stage, self.work = model, stage, work
-        self.loans = Loans(stage)
+    def __init__(
+        self, model: ShardedModel, stage: Stage, schedule: str, micro_batches: int, chunks: int
+    ) -> None:
+        """``chunks`` is the number of chunks on each rank; ``model`` has the stage's parameters."""
+        self._model, self.stage = model, stage
+        self.micro_batches = micro_batches
+        self._schedule, self._chunks = schedule, chunks
+        self.borrowed = BorrowedParameters(stage)
         self.spans: list[Span] = []
-        self.last_itinerary: Itinerary | None = None
+        self.last_route: Route | None = None
+        """The route of the last batch."""
         self._routes: dict[tuple[str, str, str], Route] = {}
-        self._keeps_loans = self._has_loans = False
+        self._keeps_borrowed = self._has_borrowed = False
 
     # Training -----------------------------------------------------------------------------------
 
     def train(self, inputs: Any, targets: Any, loss_fn: LossFunction, weight: float) -> Tensor:
         """Forward and backward of one batch; returns the mean loss over the global batch."""
-        count = count_parts(inputs, self.work.micro_batches, self._model.data_group)
+        count = count_parts(inputs, self.micro_batches, self._model.data_group)
         batches = split(inputs, targets, count)
-        with torch.enable_grad(), own_stream(self.stage.group.rank):
-            call = partial(self._call, batches)
+        module = self.stage.module
+
+        def call_model(number: int) -> Any:
+            return call_module(module, module, batches[number].inputs)
+
+        with torch.enable_grad(), _own_random_stream(self.stage.rank):
             parts = [batch.inputs for batch in batches]
-            routes = self._find_routes(parts, call, (inputs, targets))
+            routes = self._find_routes(parts, call_model, (inputs, targets))
             losses = Losses(batches, loss_fn, weight, self._model.data_group)
-            jobs = Jobs(call, losses.scaled, self._watch, self._model.no_sync)
-            runner = Runner(self.stage, routes, jobs)
-            self._run(runner, routes[0][0].itinerary, len(batches))
+            runner = Runner(
+                self._model,
+                self.stage,
+                routes,
+                call_model,
+                losses.scaled,
+                delays_weights=SCHEDULES[self._schedule].delays_weights,
+            )
+            self._run(runner, routes[0][0], count)
         self.spans = runner.spans
         return losses.mean(self.stage)
 
-    def _run(self, runner: Runner, itinerary: Itinerary, count: int) -> None:
-        engine = self._model.engine
-        self.loans.hand_out(itinerary)
-        ticks = make_schedule(self.work.schedule, self.stage.group.size, count, self.work.chunks)
-        own = ticks[self.stage.rank]
-        is_split = any(tick.work is Pass.WEIGHTS for tick in own)
-        waits = is_split or self.loans.lends_trainable(itinerary)
+    def _run(self, runner: Runner, route: Route, count: int) -> None:
+        engine, stage = self._model.engine, self.stage
+        ticks = make_ticks(self._schedule, stage.rank, stage.group.size, count, self._chunks)
+        self.borrowed.exchange_values(route)
+        averages = engine.passes.auto_sync and not self.borrowed.awaits_gradients(route)
         num_rounds = engine.passes.num_rounds
         with engine.passes.batch_in_parts():
-            runner.run(own, averages=engine.passes.auto_sync and not waits)
-        returned = self.loans.hand_back(itinerary)
+            runner.run(ticks, averages=averages)
+        returned = self.borrowed.return_gradients(route)
         if returned:
             parameters, gradients = zip(*returned, strict=True)
             with self._model.no_sync():
                 torch.autograd.backward(parameters, gradients)
-        # The last backward may also end in front of a frozen chunk, or have nothing to begin with.
+        # The last backward averages nothing if it reaches no parameter, as in a frozen chunk.
         if engine.passes.auto_sync and engine.passes.num_rounds == num_rounds:
             engine.passes.average_late()
 
-    def _call(self, batches: Sequence[MicroBatch], number: int) -> Any:
-        return call_module(self.stage.module, self.stage.module, batches[number].inputs)
-
-    def _watch(self, tensors: Sequence[Tensor]) -> None:
-        self._model.engine.passes.expect_backward(tensors)
-
-    # Ways ---------------------------------------------------------------------------------------
+    # Routes -------------------------------------------------------------------------------------
 
     def _find_routes(
-        self, inputs: Sequence[Any], call: Callable[[int], Any], batch: Any
+        self, inputs: Sequence[Any], call_model: Callable[[int], Any], batch: Any
     ) -> list[tuple[Route, str]]:
-        """Each micro-batch's way, and its size; new ones are learned by calling the model.
+        """Each micro-batch's route and the size of its inputs; unknown routes are learned.
 
         ``batch`` is what all ranks of the pipeline must have alike.
         """
         kinds = [kind_of(each) for each in inputs]
-        wanted = agree(self.stage.group, kinds, self.stage.module, batch)
+        trainable = check_same_batch(self.stage.group, kinds, self.stage.module, batch)
         mode = mode_of(self.stage.module)
         routes = []
         for number, kind in enumerate(kinds):
-            key = (kind.structure, mode, wanted)
+            key = (kind.structure, mode, trainable)
             if key not in self._routes:
-                self.loans.withdraw()
-                self._has_loans = False
-                self._routes[key] = Route(learn(self.stage, partial(call, number)))
+                self.borrowed.free()
+                self._has_borrowed = False
+                self._routes[key] = learn(self.stage, partial(call_model, number))
             routes.append((self._routes[key], kind.sizes))
-        self.last_itinerary = routes[0][0].itinerary
+        self.last_route = routes[0][0]
         return routes
 
     # Prediction ---------------------------------------------------------------------------------
 
     def predict(self, args: Any, kwargs: Any, *, everywhere: bool) -> Any:
-        """The model's output for a whole batch, on every rank or the last stage."""
+        """The model's output for a whole batch, on every rank or on the last stage."""
         has_grad = torch.is_grad_enabled()
-        # Inference mode does not tell who writes into what.
+        # Not in inference mode: its tensors have no version counters, which show writes.
         with (
             torch.inference_mode(mode=False),
             torch.no_grad(),
-            own_stream(self.stage.group.rank),
+            _own_random_stream(self.stage.rank),
         ):
-            output = self._pass_through(args, kwargs)
+            output = self._run_forward(args, kwargs)
         if everywhere:
             output = spread(output, self.stage.group, is_here=self.stage.is_last)
         return without_backward(output) if has_grad else output
 
-    def _pass_through(self, args: Any, kwargs: Any) -> Any:
-        def call(_: int) -> Any:
+    def _run_forward(self, args: Any, kwargs: Any) -> Any:
+        """The model's output on the last stage, None on others."""
+        outputs: list[Any] = []
+
+        def call_model(_: int) -> Any:
             return self.stage.module(*args, **kwargs)
 
-        def keep(_: int, output: Any) -> Tensor:
-            found[0] = output
+        def keep_output(_: int, output: Any) -> Tensor:
+            outputs.append(output)
             return torch.zeros(())
 
-        found: list[Any] = [None]
-        routes = self._find_routes([(args, kwargs)], call, (args, kwargs))
-        if not (self._keeps_loans and self._has_loans):
-            self.loans.hand_out(routes[0][0].itinerary)
-            self._has_loans = True
-        runner = Runner(self.stage, routes, Jobs(call, keep, _ignore, self._model.no_sync))
+        routes = self._find_routes([(args, kwargs)], call_model, (args, kwargs))
+        if not (self._keeps_borrowed and self._has_borrowed):
+            self.borrowed.exchange_values(routes[0][0])
+            self._has_borrowed = True
+        runner = Runner(self._model, self.stage, routes, call_model, keep_output)
         own = range(self.stage.rank, self.stage.num_chunks, self.stage.group.size)
         runner.run([Tick(Pass.FORWARD, 0, chunk) for chunk in own], averages=False)
-        return found[0]
+        return outputs[0] if outputs else None
 
     @contextlib.contextmanager
-    def keeping_loans(self) -> Iterator[None]:
+    def keeping_borrowed(self) -> Iterator[None]:
         """Inside, borrowed parameters are fetched once."""
-        self._keeps_loans, self._has_loans = True, False
+        self._keeps_borrowed, self._has_borrowed = True, False
         try:
             yield
         finally:
-            self._keeps_loans = False
+            self._keeps_borrowed = False
 
-    # What there is ------------------------------------------------------------------------------
-
-    def first_name(self, key: str) -> str:
-        """The name under which a state's entry is held: tied parameters have several."""
-        return self.stage.holdings.aliases.get(key, key)
-
-    def rank_of_key(self, key: str) -> int:
-        """Who has an entry of the model's state."""
-        holdings, name = self.stage.holdings, self.first_name(key)
-        if name in holdings.parameters:
-            return holdings.rank_of(name)
-        return holdings.buffers.get(name, 0) % self.stage.group.size
-
-    def read_trace(self, rows: Sequence[Any]) -> list[Span]:
-        """Spans of all ranks, from plain data."""
-        return [
-            Span(rank, Tick(Pass(work), number, chunk), start, stop)
-            for spans in rows
-            for rank, (work, number, chunk), start, stop in spans
-        ]
+    # Description --------------------------------------------------------------------------------
 
     def describe(self) -> str:
-        """A table: a line for each chunk."""
-        holdings = self.stage.holdings
+        """A line for each chunk with its parameters and units, then what travels."""
+        stage = self.stage
         lines = []
-        for chunk in range(self.stage.num_chunks):
-            units = [name for name, place in self.stage.places.items() if place == chunk]
-            names = holdings.names_in(chunk)
-            count = sum(holdings.parameters[name].numel() for name in names)
-            span = units[0] if len(units) == 1 else f"{units[0]} ... {units[-1]}"
-            lines.append(f"stage {self.stage.rank_of(chunk)}, chunk {chunk}: {count:12,}  {span}")
-        return "\n".join([*lines, *self._travels()])
+        for chunk, rank in enumerate(stage.rank_of_chunk):
+            units = [name for name, its_chunk in stage.chunk_of_unit.items() if its_chunk == chunk]
+            names = stage.parameters.names_in(chunk)
+            count = sum(stage.parameters.by_name[name].numel() for name in names)
+            listed = units[0] if len(units) == 1 else f"{units[0]} ... {units[-1]}"
+            lines.append(f"stage {rank}, chunk {chunk}: {count:12,}  {listed}")
+        return "\n".join([*lines, *self._describe_route()])
 
-    def _travels(self) -> Iterator[str]:
-        itinerary = self.last_itinerary
-        if itinerary is None:
+    def _describe_route(self) -> Iterator[str]:
+        route = self.last_route
+        if route is None:
             return
         for chunk in range(self.stage.num_chunks):
-            for target, roots in itinerary.outgoing(chunk).items():
-                names = ", ".join(itinerary.calls[root[0]].unit for root in roots)
+            for target, ids in route.sends[Pass.FORWARD, chunk].items():
+                names = ", ".join(value_id.name for value_id in ids)
                 yield f"chunk {chunk} -> chunk {target}: what {names} returns"
-        for rank, borrowed in sorted(itinerary.borrowed.items()):
+        for rank, borrowed in sorted(route.borrowed.items()):
             for name in borrowed:
-                yield f"stage {rank} borrows {name} from stage {self.stage.holdings.rank_of(name)}"
+                owner = self.stage.parameters.rank_of(name)
+                yield f"stage {rank} borrows {name} from stage {owner}"
 
 
-def _ignore(_: Sequence[Tensor]) -> None:
-    """Without gradients there is no backward to expect."""
+@contextlib.contextmanager
+def _own_random_stream(rank: int) -> Iterator[None]:
+    """Inside, this stage draws random numbers of its own.
+
+    Ranks of a pipeline begin with the same seed, and layers on different ranks would drop the same
+    elements. So for each batch one number is drawn from torch's generator, and each stage is seeded
+    with that number and its rank. Seeding the generator again repeats the run.
+    """
+    base = int(torch.randint(2**40, ()))
+    outside = RandomState.capture()
+    torch.default_generator.manual_seed(base + _SEED_STRIDE * rank)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(base + _SEED_STRIDE * rank)
+    try:
+        yield
+    finally:
+        outside.restore()

@@ -65,7 +65,7 @@ class DistributedTrainer(Trainer):
         model: Any = self.setup.model
         if not isinstance(model, PipelineParallelModel):
             return 1
-        return model.pipeline.work.micro_batches
+        return model.pipeline.micro_batches
 
     def gradients(self) -> Iterator[Observed]:
         """Joined from the ranks' parts; where a rank has all of one, that must be alike."""

@@ -1,1 +1,1 @@
-"""How ranks find out which values travel between the parts of a model."""
+"""How one chunk of a model runs, and how ranks learn which values travel between chunks."""

@@ -1,66 +1,58 @@
-"""Values that another rank has: they can be looked at, and computed with as long as nobody asks.
+"""Values that another rank has: one can compute with them as long as shapes are enough.
 
 [Note: absent values]
-A rank runs the model's own forward, with the parts of other ranks left out. What these would have
+A rank runs the model's own forward, with the units of other ranks left out. What these would have
 returned is *absent*: it has a shape, a dtype and a device, and what is computed from it is absent
-too. That goes on until a part of this rank wants such a value, or the model returns it. While the
-ranks *learn* the way through a model, the values are there, hidden behind the absent ones, and the
-learner notes whose are wanted. From then on these travel, and everything else stays absent: a rank
-that wants it nevertheless gets an error, never a wrong number.
+too. That goes on until a unit of this rank uses such a value, or the model returns it. While the
+ranks learn the route through a model, absent values have their real values hidden in them, and a
+`ValueRecorder` notes which of them are used. From then on the used values travel, and all others
+stay absent: a rank that needs one of these nevertheless gets an error, never a wrong number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.errors import ShoalError
+from shoal.strategies.pipeline.learning.route import ValueId
 from shoal.system.rank_names import list_names
-
-
-class Source(NamedTuple):
-    """Where a value comes from: a leaf of what a call returned, or a parameter."""
-
-    call: int
-    """The number of the call in forward, or -1 for a parameter."""
-    leaf: int
-    name: str
-    """The unit's or the parameter's."""
 
 
 class AbsentValue(torch.Tensor):
     """A tensor of another rank; see [Note: absent values]."""
 
-    sources: frozenset[Source]
-    shadow: Tensor
-    """The same without memory, to find out shapes with."""
-    behind: Tensor | None
-    """Its value, while learning."""
-    learner: Learner | None
+    sources: frozenset[ValueId]
+    """The values that it was computed from."""
+    meta: Tensor
+    """The same on the meta device: it has a shape and no memory."""
+    hidden: Tensor | None
+    """Its real value, while the route is learned."""
+    recorder: ValueRecorder | None
 
     @staticmethod
     def __new__(
         cls,
-        shadow: Tensor,
+        meta: Tensor,
         device: torch.device,
-        sources: frozenset[Source],
-        learner: Learner | None = None,
-        behind: Tensor | None = None,
+        sources: frozenset[ValueId],
+        recorder: ValueRecorder | None = None,
+        hidden: Tensor | None = None,
     ) -> AbsentValue:
-        """``shadow`` is on the meta device; this pretends to be on ``device``."""
+        """``meta`` has the shape; the value claims to be on ``device``."""
         value: AbsentValue = torch.Tensor._make_wrapper_subclass(
             cls,
-            shadow.shape,
-            strides=shadow.stride(),
-            storage_offset=shadow.storage_offset(),
-            dtype=shadow.dtype,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
             device=device,
         )
-        value.shadow, value.sources, value.learner, value.behind = shadow, sources, learner, behind
+        value.meta, value.sources, value.recorder, value.hidden = meta, sources, recorder, hidden
         return value
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -73,46 +65,48 @@ class AbsentValue(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Computes shapes, or while learning hidden values."""
+        """Computes shapes, or hidden values while the route is learned."""
         kwargs = kwargs or {}
         if func.overloadpacket in _LIKE:
             return _like(func, args, kwargs)
         absent = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, AbsentValue)]
-        learner = next((value.learner for value in absent if value.learner), None)
-        writes_real = _writes_real(func, args, kwargs)
-        if learner is not None:
-            return _learn(func, args, kwargs, absent, learner, is_use=writes_real)
+        recorder = next((value.recorder for value in absent if value.recorder), None)
+        writes_real = any(
+            not isinstance(leaf, AbsentValue) for leaf in tree_leaves(_written(func, args, kwargs))
+        )
+        if recorder is not None:
+            return _compute_hidden(func, args, kwargs, absent, recorder, is_use=writes_real)
         if writes_real or func in _VALUES:
             raise absent_error(absent)
-        return _shadowed(func, args, kwargs, absent)
+        return _compute_shapes(func, args, kwargs, absent)
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        """Shape and origin."""
+        """Shape and sources."""
         names = ", ".join(sorted({source.name for source in self.sources}))
         return f"AbsentValue(shape={tuple(self.shape)}, dtype={self.dtype}, from={names!r})"
 
 
-class Learner:
-    """Notes which absent values are wanted, and has them."""
+class ValueRecorder:
+    """Notes which absent values are used, and has their real values."""
 
     def __init__(self, fetch: Callable[[str], Tensor]) -> None:
         """``fetch(name)`` returns a parameter of another rank."""
-        self.used: set[Source] = set()
-        self.written: set[Source] = set()
-        """Whose values, or views of them, the model writes into between its units."""
+        self.used: set[ValueId] = set()
+        self.written: set[ValueId] = set()
+        """The values that the model writes into between its units, directly or through views."""
         self._fetch = fetch
 
     def value_of(self, value: AbsentValue) -> Tensor:
-        """The hidden value."""
-        if value.behind is None:
+        """The real value."""
+        if value.hidden is None:
             found = [self._fetch(source.name) for source in sorted(value.sources)]
-            if len(found) > 1:  # computed before there was a learner
+            if len(found) > 1:  # computed before the route was learned
                 raise absent_error([value])
-            value.behind = found[0]
-        return value.behind
+            value.hidden = found[0]
+        return value.hidden
 
     def use(self, value: AbsentValue) -> Tensor:
-        """The hidden value for somebody who wants it; it is a leaf of a graph of its own."""
+        """Notes that a value is used; returns the real one, the leaf of a new graph."""
         self.used |= value.sources
         real = self.value_of(value).detach()
         return writable(real.requires_grad_(value.requires_grad))
@@ -123,42 +117,44 @@ class _Writable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
-        """Writing into what `detach` returns is seen in the version of the original."""
+        """Shares the version counter, so that writes are seen in the original."""
         return value.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """The same."""
+        """The same gradient."""
         return gradients[0]
 
 
 def writable(leaf: Tensor) -> Tensor:
-    """Something that models may write into, as into any result: leaves that want gradients are not.
+    """The same value as the result of an operation, which models may write into.
 
-    Who uses a value of another rank expects the result of an operation.
+    Autograd refuses writes into leaves that require gradients.
     """
     return _Writable.apply(leaf) if leaf.requires_grad else leaf  # type: ignore[no-untyped-call]
 
 
 def absent_like(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: Source
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: ValueId
 ) -> AbsentValue:
     """An absent value of some shape."""
-    shadow = torch.empty(tuple(shape), dtype=dtype, device="meta")
-    return AbsentValue(shadow, device, frozenset([source]))
+    meta = torch.empty(tuple(shape), dtype=dtype, device="meta")
+    return AbsentValue(meta, device, frozenset([source]))
 
 
-def hidden(real: Tensor, source: Source, learner: Learner, *, needs_grad: bool) -> AbsentValue:
-    """An absent value with its real one behind it."""
-    shadow = torch.empty_like(real, device="meta")
-    value = AbsentValue(shadow, real.device, frozenset([source]), learner, real)
+def hide(
+    real: Tensor, source: ValueId, recorder: ValueRecorder, *, needs_grad: bool
+) -> AbsentValue:
+    """An absent value with its real one hidden in it."""
+    meta = torch.empty_like(real, device="meta")
+    value = AbsentValue(meta, real.device, frozenset([source]), recorder, real)
     return writable(value.requires_grad_(needs_grad))  # type: ignore[return-value]
 
 
 def absent_error(values: Sequence[AbsentValue]) -> ShoalError:
-    """For whoever wants a value that did not travel."""
+    """For the use of a value that did not travel."""
     sources = {source for value in values for source in value.sources}
-    computed = sorted({source.name for source in sources if source.call >= 0})
+    computed = sorted({source.name for source in sources if source.is_computed})
     if not computed:
         owned = list_names(sorted(source.name for source in sources))
         return ShoalError(
@@ -169,90 +165,86 @@ def absent_error(values: Sequence[AbsentValue]) -> ShoalError:
         )
     return ShoalError(
         f"this stage of the pipeline needs a value that {list_names(computed)} computed on another "
-        "rank, which it did not need when the way through the model was learned: which parts of a "
-        "model use which values must not depend on the numbers in a batch. Return such values from "
-        "one unit to the next, or cut the model elsewhere (cut=)"
+        "rank, which it did not need when the route through the model was learned: which parts of "
+        "a model use which values must not depend on the numbers in a batch. Return such values "
+        "from one unit to the next, or cut the model elsewhere (cut=)"
     )
 
 
-def _learn(
-    func: Any, args: Any, kwargs: Any, absent: Sequence[AbsentValue], learner: Learner, is_use: bool
+def _compute_hidden(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    absent: Sequence[AbsentValue],
+    recorder: ValueRecorder,
+    is_use: bool,
 ) -> Any:
+    """Computes with hidden values; the result is absent unless the operation uses the values."""
     is_write = func._schema.is_mutable
     if is_use or is_write or func in _VALUES or _needs_values(func, args, kwargs):
         for value in absent:
-            learner.used |= value.sources
+            recorder.used |= value.sources
     sources = frozenset().union(*(value.sources for value in absent))
 
     def real(leaf: Any) -> Any:
-        return learner.value_of(leaf) if isinstance(leaf, AbsentValue) else leaf
+        return recorder.value_of(leaf) if isinstance(leaf, AbsentValue) else leaf
 
     result = func(*tree_map(real, args), **tree_map(real, kwargs))
     if is_write:
-        learner.written |= sources
+        recorder.written |= sources
         for value in absent:
             value.sources |= sources
-        return _returned(func, args, kwargs)
+        return _written(func, args, kwargs)[0]
 
     def wrap(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or is_use:
             return leaf
-        shadow = torch.empty_like(leaf, device="meta")
-        return AbsentValue(shadow, leaf.device, sources, learner, leaf)
+        meta = torch.empty_like(leaf, device="meta")
+        return AbsentValue(meta, leaf.device, sources, recorder, leaf)
 
     return tree_map(wrap, result)
 
 
-def _shadow(leaf: Any) -> Any:
+def _to_meta(leaf: Any) -> Any:
     if isinstance(leaf, AbsentValue):
-        return leaf.shadow
+        return leaf.meta
     if isinstance(leaf, Tensor):
         return torch.empty_like(leaf, device="meta")
     return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 
 
 def _needs_values(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether even the shape of a result depends on values, as when sequences are packed."""
+    """Whether the shape of a result depends on values, as when sequences are packed."""
     try:
-        func(*tree_map(_shadow, args), **tree_map(_shadow, kwargs))
-    except Exception:  # whatever an operation raises that finds no values
+        func(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
+    except Exception:  # operations raise various errors on the meta device
         return True
     return False
 
 
-def _shadowed(func: Any, args: Any, kwargs: Any, absent: Sequence[AbsentValue]) -> Any:
+def _compute_shapes(func: Any, args: Any, kwargs: Any, absent: Sequence[AbsentValue]) -> Any:
+    """Computes on the meta device; the result is absent."""
     device = kwargs.get("device", absent[0].device)
     sources = frozenset().union(*(value.sources for value in absent))
     try:
-        result = func(*tree_map(_shadow, args), **tree_map(_shadow, kwargs))
-    except Exception as error:  # its shape depends on values
+        result = func(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
+    except Exception as error:  # the shape of the result depends on values
         raise absent_error(absent) from error
     if func._schema.is_mutable:
-        return _returned(func, args, kwargs)
+        return _written(func, args, kwargs)[0]
     return tree_map(
         lambda leaf: AbsentValue(leaf, device, sources) if isinstance(leaf, Tensor) else leaf,
         result,
     )
 
 
-def _returned(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operation that writes into its arguments returns: the one it wrote into."""
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            return args[place] if place < len(args) else kwargs[argument.name]
-    return None
-
-
-def _writes_real(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operation writes into a tensor that is here."""
-    if not func._schema.is_mutable:
-        return False
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written = args[place] if place < len(args) else kwargs.get(argument.name)
-            if any(not isinstance(leaf, AbsentValue) for leaf in tree_leaves(written)):
-                return True
-    return False
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operation writes into; it returns the first of them."""
+    return [
+        args[index] if index < len(args) else kwargs.get(argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 _aten = torch.ops.aten
@@ -262,7 +254,7 @@ _LIKE = _NEW | {_aten.zeros_like, _aten.ones_like, _aten.empty_like, _aten.full_
 
 
 def _like(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """What depends on a tensor's shape, dtype and device only is no absent value."""
+    """The result is real: it depends on the argument's shape, dtype and device only."""
     model, *rest = args
     stand_in = torch.empty((), dtype=model.dtype, device=model.device)
     if func.overloadpacket not in _NEW:

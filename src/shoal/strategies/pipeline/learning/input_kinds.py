@@ -1,4 +1,7 @@
-"""Which inputs take the same way through a model: those alike in structure, and in size."""
+"""Which inputs take the same route: those of one structure, in one mode of the model.
+
+Also the check that all ranks of a pipeline were given the same batch.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,19 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 class InputKind(NamedTuple):
-    """What decides the way through a model, and what decides shapes on it."""
+    """What is known of inputs before they are used.
+
+    Attributes:
+        structure: Decides the route through the model.
+        sizes: Decides the shapes of values on the route.
+    """
 
     structure: str
     sizes: str
 
 
 def kind_of(inputs: Any) -> InputKind:
-    """Numbers in tensors do not count, plain ones do."""
+    """Kinds depend on plain numbers, and not on the numbers in tensors."""
     leaves, spec = tree_flatten(inputs)
     structure = [str(spec)]
     sizes = []
@@ -44,22 +52,29 @@ def kind_of(inputs: Any) -> InputKind:
 def mode_of(module: nn.Module) -> str:
     """Which parts train, in which precision, and whether there will be a backward."""
     training = "".join("t" if part.training else "e" for part in module.modules())
-    # Ranks may communicate on the CPU and compute elsewhere.
-    narrow = {
+    # All devices: ranks may communicate on the CPU and compute on a GPU.
+    autocast = {
         device: torch.get_autocast_dtype(device)
         for device in _DEVICES
         if torch.is_autocast_enabled(device)
     }
-    return f"{fingerprint_number(training)} {torch.is_grad_enabled()} {narrow}"
+    return f"{fingerprint_number(training)} {torch.is_grad_enabled()} {autocast}"
 
 
-def agree(group: Backend, kinds: Sequence[InputKind], module: nn.Module, batch: Any) -> str:
-    """What all ranks' parameters want of gradients, as a text; and all have the same batch."""
-    wanted = "".join("1" if p.requires_grad else "0" for p in module.parameters())
+def check_same_batch(
+    group: Backend, kinds: Sequence[InputKind], module: nn.Module, batch: Any
+) -> str:
+    """Checks that all ranks have the same batch; one collective.
+
+    Returns:
+        A text that says which parameters of all ranks require gradients: part of what decides the
+        route, and exchanged on the occasion.
+    """
+    trainable = "".join("1" if p.requires_grad else "0" for p in module.parameters())
     form = "|".join(f"{kind.structure} {kind.sizes}" for kind in kinds)
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     sample = fingerprint_number(tensors, _MOST_SAMPLED)
-    own = [fingerprint_number(form), sample, fingerprint_number(wanted)]
+    own = [fingerprint_number(form), sample, fingerprint_number(trainable)]
     numbers = group.all_gather(torch.tensor([own], device=group.device)).tolist()
     odd = [rank for rank, number in enumerate(numbers) if number[:2] != numbers[0][:2]]
     if odd:

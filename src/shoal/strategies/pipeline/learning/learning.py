@@ -1,13 +1,13 @@
-"""How ranks find out the way through a model: one micro-batch, one chunk after the other.
+"""How ranks learn the route through a model: one micro-batch, one chunk after the other.
 
-Whoever has the chunk walks, and the others attend: they answer when a parameter of theirs is asked
-for, and get what the walk returned. Afterwards all of them have the same `Itinerary`. Random
-numbers, buffers and what modules keep in attributes are afterwards as before.
+The rank that has a chunk runs it. The others serve it meanwhile: they send parameters that it asks
+for, and receive its report. In the end all ranks have the same `Route`. Random numbers, buffers and
+attributes of modules are restored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,51 +16,59 @@ from torch import Tensor, nn
 
 from shoal.errors import ShoalError
 from shoal.strategies.layers.module_snapshot import Snapshot
-from shoal.strategies.pipeline.learning.absent_value import AbsentValue, Learner, Source
-from shoal.strategies.pipeline.learning.attributes import tensors_in
-from shoal.strategies.pipeline.learning.itinerary import Call, Itinerary, Root, Shape
-from shoal.strategies.pipeline.learning.structures import example_of, structure_of
-from shoal.strategies.pipeline.learning.walk import LearningWalk
+from shoal.strategies.pipeline.learning.absent_value import AbsentValue, ValueRecorder
+from shoal.strategies.pipeline.learning.learning_forward import LearningForward
+from shoal.strategies.pipeline.learning.route import Route, UnitCall, ValueId
+from shoal.strategies.pipeline.learning.unit_results import (
+    decode_leaf,
+    encode_leaf,
+    example_of,
+    structure_of,
+    tensors_in,
+)
 from shoal.strategies.pipeline.stages.stage import Stage
 from shoal.strategies.pipeline.stages.units import Unit
 from shoal.torch_support.random_state import RandomState
 
 
-def learn(stage: Stage, call: Callable[[], Any]) -> Itinerary:
-    """The way of one kind of input; ``call`` calls the model. All ranks call it together."""
-    itinerary = Itinerary()
-    values: dict[Root, Tensor] = {}
+def learn(stage: Stage, call_model: Callable[[], Any]) -> Route:
+    """The route of one kind of input; all ranks of the pipeline call it together."""
+    calls: list[UnitCall] = []
+    wanted: dict[int, list[ValueId]] = {}
+    overwritten: dict[int, set[ValueId]] = {}
+    borrowed: dict[int, list[str]] = {rank: [] for rank in range(stage.group.size)}
+    values: dict[ValueId, Tensor] = {}
     _share_trainability(stage)
     with _unchanged(stage.module):
         for chunk in range(stage.num_chunks):
-            if stage.is_own(chunk):
-                record = _Exploration(stage, chunk, itinerary, values).report(call)
+            owner = stage.rank_of_chunk[chunk]
+            if owner == stage.rank:
+                report = _ChunkLearning(stage, chunk, calls, values).run(call_model)
             else:
-                record = _attend(stage, stage.rank_of(chunk))
-                itinerary.calls += [_decoded_call(*call) for call in record["calls"]]
-            values |= {tuple(root): value for root, value in record["values"]}
-            itinerary.wanted[chunk] = [tuple(root) for root in record["wanted"]]
-            itinerary.overwritten[chunk] = {tuple(root) for root in record["overwritten"]}
-            for number, leaf in record["rewritten"]:
-                itinerary.calls[number].rewritten.add(leaf)
-            borrowed = itinerary.borrowed.setdefault(stage.rank_of(chunk), [])
-            borrowed += [name for name in record["borrowed"] if name not in borrowed]
-    return itinerary
+                report = _serve(stage, owner)
+                calls += [_decoded_call(*call) for call in report["calls"]]
+            values |= {ValueId(*value_id): value for value_id, value in report["values"]}
+            wanted[chunk] = [ValueId(*value_id) for value_id in report["wanted"]]
+            overwritten[chunk] = {ValueId(*value_id) for value_id in report["overwritten"]}
+            for call, leaf, _ in report["rewritten"]:
+                calls[call].rewritten.add(leaf)
+            borrowed[owner] += [name for name in report["borrowed"] if name not in borrowed[owner]]
+    return Route(calls, wanted, overwritten, borrowed)
 
 
 def _share_trainability(stage: Stage) -> None:
-    """Everybody knows which parameters of others want gradients."""
-    holdings = stage.holdings
-    own = {n: p.requires_grad for n, p in holdings.parameters.items() if holdings.is_own(n)}
+    """Tells all ranks which parameters of other ranks require gradients."""
+    parameters = stage.parameters
+    own = {n: p.requires_grad for n, p in parameters.by_name.items() if parameters.is_own(n)}
     for trainable in stage.group.all_gather_object(own):
         for name, is_trainable in trainable.items():
-            if not holdings.is_own(name):
-                holdings.parameters[name].requires_grad_(is_trainable)
+            if not parameters.is_own(name):
+                parameters.by_name[name].requires_grad_(is_trainable)
 
 
 @contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Random numbers, buffers and attributes are afterwards as before: nothing was trained yet."""
+    """Restores random numbers, buffers and attributes: learning is no training step."""
     generators, attributes = RandomState.capture(), Snapshot(module)
     contents = [(tensor, tensor.detach().clone()) for tensor in _writable_tensors(module)]
     try:
@@ -75,87 +83,85 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
 
 
 def _writable_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Buffers and tensors in attributes, as far as forward may write into them."""
+    """The buffers and tensors in attributes that forward may write into."""
     for tensor in (*module.buffers(), *tensors_in(module).values()):
         is_here = tensor.layout is torch.strided and not isinstance(tensor, AbsentValue)
         if is_here and 0 not in tensor.stride() and not tensor.is_inference():
             yield tensor
 
 
-class _Exploration:
-    """A walk through one chunk that this rank has."""
+class _ChunkLearning:
+    """Learns one chunk that this rank has."""
 
     def __init__(
-        self, stage: Stage, chunk: int, itinerary: Itinerary, values: dict[Root, Tensor]
+        self,
+        stage: Stage,
+        chunk: int,
+        calls: list[UnitCall],
+        values: dict[ValueId, Tensor],
     ) -> None:
-        self._stage, self._chunk = stage, chunk
-        self._itinerary, self._values = itinerary, values
+        """``calls`` and ``values`` are those of earlier chunks; ``calls`` grows."""
+        self._stage, self._calls, self._num_known = stage, calls, len(calls)
         self._fetched: dict[str, Tensor] = {}
-        self._learner = Learner(self._fetch)
-
-    def report(self, call: Callable[[], Any]) -> dict[str, Any]:
-        """Walks, and tells everybody."""
-        itinerary, first = self._itinerary, len(self._itinerary.calls)
-        walk = LearningWalk(
-            self._stage.path,
-            self._chunk,
-            self._stage.num_chunks,
-            itinerary,
-            self._values,
-            self._learner,
-            self._borrow,
+        self._recorder = ValueRecorder(self._fetch)
+        self._forward = LearningForward(
+            stage, chunk, calls, values, self._recorder, self._borrow_for
         )
-        with self._hidden_parameters():
-            walk.run(call, ())
-        used = sorted(self._learner.used)
-        rewritten = walk.rewritten()
-        record = {
-            "calls": [
-                _encoded_call(call, _leaves(walk, number, call))
-                for number, call in enumerate(itinerary.calls[first:], first)
-            ],
-            "values": list(walk.produced.items()),
-            "wanted": [(source.call, source.leaf) for source in used if source.call >= 0],
-            "overwritten": [root[1:] for root in rewritten if root[0] == "in"],
-            "rewritten": [root for root in rewritten if root[0] != "in"],
-            "borrowed": self._borrowed(walk),
-        }
-        self._stage.group.broadcast_object(("done", record), root=self._stage.rank)
-        return record
 
-    def _borrowed(self, walk: LearningWalk) -> list[str]:
-        holdings = self._stage.holdings
-        names = {name for unit in walk.units for name in holdings.own_names(unit.module)}
-        names |= {source.name for source in self._learner.used if source.call < 0}
-        return [name for name in holdings.parameters if name in names and not holdings.is_own(name)]
+    def run(self, call_model: Callable[[], Any]) -> dict[str, Any]:
+        """Runs the chunk, and sends the report to all ranks."""
+        with self._hidden_parameters():
+            self._forward.run(call_model, ())
+        produced = self._forward.produced
+        used = [value_id for value_id in sorted(self._recorder.used) if value_id.is_computed]
+        report = {
+            "calls": [
+                _encoded_call(number, call, produced)
+                for number, call in enumerate(self._calls)
+                if number >= self._num_known
+            ],
+            "values": [(tuple(value_id), value) for value_id, value in produced.items()],
+            "wanted": _plain(used),
+            "overwritten": _plain(sorted(self._forward.overwritten())),
+            "rewritten": _plain(sorted(self._forward.rewritten())),
+            "borrowed": self._borrowed(),
+        }
+        self._stage.group.broadcast_object(("done", report), root=self._stage.rank)
+        return report
+
+    def _borrowed(self) -> list[str]:
+        """The parameters of other ranks that were used, in the model's order."""
+        parameters = self._stage.parameters
+        names = {name for unit in self._forward.units for name in parameters.names_of(unit.module)}
+        names |= {value_id.name for value_id in self._recorder.used if not value_id.is_computed}
+        return [name for name in parameters.foreign if name in names]
 
     @contextmanager
     def _hidden_parameters(self) -> Iterator[None]:
-        """Parameters of others are absent, with their values within reach."""
-        holdings = self._stage.holdings
-        foreign = [name for name in holdings.parameters if not holdings.is_own(name)]
-        for name in foreign:
-            parameter = holdings.parameters[name]
-            shadow = torch.empty_like(parameter, device="meta")
-            source = frozenset([Source(-1, 0, name)])
-            value = AbsentValue(shadow, parameter.device, source, self._learner)
-            holdings.show(name, value.requires_grad_(parameter.requires_grad))
+        """Inside, parameters of other ranks are absent values that can be fetched."""
+        parameters = self._stage.parameters
+        for name in parameters.foreign:
+            parameter = parameters.by_name[name]
+            meta = torch.empty_like(parameter, device="meta")
+            source = frozenset([ValueId.of_parameter(name)])
+            value = AbsentValue(meta, parameter.device, source, self._recorder)
+            parameters.show(name, value.requires_grad_(parameter.requires_grad))
         try:
             yield
         finally:
-            for name in foreign:
-                holdings.show_absent(name)
+            for name in parameters.foreign:
+                parameters.show_absent(name)
 
-    def _borrow(self, unit: Unit) -> None:
-        """A unit of another rank is going to run here."""
-        holdings = self._stage.holdings
-        for name in holdings.own_names(unit.module):
-            if not holdings.is_own(name):
+    def _borrow_for(self, unit: Unit) -> None:
+        """Fetches the parameters of a unit that another rank has and that runs here."""
+        parameters = self._stage.parameters
+        for name in parameters.names_of(unit.module):
+            if not parameters.is_own(name):
                 value = self._fetch(name).detach()
-                holdings.show(name, value.requires_grad_(holdings.parameters[name].requires_grad))
+                parameters.show(name, value.requires_grad_(parameters.by_name[name].requires_grad))
 
     def _fetch(self, name: str) -> Tensor:
-        if name not in self._stage.holdings.parameters:
+        if name not in self._stage.parameters.by_name:
             raise ShoalError(
                 f"another rank of the pipeline has the buffer {name}, and only parameters are "
                 "lent: use it in its own module's forward only, and register modules in the order "
@@ -167,10 +173,10 @@ class _Exploration:
         return self._fetched[name]
 
 
-def _attend(stage: Stage, explorer: int) -> dict[str, Any]:
-    """Answers until another rank has walked; returns what it reports."""
+def _serve(stage: Stage, learner: int) -> dict[str, Any]:
+    """Sends parameters to the rank that runs its chunk, until that rank reports."""
     while True:
-        what, content = stage.group.broadcast_object(root=explorer)
+        what, content = stage.group.broadcast_object(root=learner)
         if what == "done":
             report: dict[str, Any] = content
             return report
@@ -178,38 +184,34 @@ def _attend(stage: Stage, explorer: int) -> dict[str, Any]:
 
 
 def _broadcast_parameter(stage: Stage, name: str) -> Tensor:
-    owner = stage.holdings.rank_of(name)
-    own = stage.holdings.parameters[name].detach().clone() if owner == stage.rank else None
+    owner = stage.parameters.rank_of(name)
+    own = stage.parameters.by_name[name].detach().clone() if owner == stage.rank else None
     value: Tensor = stage.group.broadcast(own, root=owner)
     return value
 
 
-def _leaves(walk: LearningWalk, number: int, call: Call) -> list[Any]:
-    """What a call returned and left, tensors included."""
-    return [walk.produced.get((number, place), leaf) for place, leaf in enumerate(call.leaves)]
+def _plain(value_ids: Sequence[ValueId]) -> list[tuple[Any, ...]]:
+    """As data that needs no pickle."""
+    return [tuple(value_id) for value_id in value_ids]
 
 
-def _encoded_call(call: Call, leaves: list[Any]) -> tuple[Any, ...]:
-    example = example_of(call.skeleton, leaves)
+def _encoded_call(number: int, call: UnitCall, produced: dict[ValueId, Tensor]) -> tuple[Any, ...]:
+    leaves = [
+        produced.get(ValueId(number, index, call.unit), leaf)
+        for index, leaf in enumerate(call.leaves)
+    ]
+    example = example_of(call.structure, leaves)
     shapes = [encode_leaf(leaf) for leaf in call.leaves]
-    return (call.unit, call.chunk, example, call.left, shapes, call.needs_grad)
+    return (call.unit, call.chunk, example, call.attributes, shapes, call.needs_grad)
 
 
 def _decoded_call(
-    unit: str, chunk: int, example: Any, left: list[str], shapes: list[Any], needs_grad: set[int]
-) -> Call:
-    decoded = [decode_leaf(leaf) for leaf in shapes]
-    return Call(unit, chunk, structure_of(example), left, decoded, set(needs_grad), set())
-
-
-def encode_leaf(leaf: Any) -> Any:
-    """A shape as plain data that needs no pickle."""
-    if isinstance(leaf, Shape):
-        return ("shape", list(leaf.size), str(leaf.dtype).removeprefix("torch."))
-    return ("other", leaf, "")
-
-
-def decode_leaf(encoded: Any) -> Any:
-    """The inverse."""
-    kind, content, dtype = encoded
-    return Shape(tuple(content), getattr(torch, dtype)) if kind == "shape" else content
+    unit: str,
+    chunk: int,
+    example: Any,
+    attributes: list[str],
+    shapes: list[Any],
+    needs_grad: set[int],
+) -> UnitCall:
+    leaves = [decode_leaf(leaf) for leaf in shapes]
+    return UnitCall(unit, chunk, structure_of(example), attributes, leaves, set(needs_grad))

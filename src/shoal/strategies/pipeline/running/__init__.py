@@ -1,1 +1,1 @@
-"""A batch on its way through the stages."""
+"""How the ticks of a batch are run: messages, backward, losses and results."""

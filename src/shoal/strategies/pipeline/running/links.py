@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -12,83 +13,84 @@ from shoal.comm.work import Work
 from shoal.strategies.pipeline.stages.stage import Stage
 from shoal.torch_support.raw import as_bytes
 
-# Kinds of messages between two chunks; each has a tag of its own.
-VALUES, GRADIENTS, SHAPES, LOANS = range(4)
-_NUM_KINDS = 4
+
+class LinkMessage(IntEnum):
+    """What a message between two chunks carries; each kind has a tag of its own."""
+
+    VALUES = 0
+    GRADIENTS = 1
+    SHAPES = 2
 
 
-class Mail:
-    """What one rank sends to and gets from chunks of other ranks, or of its own.
+class StageLinks:
+    """What one rank sends to and receives from the chunks of all ranks, its own included.
 
-    A send is not waited for: it may be received much later.
+    Sends return at once, since the receiver may take the message much later.
     """
 
     def __init__(self, stage: Stage) -> None:
-        """Nothing is under way yet."""
-        self._stage = stage
-        self._sent: list[Work[Any]] = []
-        self._kept: dict[int, list[Any]] = {}
+        """Nothing was sent yet."""
+        self._stage, self._group, self._rank = stage, stage.group, stage.rank
+        self._pending: list[Work[Any]] = []
+        self._local: dict[int, list[Any]] = {}
+        """Messages from this rank to itself, by tag."""
 
-    def _tag(self, kind: int, source: int, target: int) -> int:
-        return (source * self._stage.num_chunks + target) * _NUM_KINDS + kind
+    def _tag(self, kind: LinkMessage, source: int, target: int) -> int:
+        return (source * self._stage.num_chunks + target) * len(LinkMessage) + kind
 
-    def send(self, kind: int, source: int, target: int, values: list[Tensor | None]) -> None:
-        """From chunk to chunk; None arrives as None."""
-        tag, peer = self._tag(kind, source, target), self._stage.rank_of(target)
-        if peer == self._stage.rank:
-            self._kept.setdefault(tag, []).append(values)
+    def send(
+        self, kind: LinkMessage, source: int, target: int, values: list[Tensor | None]
+    ) -> None:
+        """Sends from chunk to chunk; None arrives as None."""
+        tag, peer = self._tag(kind, source, target), self._stage.rank_of_chunk[target]
+        if peer == self._rank:
+            self._local.setdefault(tag, []).append(values)
             return
-        self._let_go()
+        self._forget_received()
         for value in values:
-            tensor = self._nothing() if value is None else _framed(value.detach())
-            self._sent.append(self._stage.group.start_send(tensor, peer, tag))
+            self._pending.append(self._group.start_send(self._framed(value), peer, tag))
 
-    def _nothing(self) -> Tensor:
-        """Stands for None, where the transport carries it: NCCL takes nothing from the CPU."""
-        return torch.empty(0, 0, device=self._stage.group.device)
+    def receive(self, kind: LinkMessage, source: int, target: int, count: int) -> list[Any]:
+        """Waits for the next message of a kind: ``count`` tensors, or None where None was sent."""
+        tag, peer = self._tag(kind, source, target), self._stage.rank_of_chunk[source]
+        if peer == self._rank:
+            local: list[Tensor | None] = self._local[tag].pop(0)
+            return local
+        return [_unframed(self._group.recv(src=peer, tag=tag)) for _ in range(count)]
 
-    def receive(self, kind: int, source: int, target: int, count: int) -> list[Tensor | None]:
-        """The next message of a kind, once it is there."""
-        tag, peer = self._tag(kind, source, target), self._stage.rank_of(source)
-        if peer == self._stage.rank:
-            kept: list[Tensor | None] = self._kept[tag].pop(0)
-            return kept
-        return [_unframed(self._stage.group.recv(src=peer, tag=tag)) for _ in range(count)]
-
-    def send_object(self, kind: int, source: int, target: int, value: Any) -> None:
-        """Plain data, from chunk to chunk."""
-        tag, peer = self._tag(kind, source, target), self._stage.rank_of(target)
-        if peer == self._stage.rank:
-            self._kept.setdefault(tag, []).append(value)
+    def send_object(self, kind: LinkMessage, source: int, target: int, value: Any) -> None:
+        """Sends plain data from chunk to chunk."""
+        tag, peer = self._tag(kind, source, target), self._stage.rank_of_chunk[target]
+        if peer == self._rank:
+            self._local.setdefault(tag, []).append(value)
             return
-        data = as_bytes(bytearray(objects.encode(value))).to(self._stage.group.device)
-        self._sent.append(self._stage.group.start_send(data, peer, tag))
+        data = as_bytes(bytearray(objects.encode(value))).to(self._group.device)
+        self._pending.append(self._group.start_send(data, peer, tag))
 
-    def receive_object(self, kind: int, source: int, target: int) -> Any:
-        """The inverse."""
-        tag, peer = self._tag(kind, source, target), self._stage.rank_of(source)
-        if peer == self._stage.rank:
-            return self._kept[tag].pop(0)
-        return self._stage.group.recv_object(peer, tag)
+    def receive_object(self, kind: LinkMessage, source: int, target: int) -> Any:
+        """Waits for what `send_object` sent."""
+        tag, peer = self._tag(kind, source, target), self._stage.rank_of_chunk[source]
+        if peer == self._rank:
+            return self._local[tag].pop(0)
+        return self._group.recv_object(peer, tag)
 
-    def _let_go(self) -> None:
-        """Forgets what was received; whatever went wrong with it is raised."""
-        for work in [work for work in self._sent if work.is_done()]:
+    def _forget_received(self) -> None:
+        """Drops sends that have ended; errors of theirs are raised."""
+        for work in [work for work in self._pending if work.is_done()]:
             work.wait()
-            self._sent.remove(work)
+            self._pending.remove(work)
 
     def finish(self) -> None:
         """Waits until everything was received."""
-        while self._sent:
-            self._sent.pop().wait()
+        while self._pending:
+            self._pending.pop().wait()
 
+    # Every message has one dimension more in front than its value, of length 1, or 0 for None.
 
-# A value that is not there is told from an empty one by its number of dimensions: every message has
-# one more in front.
-
-
-def _framed(value: Tensor) -> Tensor:
-    return value.unsqueeze(0)
+    def _framed(self, value: Tensor | None) -> Tensor:
+        if value is None:  # NCCL takes nothing from the CPU
+            return torch.empty(0, 0, device=self._group.device)
+        return value.detach().unsqueeze(0)
 
 
 def _unframed(message: Tensor) -> Tensor | None:

@@ -1,7 +1,8 @@
-"""A batch in parts, one after the other."""
+"""A batch cut into micro-batches, and the loss of the batch from the losses of these."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,9 @@ from torch.utils._pytree import tree_map
 
 from shoal.comm import Backend, ReduceOp
 from shoal.comm.operation.partition import offsets, split_sizes
-from shoal.strategies.training import count_items
+from shoal.strategies.pipeline.learning.absent_value import AbsentValue, absent_error
+from shoal.strategies.pipeline.stages.stage import Stage
+from shoal.strategies.training import LossFunction, count_items, nothing
 
 
 class MicroBatch(NamedTuple):
@@ -28,10 +31,10 @@ class MicroBatch(NamedTuple):
 
 
 def count_parts(inputs: Any, most: int, data: Backend) -> int:
-    """How many parts the batches of all pipelines are cut into: no more than any of them has rows.
+    """How many micro-batches all pipelines make: no more than the smallest batch has rows.
 
-    Pipelines side by side meet in every pass, for parameters that they share out. One whose batch
-    is empty goes along with the others.
+    Pipelines side by side must do the same passes, since they gather sharded parameters in each of
+    them. A pipeline whose batch is empty does as many as the others.
     """
     own = min(most, count_items(inputs)) or most
     if data.size == 1:
@@ -64,3 +67,48 @@ def _rows(tree: Any, num_rows: int, start: int, size: int) -> Any:
         return leaf[start : start + size] if has_rows else leaf
 
     return tree_map(cut, tree)
+
+
+class Losses:
+    """The losses of one batch's micro-batches on the last stage."""
+
+    def __init__(
+        self, batches: Sequence[MicroBatch], loss_fn: LossFunction, weight: float, data: Backend
+    ) -> None:
+        """``weight`` is the weight of this batch among those of the data axis."""
+        self._batches, self._loss_fn, self._weight, self._data = batches, loss_fn, weight, data
+        self._sum: Tensor | None = None
+        weights = torch.tensor(weight, dtype=torch.float64, device=data.device)
+        self._total = float(data.all_reduce(weights)) if data.size > 1 else weight
+
+    def scaled(self, number: int, output: Any) -> Tensor:
+        """A micro-batch's loss, scaled so that gradients are those of the global batch's mean.
+
+        They are summed over micro-batches and averaged over the data axis.
+        """
+        batch = self._batches[number]
+        loss = self._loss_fn(output, batch.targets)
+        if isinstance(loss, AbsentValue):
+            raise absent_error([loss])
+        if not self._weight:
+            self._add(torch.zeros_like(loss.detach()))
+            return nothing(output)
+        self._add(loss.detach() * batch.share)
+        return loss * (batch.share * self._weight * self._data.size / self._total)
+
+    def _add(self, part: Tensor) -> None:
+        wide = part.double()
+        self._sum = wide if self._sum is None else self._sum + wide
+        self._dtype = part.dtype
+
+    def mean(self, stage: Stage) -> Tensor:
+        """The mean over the global batch, on every rank."""
+        value = None
+        if stage.is_last:
+            assert self._sum is not None
+            total = self._sum * self._weight
+            if self._data.size > 1:
+                total = self._data.all_reduce(total)
+            value = (total / self._total if self._total else total).to(self._dtype)
+        found: Tensor = stage.group.broadcast(value, root=stage.group.size - 1)
+        return found

@@ -1,195 +1,170 @@
-"""Walks a schedule on one rank: receives, computes, sends."""
+"""Runs the ticks of one rank for one batch: receives, computes, sends."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.strategies.pipeline.learning.itinerary import Itinerary, Root
-from shoal.strategies.pipeline.learning.learning import decode_leaf, encode_leaf
-from shoal.strategies.pipeline.learning.walk import Walk
-from shoal.strategies.pipeline.running.links import GRADIENTS, SHAPES, VALUES, Mail
+from shoal.strategies.pipeline.learning.chunk_forward import ChunkForward
+from shoal.strategies.pipeline.learning.route import Route, Shapes, ValueId
+from shoal.strategies.pipeline.learning.unit_results import decode_leaf, encode_leaf
+from shoal.strategies.pipeline.running.links import LinkMessage, StageLinks
 from shoal.strategies.pipeline.running.split_backward import SplitBackward
+from shoal.strategies.pipeline.schedule.schedules import Pass, Tick
 from shoal.strategies.pipeline.schedule.simulation import Span
-from shoal.strategies.pipeline.schedule.tick import Pass, Tick
 from shoal.strategies.pipeline.stages.stage import Stage
 
+if TYPE_CHECKING:
+    from shoal.strategies.model import ShardedModel
 
-@dataclass
-class Route:
-    """A way through the model, and the shapes on it that are known so far.
-
-    Attributes:
-        itinerary: The way.
-        shapes: What earlier chunks' calls return, by chunk and size of the inputs.
-        announced: What this rank's chunks told the next ones.
-    """
-
-    itinerary: Itinerary
-    shapes: dict[tuple[int, str], list[list[Any]]] = field(default_factory=dict)
-    announced: dict[tuple[int, str], list[list[Any]]] = field(default_factory=dict)
+_MESSAGES = {Pass.FORWARD: LinkMessage.VALUES, Pass.BACKWARD: LinkMessage.GRADIENTS}
 
 
 @dataclass
-class _Passage:
-    """A micro-batch in a chunk, from its forward to its backward."""
+class _InFlight:
+    """What a micro-batch keeps in a chunk from its forward to its last backward."""
 
-    arrived: dict[Root, Tensor]
-    produced: dict[Root, Tensor]
-    loss: Tensor | None = None
+    arrived: dict[ValueId, Tensor]
+    produced: dict[ValueId, Tensor]
+    loss: Tensor | None
     halves: SplitBackward | None = None
 
 
-@dataclass(frozen=True)
-class Jobs:
-    """What a runner does at its ticks.
-
-    Attributes:
-        call: Calls the model with a micro-batch.
-        loss: The scaled loss of a micro-batch, from the model's output.
-        watch: Tells the engine which tensors a backward will begin with.
-        holding_back: Around backwards after which gradients are not averaged yet.
-    """
-
-    call: Callable[[int], Any]
-    loss: Callable[[int, Any], Tensor]
-    watch: Callable[[Sequence[Tensor]], None]
-    holding_back: Callable[[], AbstractContextManager[None]]
-
-
 class Runner:
-    """One rank's work for one batch."""
+    """Runs one rank's ticks for one batch."""
 
-    def __init__(self, stage: Stage, routes: Sequence[tuple[Route, str]], jobs: Jobs) -> None:
-        """``routes`` has for each micro-batch its way, and its size."""
-        self._stage, self._routes, self._jobs = stage, routes, jobs
-        self._mail = Mail(stage)
-        self._passages: dict[tuple[int, int], _Passage] = {}
+    def __init__(
+        self,
+        model: ShardedModel,
+        stage: Stage,
+        routes: Sequence[tuple[Route, str]],
+        call_model: Callable[[int], Any],
+        loss: Callable[[int, Any], Tensor],
+        *,
+        delays_weights: bool = False,
+    ) -> None:
+        """Nothing runs yet.
+
+        Args:
+            model: The model, whose engine averages gradients over the data axis.
+            stage: This rank's.
+            routes: For each micro-batch its route and the size of its inputs.
+            call_model: Calls the module with a micro-batch, given its number.
+            loss: The scaled loss of a micro-batch, from its number and the model's output.
+            delays_weights: Whether the gradients of weights have ticks of their own.
+        """
+        self._model, self._stage, self._routes = model, stage, routes
+        self._call_model, self._loss = call_model, loss
+        self._delays_weights = delays_weights
+        self._links = StageLinks(stage)
+        self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self.spans: list[Span] = []
 
     def run(self, ticks: Sequence[Tick], *, averages: bool) -> None:
-        """Walks the schedule; ``averages``: the last backward also averages the gradients."""
-        last = max((n for n, tick in enumerate(ticks) if tick.work is Pass.BACKWARD), default=-1)
-        is_split = any(tick.work is Pass.WEIGHTS for tick in ticks)
-        for number, tick in enumerate(ticks):
-            received = self._collect(tick)
-            begin = time.perf_counter()
-            may_average = averages and number == last and not is_split
-            with nullcontext() if may_average else self._jobs.holding_back():
-                self._work(tick, received, is_split)
-            self.spans.append(Span(self._stage.rank, tick, begin, time.perf_counter()))
-        self._mail.finish()
+        """Runs all ticks; ``averages``: the last backward also averages the gradients.
 
-    def _work(self, tick: Tick, received: Mapping[Root, Any], is_split: bool) -> None:
+        It is the last tick, unless weights are delayed: then nothing is averaged here.
+        """
+        num_local = len(ticks) - (averages and not self._delays_weights)
+        with self._model.no_sync():
+            for tick in ticks[:num_local]:
+                self._run_tick(tick)
+        for tick in ticks[num_local:]:
+            self._run_tick(tick)
+        self._links.finish()
+
+    def _run_tick(self, tick: Tick) -> None:
+        received = self._receive(tick)
+        start = time.perf_counter()
         key = (tick.chunk, tick.micro_batch)
-        if tick.work is Pass.FORWARD:
-            self._passages[key] = self.forward(tick, received)
-        elif tick.work is Pass.BACKWARD:
-            self._backward(tick, self._passages[key], received, is_split)
-            if not is_split:
-                del self._passages[key]
+        if tick.kind is Pass.FORWARD:
+            self._in_flight[key] = self._forward(tick, received)
+        elif tick.kind is Pass.BACKWARD:
+            self._backward(tick, self._in_flight[key], received)
+            if not self._delays_weights:
+                del self._in_flight[key]
         else:
-            halves = self._passages.pop(key).halves
+            halves = self._in_flight.pop(key).halves
             assert halves is not None
             halves.to_weights()
+        self.spans.append(Span(self._stage.rank, tick, start, time.perf_counter()))
 
-    # Mail -------------------------------------------------------------------------------------
-
-    def _messages(self, tick: Tick) -> list[tuple[int, int, int, list[Root]]]:
-        """What a tick needs from elsewhere: kind, source, target, and the values concerned."""
-        itinerary = self._routes[tick.micro_batch][0].itinerary
-        chunk = tick.chunk
-        if tick.work is Pass.FORWARD:
-            incoming = itinerary.incoming(chunk).items()
-            return [(VALUES, source, chunk, roots) for source, roots in incoming]
-        if tick.work is Pass.WEIGHTS:
-            return []
-        return [
-            (GRADIENTS, target, chunk, wanted)
-            for target, roots in itinerary.outgoing(chunk).items()
-            if (wanted := [root for root in roots if itinerary.needs_grad(root)])
-        ]
-
-    def _collect(self, tick: Tick) -> dict[Root, Any]:
-        """Values by root; for gradients the sum over those who used a value."""
-        found: dict[Root, Any] = {}
-        for kind, source, target, roots in self._messages(tick):
-            values = self._mail.receive(kind, source, target, len(roots))
-            for root, value in zip(roots, values, strict=True):
+    def _receive(self, tick: Tick) -> dict[ValueId, Tensor]:
+        """What a tick needs of other chunks; gradients of a value used in several are summed."""
+        route, _ = self._routes[tick.micro_batch]
+        found: dict[ValueId, Tensor] = {}
+        for source, ids in route.receives[tick.kind, tick.chunk].items():
+            values = self._links.receive(_MESSAGES[tick.kind], source, tick.chunk, len(ids))
+            for value_id, value in zip(ids, values, strict=True):
                 if value is not None:
-                    found[root] = value if root not in found else found[root] + value
+                    found[value_id] = found[value_id] + value if value_id in found else value
         return found
+
+    def _send(self, tick: Tick, values: Mapping[ValueId, Tensor | None]) -> None:
+        """What other chunks need of a tick."""
+        route, _ = self._routes[tick.micro_batch]
+        for target, ids in route.sends[tick.kind, tick.chunk].items():
+            sent = [values[value_id] for value_id in ids]
+            self._links.send(_MESSAGES[tick.kind], tick.chunk, target, sent)
 
     # Forward ----------------------------------------------------------------------------------
 
-    def forward(self, tick: Tick, received: Mapping[Root, Tensor]) -> _Passage:
-        """One micro-batch through one chunk; what others need is sent."""
+    def _forward(self, tick: Tick, received: Mapping[ValueId, Tensor]) -> _InFlight:
+        """One micro-batch through one chunk."""
         route, size = self._routes[tick.micro_batch]
-        itinerary, chunk = route.itinerary, tick.chunk
-        arrived = {root: self._leaf(itinerary, root, value) for root, value in received.items()}
-        overwritten = itinerary.overwritten.get(chunk, set())
+        chunk, has_grad = tick.chunk, torch.is_grad_enabled()
+        arrived = {
+            value_id: value.detach().requires_grad_(has_grad and value_id in route.needs_grad)
+            for value_id, value in received.items()
+        }
+        overwritten = route.overwritten[chunk]
         shown = {
-            root: value.clone() if root in overwritten else value for root, value in arrived.items()
+            value_id: value.clone() if value_id in overwritten else value
+            for value_id, value in arrived.items()
         }
-        walk = Walk(self._stage.path, chunk, self._stage.num_chunks, itinerary, shown)
-        shapes = self._shapes(route, size, chunk)
-        output = walk.run(lambda: self._jobs.call(tick.micro_batch), shapes)
-        self._announce(route, size, chunk, walk.shapes)
-        self._check_gradients(itinerary, walk)
-        passage = _Passage(arrived, walk.produced)
+        forward = ChunkForward(self._stage, chunk, route.calls, shown, route.exported[chunk])
+        shapes = self._receive_shapes(route, size, chunk)
+        output = forward.run(lambda: self._call_model(tick.micro_batch), shapes)
+        self._announce_shapes(route, size, chunk, forward.shapes)
+        produced = forward.produced
+        _check_gradients(route, produced)
+        loss = None
         if chunk == self._stage.num_chunks - 1:
-            with self._stage.path.in_loss():
-                passage.loss = self._jobs.loss(tick.micro_batch, output)
-        for target, roots in itinerary.outgoing(chunk).items():
-            self._mail.send(VALUES, chunk, target, [walk.produced[root] for root in roots])
-        self._jobs.watch([value for value in walk.produced.values() if value.requires_grad])
-        passage.produced = {
-            root: value for root, value in walk.produced.items() if itinerary.needs_grad(root)
-        }
-        return passage
+            with self._stage.interceptor.in_loss():
+                loss = self._loss(tick.micro_batch, output)
+        self._send(tick, produced)
+        self._model.engine.passes.expect_backward(list(produced.values()))
+        differentiable = {n: value for n, value in produced.items() if n in route.needs_grad}
+        return _InFlight(arrived, differentiable, loss)
 
-    def _leaf(self, itinerary: Itinerary, root: Root, value: Tensor) -> Tensor:
-        needs_grad = itinerary.needs_grad(root) and torch.is_grad_enabled()
-        return value.detach().requires_grad_(needs_grad)
-
-    def _check_gradients(self, itinerary: Itinerary, walk: Walk) -> None:
-        for root, value in walk.produced.items():
-            if value.requires_grad and not itinerary.needs_grad(root):
-                raise ShoalError(
-                    f"what {itinerary.calls[root[0]].unit} returned wants a gradient, which it did "
-                    "not when the way through the model was learned"
-                )
-
-    def _shapes(self, route: Route, size: str, chunk: int) -> list[list[Any]]:
-        """What earlier chunks' calls return for inputs of this size."""
+    def _receive_shapes(self, route: Route, size: str, chunk: int) -> Shapes:
+        """What the calls of earlier chunks return, for inputs of this size."""
         if chunk == 0:
             return []
         if (chunk, size) not in route.shapes:
-            encoded = self._mail.receive_object(SHAPES, chunk - 1, chunk)
-            decoded = [[decode_leaf(leaf) for leaf in call] for call in encoded]
-            route.shapes[chunk, size] = decoded
+            encoded = self._links.receive_object(LinkMessage.SHAPES, chunk - 1, chunk)
+            route.shapes[chunk, size] = [[decode_leaf(leaf) for leaf in call] for call in encoded]
         return route.shapes[chunk, size]
 
-    def _announce(self, route: Route, size: str, chunk: int, shapes: list[list[Any]]) -> None:
-        """Tells the next chunk, once for each size of the inputs."""
+    def _announce_shapes(self, route: Route, size: str, chunk: int, shapes: Shapes) -> None:
+        """Tells the next chunk what calls return, once for each size of the inputs."""
         if chunk == self._stage.num_chunks - 1:
             return
         known = route.announced.setdefault((chunk, size), shapes)
         if known is shapes:
             encoded = [[encode_leaf(leaf) for leaf in call] for call in shapes]
-            self._mail.send_object(SHAPES, chunk, chunk + 1, encoded)
+            self._links.send_object(LinkMessage.SHAPES, chunk, chunk + 1, encoded)
         elif known != shapes:
-            units = [call.unit for call in route.itinerary.calls]
-            odd = [u for u, one, other in zip(units, known, shapes, strict=False) if one != other]
+            calls = zip(route.calls, known, shapes, strict=False)
+            units = [call.unit for call, one, other in calls if one != other]
             raise ShoalError(
-                f"the shapes that {', '.join(odd)} returned differ between micro-batches of one "
+                f"the shapes that {', '.join(units)} returned differ between micro-batches of one "
                 "size: shapes between the units of a pipeline must not depend on the numbers in a "
                 "batch"
             )
@@ -197,26 +172,26 @@ class Runner:
     # Backward ---------------------------------------------------------------------------------
 
     def _backward(
-        self, tick: Tick, passage: _Passage, received: Mapping[Root, Tensor], is_split: bool
+        self, tick: Tick, in_flight: _InFlight, received: Mapping[ValueId, Tensor]
     ) -> None:
-        tensors = [passage.produced[root] for root in received]
+        tensors = [in_flight.produced[value_id] for value_id in received]
         gradients: list[Tensor | None] = list(received.values())
-        if passage.loss is not None:
-            tensors.append(passage.loss)
+        if in_flight.loss is not None:
+            tensors.append(in_flight.loss)
             gradients.append(None)
-        if is_split:
-            passage.halves = SplitBackward(tensors, gradients, list(passage.arrived.values()))
-            passage.halves.to_inputs()
+        if self._delays_weights:
+            in_flight.halves = SplitBackward(tensors, gradients, list(in_flight.arrived.values()))
+            in_flight.halves.to_inputs()
         elif tensors:
             torch.autograd.backward(tensors, gradients)
-        self._return_gradients(tick, passage)
-        passage.produced, passage.loss = {}, None
+        self._send(tick, {value_id: value.grad for value_id, value in in_flight.arrived.items()})
+        in_flight.arrived, in_flight.produced, in_flight.loss = {}, {}, None
 
-    def _return_gradients(self, tick: Tick, passage: _Passage) -> None:
-        itinerary = self._routes[tick.micro_batch][0].itinerary
-        for source, roots in itinerary.incoming(tick.chunk).items():
-            wanted = [root for root in roots if itinerary.needs_grad(root)]
-            if wanted:
-                gradients = [passage.arrived[root].grad for root in wanted]
-                self._mail.send(GRADIENTS, tick.chunk, source, gradients)
-        passage.arrived = {}
+
+def _check_gradients(route: Route, produced: Mapping[ValueId, Tensor]) -> None:
+    for value_id, value in produced.items():
+        if value.requires_grad and value_id not in route.needs_grad:
+            raise ShoalError(
+                f"what {value_id.name} returned wants a gradient, which it did not when the route "
+                "through the model was learned"
+            )

@@ -1,12 +1,13 @@
 """Backward in two halves: first the gradients of the inputs, later those of the weights.
 
 [Note: two halves]
-Autograd computes only what is asked for. The first half asks for the gradients of the inputs. On
-its way it passes the nodes where weights come in (a matrix product, say), and what arrives at such
-a node is kept. The second half starts again from these nodes and asks for the weights only: no
-work is done twice. A weight that comes in at several nodes is done in the first half, because from
-the first of these nodes the second would be reached again. Nodes written in Python
-(`torch.autograd.Function`) compute what they compute in both halves: right, but nothing is gained.
+Autograd computes only the gradients that are asked for. The first half asks for those of the
+inputs. Its path through the graph passes the nodes where weights come in (matrix products, for
+example), and the gradients that arrive at such a node are kept. The second half starts again from
+these nodes and asks for the gradients of the weights only: nothing is computed twice. A weight that
+comes in at several nodes is done in the first half, because a second half that starts from one of
+these nodes would pass the others again. Nodes written in Python (`torch.autograd.Function`) compute
+all of their gradients in both halves: the result is right, but no time is gained.
 """
 
 from __future__ import annotations
@@ -45,20 +46,20 @@ class SplitBackward:
         self._arrived: dict[Node, tuple[Tensor | None, ...]] = {}
 
     def to_inputs(self) -> None:
-        """Gradients of the inputs, and of weights that come in at several places."""
-        if not self._inputs:  # the first stage: everything is for the weights
+        """Computes the gradients of the inputs, and of weights that come in at several nodes."""
+        if not self._inputs:  # the first stage: all gradients are those of weights
             self._weights, self._apart = {}, list(range(len(self._tensors)))
             return
         graph = _Graph(self._tensors, self._inputs)
         self._weights = graph.weights_by_node()
         self._apart = [
-            place for place, tensor in enumerate(self._tensors) if not graph.leads_back(tensor)
+            index for index, tensor in enumerate(self._tensors) if not graph.leads_back(tensor)
         ]
         early = graph.early_weights()
         handles = [node.register_prehook(self._keeper(node)) for node in self._weights]
         wanted = [*self._inputs, *early]
-        tensors = [t for place, t in enumerate(self._tensors) if place not in self._apart]
-        gradients = [g for place, g in enumerate(self._gradients) if place not in self._apart]
+        tensors = [t for index, t in enumerate(self._tensors) if index not in self._apart]
+        gradients = [g for index, g in enumerate(self._gradients) if index not in self._apart]
         if wanted and tensors:
             torch.autograd.backward(tensors, gradients, inputs=wanted, retain_graph=True)
         for handle in handles:
@@ -71,40 +72,41 @@ class SplitBackward:
         return keep
 
     def to_weights(self) -> None:
-        """The gradients that are still missing; frees the graph."""
+        """Computes the gradients that are still missing, and frees the graph."""
         for node, weights in self._weights.items():
             arrived = [
-                (GradientEdge(node, place), gradient)
-                for place, gradient in enumerate(self._arrived.get(node, ()))
+                (GradientEdge(node, index), gradient)
+                for index, gradient in enumerate(self._arrived.get(node, ()))
                 if gradient is not None
             ]
             if arrived:
                 edges, gradients = zip(*arrived, strict=True)
                 torch.autograd.backward(edges, gradients, inputs=weights)
         if self._apart:
-            tensors = [self._tensors[place] for place in self._apart]
-            torch.autograd.backward(tensors, [self._gradients[place] for place in self._apart])
+            tensors = [self._tensors[index] for index in self._apart]
+            torch.autograd.backward(tensors, [self._gradients[index] for index in self._apart])
         self._tensors, self._gradients = [], []
         self._weights, self._arrived = {}, {}
 
 
 class _Graph:
-    """Which nodes of a graph lead back to inputs, and where weights come in."""
+    """Which nodes of a graph lead back to inputs, and at which nodes weights come in."""
 
     def __init__(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         self._inputs = {id(tensor) for tensor in inputs}
         self._leads_back: dict[Node, bool] = {}
         self._weights: dict[Node, dict[int, Tensor]] = {}
+        """The weights that come in at a node, by edges that do not lead back to inputs."""
         for tensor in tensors:
             self._explore(_node(tensor))
         self._nodes_of_weight: dict[int, list[Node]] = {}
         for node, leads_back in self._leads_back.items():
             if leads_back:
-                for weight in self._weights_aside(node):
+                for weight in self._weights[node]:
                     self._nodes_of_weight.setdefault(weight, []).append(node)
 
     def _explore(self, start: Node) -> None:
-        """Children before parents, without recursion: graphs are deep."""
+        """Judges children before parents; without recursion, because graphs are deep."""
         stack: list[tuple[Node, list[Node] | None]] = [(start, None)]
         leads_back = self._leads_back
         while stack:
@@ -133,29 +135,25 @@ class _Graph:
         has_weight = variable is not None and not is_input
         self._weights[node] = {id(variable): variable} if has_weight else {}
 
-    def _weights_aside(self, node: Node) -> dict[int, Tensor]:
-        """Weights that come in at a node, beside its way back to the inputs."""
-        return self._weights[node]
-
     def leads_back(self, tensor: Tensor) -> bool:
         """Whether a tensor depends on the inputs."""
         return self._leads_back[_node(tensor)]
 
     def weights_by_node(self) -> dict[Node, list[Tensor]]:
-        """The nodes where weights come in that come in nowhere else."""
+        """The weights that come in at one node only, by that node."""
         found: dict[Node, list[Tensor]] = {}
         for nodes in self._nodes_of_weight.values():
             if len(nodes) == 1:
                 found.setdefault(nodes[0], [])
         for node in found:
-            aside = self._weights_aside(node)
-            found[node] = [w for key, w in aside.items() if len(self._nodes_of_weight[key]) == 1]
+            weights = self._weights[node].items()
+            found[node] = [w for key, w in weights if len(self._nodes_of_weight[key]) == 1]
         return found
 
     def early_weights(self) -> list[Tensor]:
-        """Those that come in at several nodes."""
+        """The weights that come in at several nodes."""
         return [
-            self._weights_aside(nodes[0])[key]
+            self._weights[nodes[0]][key]
             for key, nodes in self._nodes_of_weight.items()
             if len(nodes) > 1
         ]

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from shoal.strategies.pipeline.schedule.schedules import make_schedule
+from shoal.strategies.pipeline.schedule.schedules import Pass, make_schedule
 from shoal.strategies.pipeline.schedule.simulation import Span, bubble, simulate
-from shoal.strategies.pipeline.schedule.tick import Pass
 
 _COLORS = {Pass.FORWARD: "#7fb3ff", Pass.BACKWARD: "#ffb074", Pass.WEIGHTS: "#a8d8a0"}
 _WORDS = {Pass.FORWARD: "forward", Pass.BACKWARD: "backward", Pass.WEIGHTS: "weights"}
@@ -18,11 +17,11 @@ _LABEL_PIXELS = 16
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """Who worked on what when, predicted or measured.
+class ScheduleDrawing:
+    """Which rank did which pass when, predicted or measured.
 
     Attributes:
-        title: What it is of.
+        title: The schedule, the stages and the micro-batches.
         spans: All ranks' passes.
 
     Example:
@@ -42,7 +41,7 @@ class Drawing:
 
     @property
     def heading(self) -> str:
-        """The title, and how much is waited."""
+        """The title, and the share of the time in which ranks wait."""
         return f"{self.title}: {100 * self.bubble:.1f} % of the time is waited"
 
     def __str__(self) -> str:
@@ -84,7 +83,7 @@ class Drawing:
     def _box(self, span: Span) -> str:
         x, width = self._extent(span)
         y = _TOP + _ROW * span.rank + 4
-        title = f"{_WORDS[span.tick.work]} of {span.tick.micro_batch} in chunk {span.tick.chunk}"
+        title = f"{_WORDS[span.tick.kind]} of {span.tick.micro_batch} in chunk {span.tick.chunk}"
         label = ""
         if width >= _LABEL_PIXELS:
             label = (
@@ -95,17 +94,17 @@ class Drawing:
         opacity = 1.0 / (1 + span.tick.chunk // self._num_ranks())
         return (
             f'<g><title>{title}</title><rect x="{x:.1f}" y="{y}" width="{width:.1f}" '
-            f'height="{_ROW - 8}" fill="{_COLORS[span.tick.work]}" fill-opacity="{opacity:.2f}" '
+            f'height="{_ROW - 8}" fill="{_COLORS[span.tick.kind]}" fill-opacity="{opacity:.2f}" '
             f'stroke="white"/>{label}</g>'
         )
 
     def _legend(self, y: int) -> list[str]:
-        used = [work for work in Pass if any(span.tick.work is work for span in self.spans)]
+        used = [kind for kind in Pass if any(span.tick.kind is kind for span in self.spans)]
         return [
-            f'<rect x="{_LEFT + 110 * place}" y="{y - 10}" width="12" height="12" '
-            f'fill="{_COLORS[work]}"/>'
-            f'<text x="{_LEFT + 110 * place + 18}" y="{y}">{_WORDS[work]}</text>'
-            for place, work in enumerate(used)
+            f'<rect x="{_LEFT + 110 * index}" y="{y - 10}" width="12" height="12" '
+            f'fill="{_COLORS[kind]}"/>'
+            f'<text x="{_LEFT + 110 * index + 18}" y="{y}">{_WORDS[kind]}</text>'
+            for index, kind in enumerate(used)
         ]
 
     def _extent(self, span: Span) -> tuple[float, float]:
@@ -120,37 +119,14 @@ class Drawing:
         return 1 + max(span.rank for span in self.spans)
 
     def save(self, path: str | Path) -> None:
-        """Writes ``.svg``, ``.txt`` or ``.png``; the last needs matplotlib."""
+        """Writes a ``.svg`` or a ``.txt`` file."""
         path = Path(path)
         if path.suffix == ".svg":
             path.write_text(self.svg())
         elif path.suffix == ".txt":
             path.write_text(str(self) + "\n")
-        elif path.suffix == ".png":
-            self._save_png(path)
         else:
-            raise ValueError(f"a drawing is saved as .svg, .png or .txt; got {path.name!r}")
-
-    def _save_png(self, path: Path) -> None:
-        try:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(
-                f"drawing {path.name} needs matplotlib: pip install matplotlib, or save as .svg"
-            ) from error
-        figure = Figure(figsize=(11, 0.8 + 0.4 * self._num_ranks()), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
-        for span in self.spans:
-            width = span.stop - span.start
-            axes.barh(span.rank, width, left=span.start, color=_COLORS[span.tick.work], ec="white")
-            center = (span.start + width / 2, span.rank)
-            axes.text(*center, str(span.tick.micro_batch), ha="center", va="center", fontsize=7)
-        axes.set_title(self.heading)
-        axes.set_yticks(range(self._num_ranks()), [f"stage {n}" for n in range(self._num_ranks())])
-        axes.invert_yaxis()
-        figure.savefig(path)
+            raise ValueError(f"a drawing is saved as .svg or .txt; got {path.name!r}")
 
 
 def draw(
@@ -162,27 +138,25 @@ def draw(
     costs: Mapping[Pass, float] | None = None,
     trace: Sequence[Span] | None = None,
     path: str | Path | None = None,
-) -> Drawing:
+) -> ScheduleDrawing:
     """Draws a schedule: as predicted, or as measured if there is a trace.
 
     Args:
-        schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble".
+        schedule: One of `SCHEDULES`.
         stages: How many ranks.
         micro_batches: How many parts of a batch.
-        chunks: Parts of the model on each rank; two if interleaved, otherwise one.
+        chunks: Parts of the model on each rank; by default what the schedule takes.
         costs: What the passes take; by default backward twice as long as forward.
         trace: What ``model.gather_trace()`` returned.
-        path: Where to save it as well, as .svg, .png or .txt.
+        path: Where to save it as well, as .svg or .txt.
 
     Returns:
         A drawing that prints as text; ``svg()`` and ``save(path)`` make pictures.
     """
-    if chunks is None:
-        chunks = 2 if schedule == "interleaved" else 1
     title = f"{schedule}, {stages} stages, {micro_batches} micro-batches"
     plan = make_schedule(schedule, stages, micro_batches, chunks)
     spans = simulate(plan, costs) if trace is None else trace
-    drawing = Drawing(title + (", measured" if trace is not None else ""), spans)
+    drawing = ScheduleDrawing(title + (", measured" if trace is not None else ""), spans)
     if path is not None:
         drawing.save(path)
     return drawing

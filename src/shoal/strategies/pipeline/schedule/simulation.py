@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from shoal.strategies.pipeline.schedule.tick import Pass, Schedule, Tick
+from shoal.strategies.pipeline.schedule.schedules import Pass, Schedule, Tick
 
 COSTS: Mapping[Pass, float] = {Pass.FORWARD: 1.0, Pass.BACKWARD: 2.0, Pass.WEIGHTS: 1.0}
 """Backward takes about twice as long as forward, half of it for the weights."""
 
 
 class Span(NamedTuple):
-    """When a rank worked on what."""
+    """A tick with the rank that did it and the times of its start and stop."""
 
     rank: int
     tick: Tick
@@ -21,7 +21,7 @@ class Span(NamedTuple):
 
 
 def simulate(schedule: Schedule, costs: Mapping[Pass, float] | None = None) -> list[Span]:
-    """Walks a schedule; raises if ranks wait for each other for ever.
+    """Plays a schedule; raises if ranks wait for each other for ever.
 
     ``costs`` are for a whole chunk of the model; where weights have passes of their own and no
     costs are given, backward takes as long as they do.
@@ -34,41 +34,45 @@ def simulate(schedule: Schedule, costs: Mapping[Pass, float] | None = None) -> l
     costs = default_costs(schedule) if costs is None else costs
     num_chunks = 1 + max(tick.chunk for ticks in schedule for tick in ticks)
     done: dict[Tick, float] = {}
-    clocks, places = [0.0] * len(schedule), [0] * len(schedule)
+    clocks, num_done = [0.0] * len(schedule), [0] * len(schedule)
     spans: list[Span] = []
-    while any(place < len(ticks) for place, ticks in zip(places, schedule, strict=True)):
-        moved = False
+    while any(count < len(ticks) for count, ticks in zip(num_done, schedule, strict=True)):
+        has_moved = False
         for rank, ticks in enumerate(schedule):
-            while places[rank] < len(ticks):
-                tick = ticks[places[rank]]
+            while num_done[rank] < len(ticks):
+                tick = ticks[num_done[rank]]
                 needed = needs(tick, num_chunks)
                 if any(need not in done for need in needed):
                     break
                 start = max([clocks[rank], *(done[need] for need in needed)])
-                clocks[rank] = done[tick] = start + costs[tick.work]
+                clocks[rank] = done[tick] = start + costs[tick.kind]
                 spans.append(Span(rank, tick, start, clocks[rank]))
-                places[rank] += 1
-                moved = True
-        if not moved:
+                num_done[rank] += 1
+                has_moved = True
+        if not has_moved:
             raise ValueError("the schedule never ends: ranks wait for each other")
     return spans
 
 
 def default_costs(schedule: Schedule) -> Mapping[Pass, float]:
     """One for forward, two for backward, or one for each half of it."""
-    is_split = any(tick.work is Pass.WEIGHTS for ticks in schedule for tick in ticks)
+    is_split = any(_delays_weights(ticks) for ticks in schedule)
     return {**COSTS, Pass.BACKWARD: 1.0} if is_split else COSTS
 
 
+def _delays_weights(ticks: Sequence[Tick]) -> bool:
+    return any(tick.kind is Pass.WEIGHTS for tick in ticks)
+
+
 def needs(tick: Tick, num_chunks: int) -> list[Tick]:
-    """What must have been done before."""
-    work, number, chunk = tick
-    if work is Pass.FORWARD:
-        return [Tick(work, number, chunk - 1)] if chunk else []
-    if work is Pass.WEIGHTS:
+    """The ticks that must be done before this one."""
+    kind, number, chunk = tick
+    if kind is Pass.FORWARD:
+        return [Tick(kind, number, chunk - 1)] if chunk else []
+    if kind is Pass.WEIGHTS:
         return [Tick(Pass.BACKWARD, number, chunk)]
-    behind = [Tick(work, number, chunk + 1)] if chunk + 1 < num_chunks else []
-    return [Tick(Pass.FORWARD, number, chunk), *behind]
+    later = [Tick(kind, number, chunk + 1)] if chunk + 1 < num_chunks else []
+    return [Tick(Pass.FORWARD, number, chunk), *later]
 
 
 def bubble(spans: Sequence[Span]) -> float:
@@ -85,11 +89,10 @@ def bubble(spans: Sequence[Span]) -> float:
 
 
 def peak_in_flight(ticks: Sequence[Tick]) -> int:
-    """How many micro-batches' activations a rank holds at most; its chunks count each."""
-    is_split = any(tick.work is Pass.WEIGHTS for tick in ticks)
-    last = Pass.WEIGHTS if is_split else Pass.BACKWARD
-    held = peak = 0
+    """How many micro-batches' activations a rank has at most; each of its chunks counts."""
+    last = Pass.WEIGHTS if _delays_weights(ticks) else Pass.BACKWARD
+    count = peak = 0
     for tick in ticks:
-        held += (tick.work is Pass.FORWARD) - (tick.work is last)
-        peak = max(peak, held)
+        count += (tick.kind is Pass.FORWARD) - (tick.kind is last)
+        peak = max(peak, count)
     return peak

@@ -1,1 +1,1 @@
-"""How a model is cut into stages, and what a rank holds of it."""
+"""How a model is cut into units, chunks and stages, and which rank has which parameters."""

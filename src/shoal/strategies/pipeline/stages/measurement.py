@@ -1,4 +1,4 @@
-"""What each unit of a model costs, measured, so that stages can be cut by time."""
+"""How long each unit of a model takes, so that chunks can be balanced by time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def measure_units(
     Args:
         module: The plain module.
         inputs: As for ``train_step``: one micro-batch.
-        stages: How many parts there must be at least.
+        stages: How many units there must be at least.
         repeats: How many runs; the fastest counts.
 
     Example:
@@ -36,7 +36,7 @@ def measure_units(
     names = {id(unit.module): unit.name for unit in find_units(module, stages)}
     best: dict[str, float] = {}
     for _ in range(repeats):
-        watch = _Watch(names)
+        watch = _Stopwatch(names)
         handles = [
             handle
             for part in module.modules()
@@ -54,8 +54,8 @@ def measure_units(
     return best
 
 
-class _Watch:
-    """Times the forward of a unit, and its backward as soon as its outputs are there."""
+class _Stopwatch:
+    """Times the forward of each unit and, right after that, its backward."""
 
     def __init__(self, names: dict[int, str]) -> None:
         self._names = names
@@ -72,7 +72,7 @@ class _Watch:
 
 
 def _time_backward(part: nn.Module, args: Any, output: Any) -> float:
-    """Of this part alone: with respect to its inputs and parameters."""
+    """Seconds of the backward of this unit alone, to its inputs and parameters."""
     tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
     inputs = [t for t in tree_leaves(args) if isinstance(t, Tensor) and t.requires_grad]
     wanted = [*inputs, *(p for p in part.parameters() if p.requires_grad)]

@@ -1,11 +1,11 @@
-"""The parts that a model is cut into: modules that run as a whole on one rank.
+"""The units that a model is cut into, and how they are shared out among chunks.
 
 [Note: units]
-A *unit* is a module that is never cut. Lists and sequences of modules are opened, their members
+A *unit* is a module that is never cut. Lists and sequences of modules are opened, and their members
 are units; a module that contains such a list is opened too, and its own forward runs on every
-rank, with stand-ins for the units of others. What comes before the first list or after the last
-(embeddings, norms, heads) are units as well. The list's members form the *chain*: it is cut into
-chunks where the user says, or so that the largest chunk is as small as can be.
+rank, with stand-ins for the units of other ranks. The modules before the first list and after the
+last (embeddings, norms, heads) are units as well. The members of lists form the *chain*, which is
+cut into chunks where the user says, or so that the largest chunk is as small as possible.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ class Unit:
     """A module that runs as a whole on one rank.
 
     Attributes:
-        name: Its name in the model.
+        name: The module's name in the model.
         module: The module itself.
-        is_link: Whether it is part of the chain that is cut; others run where they are called.
+        is_in_chain: Whether it belongs to the chain that is cut; others run where they are called.
     """
 
     name: str
     module: nn.Module
-    is_link: bool
+    is_in_chain: bool
 
 
 def find_units(model: nn.Module, at_least: int) -> list[Unit]:
-    """A model's units in the order of registration, with at least so many in the chain.
+    """A model's units in the order of registration, ``at_least`` of them in the chain.
+
+    Where there are too few, large units are opened, as far as they can be.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
@@ -42,27 +44,26 @@ def find_units(model: nn.Module, at_least: int) -> list[Unit]:
         ['0', '1', '2']
     """
     units = _unique(_open(model, ""))
-    links = [number for number, unit in enumerate(units) if unit.is_link]
-    if not links:  # no list anywhere: the model's own children are all there is
+    if not any(unit.is_in_chain for unit in units):  # no list: the children form the chain
         units = _unique(_children(model, ""))
-        links = [number for number, unit in enumerate(units) if unit.is_link]
-    if links:  # what is registered between links has its place between them
-        first, last = links[0], links[-1]
+    chain = [index for index, unit in enumerate(units) if unit.is_in_chain]
+    if chain:  # units registered between members of the chain join it
+        first, last = chain[0], chain[-1]
         units[first:last] = [
-            replace(unit, is_link=is_callable(unit.module)) for unit in units[first:last]
+            replace(unit, is_in_chain=is_callable(unit.module)) for unit in units[first:last]
         ]
-    return _refined(units, at_least)
+    return _opened_further(units, at_least)
 
 
 def _open(module: nn.Module, name: str) -> Iterator[Unit]:
-    """The units below a module."""
+    """The units inside of a module."""
     if _is_chain(module):
         yield from _children(module, name)
     elif _is_container(module) or any(_is_chain(part) for part in module.modules()):
         for child_name, child in module.named_children():
             yield from _open(child, _join(name, child_name))
     elif has_state(module):
-        yield Unit(name, module, is_link=False)
+        yield Unit(name, module, is_in_chain=False)
 
 
 def _children(module: nn.Module, name: str) -> Iterator[Unit]:
@@ -70,7 +71,7 @@ def _children(module: nn.Module, name: str) -> Iterator[Unit]:
         if _is_container(child):
             yield from _children(child, _join(name, child_name))
         else:
-            yield Unit(_join(name, child_name), child, is_link=is_callable(child))
+            yield Unit(_join(name, child_name), child, is_in_chain=is_callable(child))
 
 
 def _is_chain(module: nn.Module) -> bool:
@@ -78,17 +79,17 @@ def _is_chain(module: nn.Module) -> bool:
 
 
 def _is_container(module: nn.Module) -> bool:
-    """Whether it is its members that run, as in a `ModuleList`."""
+    """Whether a module has no forward, only members that are called, as a `ModuleList`."""
     return not is_callable(module) and any(True for _ in module.children())
 
 
 def is_callable(module: nn.Module) -> bool:
-    """Whether it has a forward at all: lists of modules and of parameters have none."""
+    """Whether a module has a forward: lists of modules and of parameters have none."""
     return type(module).forward is not nn.Module.forward
 
 
 def has_state(module: nn.Module) -> bool:
-    """Whether anything in it is trained or saved; what has nothing is run by every rank."""
+    """Whether a module has anything that is trained or saved; every rank runs those without."""
     if any(True for _ in module.parameters()):
         return True
     return any(
@@ -110,22 +111,22 @@ def _unique(units: Iterator[Unit]) -> list[Unit]:
     return unique
 
 
-def _refined(units: list[Unit], at_least: int) -> list[Unit]:
-    """Opens the largest units until there are enough links."""
-    while sum(unit.is_link for unit in units) < at_least:
+def _opened_further(units: list[Unit], at_least: int) -> list[Unit]:
+    """Opens the largest units until the chain has enough of them."""
+    while sum(unit.is_in_chain for unit in units) < at_least:
         openable = [unit for unit in units if len(_parts(unit)) > 1]
         if not openable:
             break
         largest = max(openable, key=lambda unit: num_elements(unit.module))
         parts = _parts(largest)
         known = {id(unit.module) for unit in units}
-        place = units.index(largest)
-        units[place : place + 1] = [unit for unit in parts if id(unit.module) not in known]
+        index = units.index(largest)
+        units[index : index + 1] = [unit for unit in parts if id(unit.module) not in known]
     return units
 
 
 def _parts(unit: Unit) -> list[Unit]:
-    """The first units below this one that are more than one."""
+    """The units inside of a unit: those of the first module that has more than one."""
     parts = [part for part in _children(unit.module, unit.name) if has_state(part.module)]
     return _parts(parts[0]) if len(parts) == 1 else parts
 
@@ -135,7 +136,7 @@ def _join(name: str, child: str) -> str:
 
 
 def num_elements(module: nn.Module) -> int:
-    """Elements of all its parameters."""
+    """The elements of all parameters of a module."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
@@ -151,38 +152,38 @@ def cut_chain(
     """The chunk of each unit, by name.
 
     Args:
-        units: All of them.
+        units: All units of the model.
         num_chunks: How many chunks.
         cut: The names of the units that the second and the later chunks begin with.
         balance: What each unit costs, by name; by default its number of parameters.
     """
-    links = [unit for unit in units if unit.is_link]
-    if len(links) < num_chunks:
-        raise _too_few(links, num_chunks)
+    chain = [unit for unit in units if unit.is_in_chain]
+    if len(chain) < num_chunks:
+        raise _too_few(chain, num_chunks)
     costs = _costs(units, balance)
     firsts = (
-        _named_cuts(links, num_chunks, cut) if cut else _balanced_cuts(units, costs, num_chunks)
+        _named_cuts(chain, num_chunks, cut) if cut else _balanced_cuts(units, costs, num_chunks)
     )
     chunks: dict[str, int] = {}
     chunk = num_seen = 0
     for unit in units:
-        if unit.is_link:
+        if unit.is_in_chain:
             chunk += num_seen in firsts
             num_seen += 1
         chunks[unit.name] = chunk
     return chunks
 
 
-def _too_few(links: Sequence[Unit], num_chunks: int) -> ValueError:
+def _too_few(chain: Sequence[Unit], num_chunks: int) -> ValueError:
     needed = f"{num_chunks} are needed (stages times chunks)"
-    if not links:
+    if not chain:
         return ValueError(
             f"the model has no modules inside and cannot be cut into parts, of which {needed}: "
             "build it of modules, as in nn.Sequential or nn.ModuleList, or use a single stage"
         )
-    names = ", ".join(unit.name for unit in links)
+    names = ", ".join(unit.name for unit in chain)
     return ValueError(
-        f"the model can be cut into {len(links)} part{'s' * (len(links) > 1)} ({names}), and "
+        f"the model can be cut into {len(chain)} part{'s' * (len(chain) > 1)} ({names}), and "
         f"{needed}: use fewer stages, or build the model of more modules"
     )
 
@@ -195,31 +196,31 @@ def _costs(units: Sequence[Unit], balance: Mapping[str, float] | None) -> list[f
     for unit in units:
         fresh = [p for p in unit.module.parameters() if id(p) not in seen]
         seen.update(map(id, fresh))
-        # One more, so that parts without parameters are spread as well.
+        # One more, so that units without parameters are spread over the chunks as well.
         costs.append(1.0 + sum(parameter.numel() for parameter in fresh))
     return costs
 
 
-def _named_cuts(links: Sequence[Unit], num_chunks: int, cut: Sequence[str]) -> list[int]:
-    names = [unit.name for unit in links]
+def _named_cuts(chain: Sequence[Unit], num_chunks: int, cut: Sequence[str]) -> list[int]:
+    names = [unit.name for unit in chain]
     unknown = [name for name in cut if name not in names]
-    places = [names.index(name) for name in cut if name in names]
-    if unknown or len(cut) != num_chunks - 1 or places != sorted(set(places)) or 0 in places:
+    firsts = [names.index(name) for name in cut if name in names]
+    if unknown or len(cut) != num_chunks - 1 or firsts != sorted(set(firsts)) or 0 in firsts:
         raise ValueError(
             f"cut must name the units that the {num_chunks - 1} later chunks begin with, in order; "
             f"got {list(cut)}. The units are {', '.join(names)}"
         )
-    return places
+    return firsts
 
 
 def _balanced_cuts(units: Sequence[Unit], costs: Sequence[float], num_chunks: int) -> list[int]:
-    """Where later chunks begin, so that the largest is as small as can be."""
-    weights = _link_weights(units, costs)
+    """Where later chunks begin, so that the largest is as small as possible."""
+    weights = _chain_weights(units, costs)
     count = len(weights)
     sums = [0.0]
     for weight in weights:
         sums.append(sums[-1] + weight)
-    # best[k][i]: the largest of k chunks of the first i links, and where the last begins
+    # best[k][i]: the largest of k chunks of the chain's first i units, and where the last begins
     best = [[(float("inf"), 0)] * (count + 1) for _ in range(num_chunks + 1)]
     best[0][0] = (0.0, 0)
     for chunks in range(1, num_chunks + 1):
@@ -235,12 +236,15 @@ def _balanced_cuts(units: Sequence[Unit], costs: Sequence[float], num_chunks: in
     return firsts[::-1]
 
 
-def _link_weights(units: Sequence[Unit], costs: Sequence[float]) -> list[float]:
-    """What each link costs, with what comes before the first and after the last."""
+def _chain_weights(units: Sequence[Unit], costs: Sequence[float]) -> list[float]:
+    """What each unit of the chain costs, together with the other units that follow it.
+
+    Those before the first count with the first.
+    """
     weights: list[float] = []
     before = 0.0
     for unit, cost in zip(units, costs, strict=True):
-        if unit.is_link:
+        if unit.is_in_chain:
             weights.append(cost + before)
             before = 0.0
         elif weights:

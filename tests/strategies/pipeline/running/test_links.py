@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.strategies.pipeline.running.links import GRADIENTS, Mail
+from shoal.strategies.pipeline.running.links import LinkMessage, StageLinks
 
 
 def test_what_stands_for_none_is_on_the_device_of_the_transport() -> None:
@@ -16,6 +16,6 @@ def test_what_stands_for_none_is_on_the_device_of_the_transport() -> None:
     sent: list[Tensor] = []
     device = torch.device("meta")  # any but the CPU
     group = SimpleNamespace(device=device, start_send=lambda tensor, *_: sent.append(tensor))
-    stage: Any = SimpleNamespace(group=group, rank=0, num_chunks=2, rank_of=lambda chunk: chunk)
-    Mail(stage).send(GRADIENTS, 0, 1, [None])
+    stage: Any = SimpleNamespace(group=group, rank=0, num_chunks=2, rank_of_chunk=[0, 1])
+    StageLinks(stage).send(LinkMessage.GRADIENTS, 0, 1, [None])
     assert [tensor.device for tensor in sent] == [device]

@@ -247,9 +247,8 @@ def test_frozen_first_stages(schedule) -> None:
         )
         for number in range(2):
             step(model, optimizer, number=number)
-        assert not [root for roots in model.itinerary().wanted.values() for root in roots
-                    if model.itinerary().needs_grad(root)
-                    and model.itinerary().calls[root[0]].unit == "blocks.0"]  # fmt: skip
+        needs_grad = model.pipeline.last_route.needs_grad
+        assert "blocks.0" not in {value_id.name for value_id in needs_grad}
         model.requires_grad_(True)  # later on: everything
         step(model, optimizer, number=2)
         return model.state_dict(), plain

@@ -1,4 +1,4 @@
-"""Drawings of schedules: text, SVG and PNG, predicted and measured."""
+"""Drawings of schedules: text and SVG, predicted and measured."""
 
 from __future__ import annotations
 
@@ -6,12 +6,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-import leaks
-
-# What it leaves behind when it is first imported is not a drawing's.
-pytest.importorskip("matplotlib.backends.backend_agg")
-
-from shoal.strategies.pipeline import Span, draw, make_schedule, simulate
+from shoal.strategies.pipeline import SCHEDULES, Span, draw, make_schedule, simulate
 
 
 def test_text() -> None:
@@ -22,7 +17,7 @@ def test_text() -> None:
 
 
 def test_every_pass_is_a_box() -> None:
-    for name in ("gpipe", "1f1b", "interleaved", "zero-bubble"):
+    for name in SCHEDULES:
         drawing = draw(name, 3, 4)
         root = ElementTree.fromstring(drawing.svg())
         boxes = root.findall("{http://www.w3.org/2000/svg}g")
@@ -44,14 +39,6 @@ def test_saved(tmp_path, suffix) -> None:
     assert path.stat().st_size > 100
 
 
-def test_saved_as_png(tmp_path) -> None:
-    draw("1f1b", 1, 1, path=tmp_path / "first.png")  # matplotlib keeps the fonts it has opened
-    leaks.baseline()
-    path = tmp_path / "schedule.png"
-    draw("zero-bubble", 2, 4, path=path)
-    assert path.read_bytes()[:4] == b"\x89PNG"
-
-
 def test_other_formats_are_refused(tmp_path) -> None:
-    with pytest.raises(ValueError, match=r"\.svg, \.png or \.txt"):
-        draw("1f1b", 2, 2, path=tmp_path / "x.gif")
+    with pytest.raises(ValueError, match=r"\.svg or \.txt"):
+        draw("1f1b", 2, 2, path=tmp_path / "x.png")
