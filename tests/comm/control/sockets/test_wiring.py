@@ -16,7 +16,7 @@ from control_worlds import TIMEOUT_S, ThreadBootstrap, on_all
 from shoal.comm.control import addresses
 from shoal.comm.control.addresses import ADDRESS_VARIABLE
 from shoal.comm.control.sockets import handshake, wiring
-from shoal.comm.control.sockets.handshake import HandshakeError, Talk
+from shoal.comm.control.sockets.handshake import HandshakeError, Steps
 from shoal.comm.control.sockets.sockets import SocketControl
 from shoal.errors import ShoalError
 
@@ -27,7 +27,7 @@ _PLACES_ROUND = 2
 # The handshake, without sockets ---------------------------------------------------------
 
 
-def shake(caller: Talk, called: Talk) -> tuple[int, int]:
+def shake(caller: Steps, called: Steps) -> tuple[int, int]:
     """Lets two sides talk; returns whom each of them met."""
     (hello, _), _ = next(caller), next(called)
     reply, _ = called.send(hello)
@@ -35,7 +35,7 @@ def shake(caller: Talk, called: Talk) -> tuple[int, int]:
     return _returned(caller, b""), _returned(called, proof)
 
 
-def _returned(talk: Talk, data: bytes) -> int:
+def _returned(talk: Steps, data: bytes) -> int:
     with pytest.raises(StopIteration) as end:
         talk.send(data)
     return int(end.value.value)
