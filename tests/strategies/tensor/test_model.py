@@ -196,7 +196,7 @@ def test_norms_count_everything_once(norm_type: float) -> None:
     def norm() -> float:
         model, _ = wrapped()
         text_loss(model, batch(0)).backward()
-        by_torch = float(nn.utils.clip_grad_norm_(model.parameters(), 100.0, norm_type))
+        by_torch = float(nn.utils.clip_grad_norm_(model.parameters(), 1e9, norm_type))
         by_model = float(model.clip_grad_norm_(0.01, norm_type))
         assert by_torch == pytest.approx(by_model, rel=1e-12)
         return by_model
