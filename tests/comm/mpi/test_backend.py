@@ -208,4 +208,4 @@ def test_without_mpi4py_the_error_says_what_to_install(monkeypatch):
 def test_ranks_that_mpiexec_did_not_start_are_refused():
     alone, place = SimpleNamespace(rank=0, size=1), SimpleNamespace(rank=1, size=2)
     with pytest.raises(BackendUnavailableError, match="rank 1 of 2, but to MPI it is rank 0 of 1"):
-        mpi._check_place(alone, place)
+        mpi._check_position(alone, place)
