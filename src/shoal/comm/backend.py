@@ -26,7 +26,7 @@ from torch import Tensor
 from shoal.comm import objects
 from shoal.comm import operation as ops
 from shoal.comm.accounting.ledger import Account
-from shoal.comm.accounting.statistics import Snapshot, Statistics
+from shoal.comm.accounting.statistics import Statistics, StatisticsSnapshot
 from shoal.comm.exit_records import ExitRecords, Recorded
 from shoal.comm.lanes import Lanes
 from shoal.comm.operation.reduction import ReduceOp
@@ -393,7 +393,7 @@ class Backend(ABC):
 
     # Counters and the end ---------------------------------------------------------------------
 
-    def stats(self) -> Snapshot:
+    def stats(self) -> StatisticsSnapshot:
         """Counters of this rank by operation, over all groups of the world; and memory."""
         return self._state.statistics.snapshot()
 

@@ -44,12 +44,12 @@ def copy(tensor: Tensor, group: Backend) -> Tensor:
 
 def reduce(tensor: Tensor, group: Backend) -> Tensor:
     """Sums partial results; each rank's part gets the whole gradient."""
-    return _Reduce.apply(tensor, group)
+    return _ReduceFunction.apply(tensor, group)
 
 
 def split(tensor: Tensor, group: Backend, dim: int = 0) -> Tensor:
     """Keeps this rank's part along ``dim`` of a value that is the same on all ranks."""
-    return _Split.apply(tensor, group, dim, split_sizes(tensor.shape[dim], group.size))
+    return _SplitFunction.apply(tensor, group, dim, split_sizes(tensor.shape[dim], group.size))
 
 
 def join(tensor: Tensor, group: Backend, dim: int = 0) -> Tensor:
@@ -59,12 +59,12 @@ def join(tensor: Tensor, group: Backend, dim: int = 0) -> Tensor:
 
 def gather(tensor: Tensor, group: Backend, dim: int = 0) -> Tensor:
     """Joins all ranks' parts along ``dim``; what follows differs between ranks."""
-    return _Gather.apply(tensor, group, dim)
+    return _GatherFunction.apply(tensor, group, dim)
 
 
 def reduce_scatter(tensor: Tensor, group: Backend, dim: int = 0) -> Tensor:
     """Sums over ranks and keeps this rank's part along ``dim``."""
-    return _ReduceScatter.apply(tensor, group, dim, None)
+    return _ReduceScatterFunction.apply(tensor, group, dim, None)
 
 
 def exchange(tensor: Tensor, group: Backend, sizes: Sequence[int] | None = None) -> Tensor:
@@ -90,7 +90,7 @@ class _Copy(_Function):
         return reduce(gradients[0], ctx.group), None
 
 
-class _Reduce(_Function):
+class _ReduceFunction(_Function):
     @staticmethod
     def forward(ctx: Context, tensor: Tensor, group: Backend) -> Tensor:
         ctx.group = group
@@ -102,7 +102,7 @@ class _Reduce(_Function):
         return copy(gradients[0], ctx.group), None
 
 
-class _Split(_Function):
+class _SplitFunction(_Function):
     @staticmethod
     def forward(
         ctx: Context, tensor: Tensor, group: Backend, dim: int, sizes: Sequence[int]
@@ -124,10 +124,10 @@ class _Join(_Function):
 
     @staticmethod
     def backward(ctx: Context, *gradients: Tensor) -> Gradients:
-        return _Split.apply(gradients[0], ctx.group, ctx.dim, ctx.sizes), None, None
+        return _SplitFunction.apply(gradients[0], ctx.group, ctx.dim, ctx.sizes), None, None
 
 
-class _Gather(_Function):
+class _GatherFunction(_Function):
     @staticmethod
     def forward(ctx: Context, tensor: Tensor, group: Backend, dim: int) -> Tensor:
         joined, sizes = _all_gather(tensor, group, dim)
@@ -136,10 +136,10 @@ class _Gather(_Function):
 
     @staticmethod
     def backward(ctx: Context, *gradients: Tensor) -> Gradients:
-        return _ReduceScatter.apply(gradients[0], ctx.group, ctx.dim, ctx.sizes), None, None
+        return _ReduceScatterFunction.apply(gradients[0], ctx.group, ctx.dim, ctx.sizes), None, None
 
 
-class _ReduceScatter(_Function):
+class _ReduceScatterFunction(_Function):
     @staticmethod
     def forward(
         ctx: Context, tensor: Tensor, group: Backend, dim: int, sizes: Sequence[int] | None

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from shoal.comm import Backend
 from shoal.data.draws import Draws
 from shoal.data.rank_batches import (
+    BatchPart,
     ItemsOfBatch,
-    Part,
     Position,
     RankBatches,
     RowsOfBatch,
@@ -66,7 +66,7 @@ class DividedLoader(DataLoader[T]):
             yield from islice(self._stream(begin), self._num_batches, None)
         else:
             self._same_order.num_to_skip = self._num_batches
-            yield from (batch.value if isinstance(batch, Part) else batch for batch in begin())
+            yield from (batch.value if isinstance(batch, BatchPart) else batch for batch in begin())
 
     def _stream(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         for number, part in enumerate(self._draws.drawn(lambda: iter(begin()))):

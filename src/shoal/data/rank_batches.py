@@ -115,7 +115,7 @@ def _check_size(batch: list[Any], size: int, number: int) -> None:
         )
 
 
-class Part(NamedTuple):
+class BatchPart(NamedTuple):
     """What a rank takes of a batch that all of them have seen, or nothing of one too small."""
 
     value: Any
@@ -131,12 +131,12 @@ class ItemsOfBatch:
         """In workers it is a copy."""
         self._collate, self._position, self._is_first = collate, position, True
 
-    def __call__(self, data: Any) -> Part:
+    def __call__(self, data: Any) -> BatchPart:
         """The items of a whole batch."""
         seen = fingerprint(data) if self._is_first else ""
         self._is_first = False
         value, is_there = self._take(data)
-        return Part(value, is_there, seen)
+        return BatchPart(value, is_there, seen)
 
     def _take(self, data: Any) -> tuple[Any, bool]:
         if len(data) < self._position.size:

@@ -30,7 +30,7 @@ def run_concurrently(actions: Sequence[Action]) -> list[Any]:
         >>> run_concurrently([lambda has_failed: 1, lambda has_failed: 2])
         [1, 2]
     """
-    work = _Work(actions)
+    work = _ConcurrentTask(actions)
     threads = [work.start(number) for number in range(1, len(actions))]
     if actions:
         work.do(0)
@@ -41,7 +41,7 @@ def run_concurrently(actions: Sequence[Action]) -> list[Any]:
     return work.results
 
 
-class _Work:
+class _ConcurrentTask:
     def __init__(self, actions: Sequence[Action]) -> None:
         self._actions = actions
         self._has_failed = threading.Event()

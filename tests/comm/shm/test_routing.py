@@ -9,7 +9,7 @@ import pytest
 from shoal.comm.shm.routing import (
     HALF_BYTES,
     SMALL_BYTES,
-    Route,
+    ShmRoute,
     Shown,
     Way,
     decode_shown,
@@ -76,19 +76,19 @@ def test_what_the_fast_path_takes() -> None:
 @pytest.mark.parametrize(
     ("ways", "num_bytes", "expected"),
     [
-        ((STAGED, STAGED), SMALL_BYTES, Route.STAGED),
-        ((STAGED, STAGED), HALF_BYTES, Route.STAGED),
-        ((STAGED,) * 3, SMALL_BYTES, Route.STAGED),
-        ((STAGED,) * 3, HALF_BYTES, Route.SLICES),
-        ((SHARED, STAGED), HALF_BYTES, Route.SLICES),
-        ((SHARED, SHARED), HALF_BYTES, Route.SLICES),
-        ((DIRECT, DIRECT), LONG, Route.HALVES),
-        ((DIRECT, SHARED), LONG, Route.HALVES),
-        ((DIRECT, WINDOWED), LONG, Route.EVERYWHERE),
-        ((WINDOWED, WINDOWED), LONG, Route.EVERYWHERE),
-        ((WINDOWED, SHARED), LONG, Route.SLICES),
-        ((WINDOWED,) * 3, LONG, Route.SLICES),
-        ((SHARED,) * 4, LONG, Route.SLICES),
+        ((STAGED, STAGED), SMALL_BYTES, ShmRoute.STAGED),
+        ((STAGED, STAGED), HALF_BYTES, ShmRoute.STAGED),
+        ((STAGED,) * 3, SMALL_BYTES, ShmRoute.STAGED),
+        ((STAGED,) * 3, HALF_BYTES, ShmRoute.SLICES),
+        ((SHARED, STAGED), HALF_BYTES, ShmRoute.SLICES),
+        ((SHARED, SHARED), HALF_BYTES, ShmRoute.SLICES),
+        ((DIRECT, DIRECT), LONG, ShmRoute.HALVES),
+        ((DIRECT, SHARED), LONG, ShmRoute.HALVES),
+        ((DIRECT, WINDOWED), LONG, ShmRoute.EVERYWHERE),
+        ((WINDOWED, WINDOWED), LONG, ShmRoute.EVERYWHERE),
+        ((WINDOWED, SHARED), LONG, ShmRoute.SLICES),
+        ((WINDOWED,) * 3, LONG, ShmRoute.SLICES),
+        ((SHARED,) * 4, LONG, ShmRoute.SLICES),
     ],
 )
 def test_routes_of_an_all_reduce(ways, num_bytes, expected) -> None:
@@ -99,10 +99,10 @@ def test_routes_of_an_all_reduce(ways, num_bytes, expected) -> None:
 @pytest.mark.parametrize(
     ("way", "expected"),
     [
-        (STAGED, Route.STAGED),
-        (DIRECT, Route.ROOT_DIRECT),
-        (SHARED, Route.ROOT_SHARED),
-        (WINDOWED, Route.WINDOWS),
+        (STAGED, ShmRoute.STAGED),
+        (DIRECT, ShmRoute.ROOT_DIRECT),
+        (SHARED, ShmRoute.ROOT_SHARED),
+        (WINDOWED, ShmRoute.WINDOWS),
     ],
 )
 @pytest.mark.parametrize("other", [NOTHING, SHARED])
@@ -112,13 +112,13 @@ def test_a_broadcast_depends_on_the_root_alone(way, other, expected) -> None:
 
 @pytest.mark.parametrize("kind", ["reduce_scatter", "collect"])
 def test_routes_of_collectives_that_read_parts(kind) -> None:
-    assert route(kind, [STAGED, STAGED, NOTHING]) is Route.STAGED
+    assert route(kind, [STAGED, STAGED, NOTHING]) is ShmRoute.STAGED
     for way in (SHARED, WINDOWED, DIRECT):
-        assert route(kind, [STAGED, way, NOTHING]) is Route.WINDOWS
+        assert route(kind, [STAGED, way, NOTHING]) is ShmRoute.WINDOWS
 
 
 def test_a_reduce_is_made_in_slices() -> None:
-    assert {route("reduce", ways) for ways in itertools.product(Way, Way)} == {Route.SLICES}
+    assert {route("reduce", ways) for ways in itertools.product(Way, Way)} == {ShmRoute.SLICES}
 
 
 @pytest.mark.parametrize("way", list(Way))

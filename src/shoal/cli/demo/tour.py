@@ -20,7 +20,7 @@ _REPETITIONS = 5
 
 
 @dataclass(frozen=True)
-class Shown:
+class TourStep:
     """One operation on one rank: how it was called, what went in, what came out."""
 
     call: str
@@ -32,7 +32,7 @@ class Shown:
 class Visit:
     """What one rank brings back from the tour."""
 
-    shown: list[Shown]
+    shown: list[TourStep]
     seconds: dict[tuple[str, int], float]
     """Median time by operation and bytes."""
 
@@ -52,7 +52,7 @@ def visit(sizes: Sequence[int]) -> Visit:
     return Visit(show_all(backend), measure(backend, sizes))
 
 
-def show_all(backend: Backend) -> list[Shown]:
+def show_all(backend: Backend) -> list[TourStep]:
     """Every operation on small numbers that tell the ranks apart."""
     rank, size = backend.rank, backend.size
     mine = torch.tensor([rank, 10 * rank])
@@ -75,9 +75,9 @@ def show_all(backend: Backend) -> list[Shown]:
     ]
 
 
-def _show(call: str, value: Any, operation: Callable[[Any], Any]) -> Shown:
+def _show(call: str, value: Any, operation: Callable[[Any], Any]) -> TourStep:
     given = _text(value)
-    return Shown(call, given, _text(operation(value.clone() if _is_tensor(value) else value)))
+    return TourStep(call, given, _text(operation(value.clone() if _is_tensor(value) else value)))
 
 
 def _pass_on(backend: Backend, tensor: Tensor) -> Tensor:

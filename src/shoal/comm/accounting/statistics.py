@@ -29,7 +29,7 @@ class Counter:
     waiting_seconds: float = 0.0
 
 
-class Snapshot(dict[str, Counter]):
+class StatisticsSnapshot(dict[str, Counter]):
     """Counters by operation, and the memory that is in use for each purpose.
 
     Attributes:
@@ -76,12 +76,12 @@ class Statistics:
             counter.seconds += seconds
             counter.waiting_seconds += waiting_seconds
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> StatisticsSnapshot:
         """A copy of the figures as they are now."""
         with self._lock:
             self._add_up()
             counters = {kind: replace(counter) for kind, counter in self._counters.items()}
-        return Snapshot(counters, self.memory.snapshot())
+        return StatisticsSnapshot(counters, self.memory.snapshot())
 
     def reset(self) -> None:
         """Everything back to zero."""

@@ -45,7 +45,7 @@ _SEGMENTS = ("/dev/shm/mpich_shm_", "/dev/shm/sm_segment.")
 _abandoned: list[Any] = []
 
 
-class _Ending:
+class _MPIEnding:
     """What decides how this process leaves MPI."""
 
     has_failed = False
@@ -61,7 +61,7 @@ def load(timeout: float) -> ModuleType:
         DeadlineError: If MPI did not start in time, because some rank did not start it.
     """
     module = _import()
-    _Ending.timeout = timeout
+    _MPIEnding.timeout = timeout
     if module.Is_finalized():
         raise BackendUnavailableError(
             "MPI was finalized in this process and cannot be started again: "
@@ -141,18 +141,18 @@ def unlink_segments() -> None:
 
 def watch(pids: Sequence[int]) -> None:
     """All ranks are these processes of this host; the end of one is the end of all."""
-    _Ending.pids = pids
+    _MPIEnding.pids = pids
 
 
 def keep(*things: Any) -> None:
     """Keeps requests and their buffers for ever, because no thread will wait for them."""
     _abandoned.append(things)
-    _Ending.has_failed = True
+    _MPIEnding.has_failed = True
 
 
 def mark_failed() -> None:
     """A rank failed: from now on, ending MPI could take for ever."""
-    _Ending.has_failed = True
+    _MPIEnding.has_failed = True
 
 
 def finalize() -> None:
@@ -166,7 +166,7 @@ def finalize() -> None:
     if MPI.Is_finalized():
         return
     # An uncaught exception is a failure as well: the others must not have to wait for it.
-    has_failed = _Ending.has_failed or getattr(sys, "last_value", None) is not None
+    has_failed = _MPIEnding.has_failed or getattr(sys, "last_value", None) is not None
     is_ours = mpi4py.rc.finalize is False
     if has_failed and not is_ours:
         sys.stdout.flush()
@@ -191,9 +191,9 @@ def _all_at_end(world: MPI.Comm) -> bool:
 
 
 def _await_end(request: MPI.Request) -> bool:
-    end = time.monotonic() + _Ending.timeout
+    end = time.monotonic() + _MPIEnding.timeout
     for pause in pauses():
-        is_over = time.monotonic() > end or any(map(_is_gone, _Ending.pids))
+        is_over = time.monotonic() > end or any(map(_is_gone, _MPIEnding.pids))
         with LOCK:
             if request.Test():
                 return True

@@ -27,7 +27,7 @@ from shoal.comm.shm import routing
 from shoal.comm.shm.copying import copy
 from shoal.comm.shm.exposure import Exposer
 from shoal.comm.shm.pending import PendingOperations
-from shoal.comm.shm.routing import NOTHING, SMALL_BYTES, Route, Shown, Way, decode_shown
+from shoal.comm.shm.routing import NOTHING, SMALL_BYTES, ShmRoute, Shown, Way, decode_shown
 from shoal.system.site import call_frame
 from shoal.torch_support.dtypes import PLAIN
 from shoal.torch_support.process_memory import read_into
@@ -188,7 +188,8 @@ class FastPath:
             payload = operation.prepare(headers, self._rank)
             payload.wires = [header.wire for header in headers]
             route = self._route(call.kind, payload)
-            if route not in (Route.STAGED, Route.ROOT_DIRECT):  # another rank's data is elsewhere
+            # The data of another rank is elsewhere.
+            if route not in (ShmRoute.STAGED, ShmRoute.ROOT_DIRECT):
                 times = (begin, waited)
                 result: Tensor = self._backend._carry_out(operation, payload, patience, times)
                 return result
@@ -217,7 +218,7 @@ class FastPath:
         else:
             variant.finish(target)
 
-    def _route(self, kind: str, payload: Payload) -> Route:
+    def _route(self, kind: str, payload: Payload) -> ShmRoute:
         ways = [decode_shown(wire).way for wire in payload.wires]
         return routing.route(kind, ways, num_bytes=payload.num_bytes, root=payload.root)
 
@@ -256,16 +257,16 @@ class FastPath:
         variant: _Variant,
         payload: Payload,
         shown: Sequence[bytes],
-        route: Route,
+        route: ShmRoute,
     ) -> None:
-        if route is Route.ROOT_DIRECT:
+        if route is ShmRoute.ROOT_DIRECT:
             finish = self._reader_of_root(payload)
         else:
             counts = payload.counts if call.kind == "all_gather" else [payload.total] * self._size
             wholes = self._exposer.staged_wholes(payload, counts, call.dtype)
             finish = _finisher(call, payload, wholes, self._rank)
         # All at once, and only now: a variant that is known by what was shown must be complete.
-        variant.finish, variant.is_direct = finish, route is Route.ROOT_DIRECT
+        variant.finish, variant.is_direct = finish, route is ShmRoute.ROOT_DIRECT
         variant.shown, variant.num_bytes = shown, payload.num_bytes
 
     def _reader_of_root(self, payload: Payload) -> Finisher:

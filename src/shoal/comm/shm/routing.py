@@ -87,7 +87,7 @@ def decode_shown(wire: bytes) -> Shown:
     return Shown(way, wire[1:])
 
 
-class Route(Enum):
+class ShmRoute(Enum):
     """How a collective moves data; one method of `Transfers` or `FastPath` for each."""
 
     STAGED = auto()
@@ -137,7 +137,7 @@ def longest_cached(size: int) -> dict[str, int]:
     }
 
 
-def route(kind: str, ways: Sequence[Way], *, num_bytes: int = 0, root: int = 0) -> Route:
+def route(kind: str, ways: Sequence[Way], *, num_bytes: int = 0, root: int = 0) -> ShmRoute:
     """The route of a collective, the same on every rank.
 
     Args:
@@ -149,26 +149,26 @@ def route(kind: str, ways: Sequence[Way], *, num_bytes: int = 0, root: int = 0) 
     if kind == "broadcast":
         return _ROUTE_FROM_ROOT[ways[root]]
     if kind == "reduce":
-        return Route.SLICES
+        return ShmRoute.SLICES
     if kind == "all_reduce":
         return _route_of_all_reduce(set(ways), len(ways), num_bytes)
     is_all_staged = all(way in (Way.STAGED, Way.NOTHING) for way in ways)
-    return Route.STAGED if is_all_staged else Route.WINDOWS
+    return ShmRoute.STAGED if is_all_staged else ShmRoute.WINDOWS
 
 
 _ROUTE_FROM_ROOT = {
-    Way.STAGED: Route.STAGED,
-    Way.DIRECT: Route.ROOT_DIRECT,
-    Way.SHARED: Route.ROOT_SHARED,
-    Way.WINDOWED: Route.WINDOWS,
+    Way.STAGED: ShmRoute.STAGED,
+    Way.DIRECT: ShmRoute.ROOT_DIRECT,
+    Way.SHARED: ShmRoute.ROOT_SHARED,
+    Way.WINDOWED: ShmRoute.WINDOWS,
 }
 
 
-def _route_of_all_reduce(ways: set[Way], size: int, num_bytes: int) -> Route:
+def _route_of_all_reduce(ways: set[Way], size: int, num_bytes: int) -> ShmRoute:
     if ways == {Way.STAGED} and (size == 2 or num_bytes <= SMALL_BYTES):
-        return Route.STAGED
+        return ShmRoute.STAGED
     if Way.DIRECT in ways and Way.WINDOWED not in ways:
-        return Route.HALVES
+        return ShmRoute.HALVES
     if size == 2 and Way.SHARED not in ways:
-        return Route.EVERYWHERE
-    return Route.SLICES
+        return ShmRoute.EVERYWHERE
+    return ShmRoute.SLICES

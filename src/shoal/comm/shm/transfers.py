@@ -14,7 +14,7 @@ from shoal.comm.operation.partition import offsets, split_sizes
 from shoal.comm.operation.reduction import reduce_into
 from shoal.comm.shm.copying import copy, reduce_and_hand_out, reduce_in_blocks
 from shoal.comm.shm.exposure import Exposer, Window, windows_of
-from shoal.comm.shm.routing import NOTHING, Route, Shown, Way, decode_shown, route
+from shoal.comm.shm.routing import NOTHING, ShmRoute, Shown, Way, decode_shown, route
 
 
 class Transfers:
@@ -31,11 +31,11 @@ class Transfers:
         """Any of five routes."""
         shown, source = _shown(payload), _given(payload.source)
         way = route("all_reduce", [each.way for each in shown], num_bytes=source.nbytes)
-        if way is Route.STAGED:
+        if way is ShmRoute.STAGED:
             self._reduce_staged(payload, 0, source.numel())
-        elif way is Route.HALVES:
+        elif way is ShmRoute.HALVES:
             self._reduce_halves(payload, shown, patience)
-        elif way is Route.EVERYWHERE:
+        elif way is ShmRoute.EVERYWHERE:
             self._reduce_everywhere(payload, [each.in_windows() for each in shown], patience)
         else:
             self.reduce_in_slices(payload, range(self._size), patience)
@@ -43,7 +43,7 @@ class Transfers:
     def reduce_scatter(self, payload: Payload, patience: Patience) -> None:
         """Each rank reduces its own part."""
         shown, source = _shown(payload), _given(payload.source)
-        if route("reduce_scatter", [each.way for each in shown]) is Route.STAGED:
+        if route("reduce_scatter", [each.way for each in shown]) is ShmRoute.STAGED:
             self._reduce_staged(payload, *offsets(payload.counts)[self._rank : self._rank + 2])
             return
         exposures = self._exposer.exposures(shown, [payload.counts] * self._size, source.dtype)
@@ -120,7 +120,7 @@ class Transfers:
     def broadcast(self, payload: Payload, patience: Patience) -> None:
         """From the root; ranks whose target is shared may have it written by the root."""
         shown, mine, root = _shown(payload), _given(payload.source), payload.root
-        if route("broadcast", [each.way for each in shown], root=root) is Route.ROOT_SHARED:
+        if route("broadcast", [each.way for each in shown], root=root) is ShmRoute.ROOT_SHARED:
             self._broadcast_together(payload, shown, mine)
             self._channel.sync(patience)
             return
@@ -165,7 +165,7 @@ class Transfers:
             kept: The part of this rank's own source that no other rank reads.
         """
         starts, shown = offsets(counts), _shown(payload)
-        if route("collect", [each.way for each in shown]) is Route.STAGED:
+        if route("collect", [each.way for each in shown]) is ShmRoute.STAGED:
             self._collect_staged(payload, parts, senders, part, starts)
             return
         source = payload.source

@@ -130,13 +130,13 @@ def discover(env: Environment = os.environ) -> RankInfo:
     """
     for dialect in _DIALECTS:
         if dialect.is_spoken(env):
-            reader = _Reader(dialect, {**env, **dialect.derived(env)})
+            reader = _EnvironmentReader(dialect, {**env, **dialect.derived(env)})
             _refuse_contradiction(reader)
             return _read(reader, dialect.source)
     return ALONE
 
 
-def _read(reader: _Reader, source: str) -> RankInfo:
+def _read(reader: _EnvironmentReader, source: str) -> RankInfo:
     names = reader.names
     size = reader.needed(names.size, lowest=1)
     rank = reader.needed(names.rank, below=size)
@@ -148,7 +148,7 @@ def _read(reader: _Reader, source: str) -> RankInfo:
     return RankInfo(rank, size, local_rank, local_size, node_rank, addr, port, source)
 
 
-def _local(reader: _Reader, rank: int, size: int, addr: str | None) -> tuple[int, int]:
+def _local(reader: _EnvironmentReader, rank: int, size: int, addr: str | None) -> tuple[int, int]:
     names = reader.names
     one_host = addr in _LOOPBACK or str(addr).startswith("127.")
     local_size = reader.number(names.local_size, lowest=1, below=size + 1)
@@ -160,7 +160,7 @@ def _local(reader: _Reader, rank: int, size: int, addr: str | None) -> tuple[int
     return (rank % local_size if local_rank is None else local_rank), local_size
 
 
-def _master(reader: _Reader) -> tuple[str | None, int | None]:
+def _master(reader: _EnvironmentReader) -> tuple[str | None, int | None]:
     """Both or neither where the launcher is one that names a master; MPI and Slurm need none."""
     addr = reader.env.get("MASTER_ADDR") or None
     port = reader.number(("MASTER_PORT",), lowest=1, below=65_536)
@@ -172,7 +172,7 @@ def _master(reader: _Reader) -> tuple[str | None, int | None]:
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _EnvironmentReader:
     """Reads numbers under a dialect's names, and knows what to say when they are wrong."""
 
     names: _Dialect
@@ -217,7 +217,7 @@ class _Reader:
         return f"unset {', '.join(names)} to run alone"
 
 
-def _refuse_contradiction(reader: _Reader) -> None:
+def _refuse_contradiction(reader: _EnvironmentReader) -> None:
     """Leftover RANK and WORLD_SIZE beside another launcher's numbers: who would be right?"""
     for plain, names in (("RANK", reader.names.rank), ("WORLD_SIZE", reader.names.size)):
         name = reader.first_set(names)

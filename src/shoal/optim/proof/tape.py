@@ -18,13 +18,13 @@ from shoal.optim.proof.modes import SeededRun
 from shoal.optim.stepping.streams import Streams
 
 
-class _Recorded(NamedTuple):
+class _TapeValue(NamedTuple):
     """Stands for the tensor of this number in a recorded call."""
 
     number: int
 
 
-class _Call(NamedTuple):
+class _TapeCall(NamedTuple):
     operation: Any
     args: Any
     kwargs: Any
@@ -38,7 +38,7 @@ class Tape:
     def __init__(self, streams: Streams) -> None:
         """Empty; what is recorded draws from these streams."""
         self._seeded = SeededRun(streams)
-        self._steps: list[list[_Call]] = [[]]
+        self._steps: list[list[_TapeCall]] = [[]]
         self._tensors: list[Tensor] = []
         self._numbers: dict[int, int] = {}
         self._constants: dict[int, Tensor] = {}
@@ -52,7 +52,7 @@ class Tape:
         noted_args, noted_kwargs = tree_map(self._noted, (args, kwargs))
         result = self._seeded(operation, args, kwargs, marks)
         results = [self.number_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self._steps[-1].append(_Call(operation, noted_args, noted_kwargs, marks, results))
+        self._steps[-1].append(_TapeCall(operation, noted_args, noted_kwargs, marks, results))
         return result
 
     def _noted(self, leaf: Any) -> Any:
@@ -60,7 +60,7 @@ class Tape:
             return leaf
         if id(leaf) not in self._numbers:  # it is no result of an operation
             self._constants[self.number_of(leaf)] = leaf.detach().clone()
-        return _Recorded(self._numbers[id(leaf)])
+        return _TapeValue(self._numbers[id(leaf)])
 
     def number_of(self, tensor: Tensor) -> int:
         """The number of a tensor, which is kept alive so that no other gets its ``id``."""
@@ -83,13 +83,15 @@ class Tape:
                 self._play(calls, values, seeded)
         return values
 
-    def _play(self, calls: Sequence[_Call], values: list[Tensor | None], seeded: SeededRun) -> None:
+    def _play(
+        self, calls: Sequence[_TapeCall], values: list[Tensor | None], seeded: SeededRun
+    ) -> None:
         def given(leaf: Any) -> Any:
-            return values[leaf.number] if isinstance(leaf, _Recorded) else leaf
+            return values[leaf.number] if isinstance(leaf, _TapeValue) else leaf
 
         for call in calls:
             args, kwargs = tree_map(
-                given, (call.args, call.kwargs), is_leaf=lambda leaf: isinstance(leaf, _Recorded)
+                given, (call.args, call.kwargs), is_leaf=lambda leaf: isinstance(leaf, _TapeValue)
             )
             result = seeded(call.operation, args, kwargs, call.marks)
             leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]

@@ -84,7 +84,7 @@ class CommonChanges:
 
     def meet(self, backend: Backend, what: str, changed: Sequence[int] = ()) -> None:
         """Raises unless all ranks have called the model equally often and changed the same."""
-        meeting = _Meeting(what, self.num_calls, changed, self._names)
+        meeting = _MeetRanks(what, self.num_calls, changed, self._names)
         self.num_calls = 0
         backend.run(meeting)
 
@@ -112,7 +112,7 @@ class CommonChanges:
         self._changed = []
 
 
-class _Meeting(Barrier):
+class _MeetRanks(Barrier):
     """A barrier of ranks that have done the same since the last one."""
 
     def __init__(self, what: str, calls: int, changed: Sequence[int], names: Sequence[str]) -> None:

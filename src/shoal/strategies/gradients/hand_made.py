@@ -83,7 +83,7 @@ class HandMade:
         by_hand = set(gradients.shown.by_hand)
         averaged = gradients.used - by_hand
         for group in self._groups:
-            comparison = _Comparison(by_hand, averaged, gradients.group.names)
+            comparison = _HandMadeComparison(by_hand, averaged, gradients.group.names)
             group.run(comparison)
             by_hand, averaged = comparison.by_hand, comparison.averaged
         gradients.shown.take_as_local()
@@ -103,7 +103,7 @@ class _Question(Flagged, Barrier):
         self.carry(Flags(own, count))
 
 
-class _Comparison(Flagged, Barrier):
+class _HandMadeComparison(Flagged, Barrier):
     """What each rank has of a group: put in by hand, or averaged already."""
 
     def __init__(
