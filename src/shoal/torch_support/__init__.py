@@ -1,1 +1,1 @@
-"""What everybody needs to know of tensors: dtypes, bytes, random state, fingerprints."""
+"""What all other packages need of torch: dtypes, bytes, random state, fingerprints, threads."""

@@ -1,1 +1,1 @@
-"""What models, optimizers and generators have to save."""
+"""What models, optimizers and their companions have to save."""

@@ -1,1 +1,1 @@
-"""How ranks find each other, and get a backend."""
+"""How ranks find each other; from the name of a backend to a backend."""

@@ -1,1 +1,1 @@
-"""How a step is taken: on which memory, by which kernel, watched or not."""
+"""How a step is taken: by which kernel, with which random numbers and hooks, watched or not."""
