@@ -10,35 +10,32 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent / "tests"
-# Files are found by name, wherever they are. Where private names of torch are used comes first.
-NAMES = (
+# Files and folders below tests. Where private names of torch are used comes first.
+PATHS = (
     # parameters and gradients: hooks, version counters, storages, dispatch, saved tensors
-    *("test_access", "test_changes", "test_sharded_gradients", "test_roster", "test_graphs"),
-    *("test_compiled", "test_batch_norm", "test_precision", "test_scaler"),
+    *("strategies/test_model.py", "strategies/engine/test_changes.py", "strategies/guards"),
+    *("strategies/engine/test_graphs.py", "strategies/engine/test_compiled.py"),
+    *("strategies/gradients/sharded", "strategies/layers"),
     # optimizers: the proof reads what a step does, operator by operator
-    *("test_rules", "test_kinds", "test_watching", "test_identity", "test_kernels"),
-    # strategies against one process
-    *("test_pairs", "test_layers", "test_hooks", "test_unusual_modules", "test_split_backward"),
-    *("test_hybrid", "test_past_mistakes"),
+    *("optim/proof", "optim/stepping", "optim/test_kinds.py", "optim/test_parameter_identity.py"),
+    *("optim/test_registry.py", "optim/test_scaler.py"),
+    # splitting layers and stages
+    *("strategies/tensor/layers", "strategies/tensor/test_user_hooks.py"),
+    *("strategies/tensor/test_split_parameter.py", "strategies/tensor/trial"),
+    *("strategies/pipeline/learning", "strategies/pipeline/running", "strategies/test_hybrid.py"),
     # communication and checkpoints
-    *(
-        "test_collectives",
-        "test_differentiable",
-        "test_private_view",
-        "test_matrix",
-        "test_plain_files",
-    ),
+    *("comm/test_collectives.py", "comm/test_differentiable.py", "torch_support"),
+    *("checkpoint/test_matrix.py", "checkpoint/test_plain_files.py"),
 )
 CHOICE = "not full and not mpi and not slow and not root"
 
 
 def files() -> list[str]:
-    """The test files of these names; each name must have one."""
-    found = {name: sorted(map(str, TESTS.rglob(f"{name}.py"))) for name in NAMES}
-    missing = [name for name, paths in found.items() if not paths]
+    """What is run; all of it must exist."""
+    missing = [path for path in PATHS if not (TESTS / path).exists()]
     if missing:
-        sys.exit(f"no such files below {TESTS}: {', '.join(missing)}; see NAMES in {__file__}")
-    return [path for paths in found.values() for path in paths]
+        sys.exit(f"not below {TESTS}: {', '.join(missing)}; see PATHS in {__file__}")
+    return [str(TESTS / path) for path in PATHS]
 
 
 def main(options: list[str]) -> int:
