@@ -197,7 +197,7 @@ class SharedMemoryBackend(ProcessBackend):
         self._transfers.all_reduce(payload, patience)
 
     def _reduce(self, payload: Payload, patience: Patience) -> None:
-        self._transfers.reduce_in_slices(payload, [payload.root], patience)
+        self._transfers.reduce(payload, patience)
 
     def _reduce_scatter(self, payload: Payload, patience: Patience) -> None:
         self._transfers.reduce_scatter(payload, patience)

@@ -42,8 +42,8 @@ _READ_DIRECTLY: dict[str, tuple[int, float]] = {
 _ADDRESS = struct.Struct("<Q")
 
 
-class Way(Enum):
-    """How a rank shows its data; see [Note: ways to show data]."""
+class Way(bytes, Enum):
+    """How a rank shows its data, as the first byte of a wire; see [Note: ways to show data]."""
 
     NOTHING = b""
     SHARED = b"m"
@@ -67,8 +67,9 @@ class Shown(NamedTuple):
 
     def encode(self) -> bytes:
         """As bytes for a header."""
-        address = _ADDRESS.pack(self.address) if self.way is Way.DIRECT else b""
-        return self.way.value + address + self.location
+        if self.way is Way.DIRECT:
+            return self.way + _ADDRESS.pack(self.address) + self.location
+        return self.way + self.location
 
     def in_windows(self) -> Shown:
         """What can be read directly, for ranks that stage it after all."""
@@ -151,7 +152,7 @@ def route(kind: str, ways: Sequence[Way], *, num_bytes: int = 0, root: int = 0) 
     if kind == "reduce":
         return ShmRoute.SLICES
     if kind == "all_reduce":
-        return _route_of_all_reduce(set(ways), len(ways), num_bytes)
+        return _route_of_all_reduce(ways, num_bytes)
     is_all_staged = all(way in (Way.STAGED, Way.NOTHING) for way in ways)
     return ShmRoute.STAGED if is_all_staged else ShmRoute.WINDOWS
 
@@ -164,8 +165,9 @@ _ROUTE_FROM_ROOT = {
 }
 
 
-def _route_of_all_reduce(ways: set[Way], size: int, num_bytes: int) -> ShmRoute:
-    if ways == {Way.STAGED} and (size == 2 or num_bytes <= SMALL_BYTES):
+def _route_of_all_reduce(ways: Sequence[Way], num_bytes: int) -> ShmRoute:
+    size = len(ways)
+    if ways.count(Way.STAGED) == size and (size == 2 or num_bytes <= SMALL_BYTES):
         return ShmRoute.STAGED
     if Way.DIRECT in ways and Way.WINDOWED not in ways:
         return ShmRoute.HALVES

@@ -38,7 +38,7 @@ class Transfers:
         elif way is ShmRoute.EVERYWHERE:
             self._reduce_everywhere(payload, [each.in_windows() for each in shown], patience)
         else:
-            self.reduce_in_slices(payload, range(self._size), patience)
+            self._reduce_in_slices(payload, shown, range(self._size), patience)
 
     def reduce_scatter(self, payload: Payload, patience: Patience) -> None:
         """Each rank reduces its own part."""
@@ -83,13 +83,20 @@ class Transfers:
             inputs = self._exposer.pieces(exposures, source, 0, window)
             reduce_into(payload.op, inputs, target[window.start : window.stop])
 
-    def reduce_in_slices(
-        self, payload: Payload, receivers: Sequence[int], patience: Patience
+    def reduce(self, payload: Payload, patience: Patience) -> None:
+        """Into the root's memory."""
+        self._reduce_in_slices(payload, _shown(payload), [payload.root], patience)
+
+    def _reduce_in_slices(
+        self,
+        payload: Payload,
+        shown: Sequence[Shown],
+        receivers: Sequence[int],
+        patience: Patience,
     ) -> None:
-        """Each rank reduces its slice and writes it to where the receivers find it."""
         source = _given(payload.source)
         parts = split_sizes(source.numel(), self._size)
-        exposures = self._exposer.exposures(_shown(payload), [parts] * self._size, source.dtype)
+        exposures = self._exposer.exposures(shown, [parts] * self._size, source.dtype)
         own = exposures[self._rank]
         is_staged = self._rank in receivers and not own.is_shared
         for window in self._exposer.windows(exposures, source, patience):
