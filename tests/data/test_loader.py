@@ -482,3 +482,65 @@ def test_a_rank_that_iterates_alone() -> None:
 
     with pytest.raises((DeadlineError, shoal.errors.PeerError)):
         shoal.run(iterate, 2, "memory")
+
+
+def train(make, *, weighted: bool = False, length: int = 12) -> None:
+    """Two epochs."""
+    data = TensorDataset(torch.randn(length, 3), torch.randn(length, 1))
+    module = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    model, optimizer, loader = shoal.as_distributed(module, optimizer, make(data), strategy="ddp")
+    for _ in range(2):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            if weighted:
+                model.train_step(inputs, targets, nn.functional.mse_loss)
+            else:
+                nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+
+
+class Rows(IterableDataset):
+    """Rows of a dataset, one after the other."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self.data = data
+
+    def __iter__(self):
+        yield from (self.data[index] for index in range(len(self.data)))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda data: DataLoader(data, 4), lambda data: DataLoader(Rows(data), 4)]
+)
+def test_a_plain_loop_over_uneven_parts_is_warned_of_once(make) -> None:
+    """Ranks count alike in it, however many rows they have."""
+    with pytest.warns(UserWarning, match="parts of different size") as warned:
+        shoal.run(train, 3, "memory", args=(make,))
+    (only,) = warned
+    assert "a batch of 4 rows was divided over 3 ranks" in str(only.message)
+    assert "model.train_step" in str(only.message)
+    assert only.filename == __file__
+
+
+def test_parts_that_are_even_or_weighted_are_not_warned_of() -> None:
+    def even() -> None:
+        train(lambda data: DataLoader(data, 6, drop_last=True), length=14)
+
+    def weighted() -> None:
+        train(lambda data: DataLoader(data, 4), weighted=True)
+
+    shoal.run(even, 3, "memory")
+    shoal.run(weighted, 3, "memory")
+
+
+def test_evaluation_over_uneven_parts_is_not_warned_of() -> None:
+    def evaluate() -> int:
+        module = nn.Linear(3, 1)
+        model, loader = shoal.as_distributed(
+            module, loader=DataLoader(torch.randn(10, 3), 4), strategy="ddp"
+        )
+        with torch.no_grad():
+            return sum(len(model(inputs)) for inputs in loader)
+
+    assert sum(shoal.run(evaluate, 3, "memory")) == 10

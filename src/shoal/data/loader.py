@@ -10,6 +10,7 @@ model take the same part.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from itertools import islice
@@ -43,6 +44,7 @@ class DividedLoader(DataLoader[T]):
 
     _draws: Draws
     _position: Position
+    _model: weakref.ref[ShardedModel]
     _num_batches = 0
     """How many of the iteration under way were handed out."""
     _num_to_skip = 0
@@ -57,23 +59,31 @@ class DividedLoader(DataLoader[T]):
 
     def _epoch(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         self._num_batches, self._num_to_skip = self._num_to_skip, 0
-        for batch in self._parts(begin):
+        for batch, num_rows in self._parts(begin):
             self._num_batches += 1
+            model = self._model()
+            if model is not None:
+                model.uneven_rows = num_rows if num_rows % self._position.size else 0
             yield batch
 
-    def _parts(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def _parts(self, begin: Callable[[], Iterator[Any]]) -> Iterator[tuple[Any, int]]:
+        """This rank's part of each batch, and how many rows the whole has if it is uneven."""
         if _is_stream(self):
             yield from islice(self._stream(begin), self._num_batches, None)
-        else:
-            self._same_order.num_to_skip = self._num_batches
-            yield from (batch.value if isinstance(batch, BatchPart) else batch for batch in begin())
+            return
+        self._same_order.num_to_skip = self._num_batches
+        for number, batch in enumerate(begin(), start=self._num_batches):
+            if isinstance(batch, BatchPart):
+                yield batch.value, batch.num_rows
+            else:
+                yield batch, self._same_order.num_rows.get(number, 0)
 
-    def _stream(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def _stream(self, begin: Callable[[], Iterator[Any]]) -> Iterator[tuple[Any, int]]:
         for number, part in enumerate(self._draws.drawn(lambda: iter(begin()))):
             if number == 0:
                 self._draws.compare("the first batch of the dataset", part.seen)
             if part.is_there:
-                yield part.value
+                yield part.value, part.num_rows
 
     @property
     def _same_order(self) -> SameOrderSampler:
@@ -146,7 +156,12 @@ def _divide(loader: DataLoader[T], model: ShardedModel) -> DataLoader[T]:
     draws = Draws(_generators(loader), model.all_ranks)
     divided = copy.copy(loader)
     divided.__class__ = _divided_class(cast(Any, type(loader)))
-    changes = {"_draws": draws, "_position": position, "_iterator": None}
+    changes = {
+        "_model": weakref.ref(model),
+        "_draws": draws,
+        "_position": position,
+        "_iterator": None,
+    }
     vars(divided).update(
         changes | _changes(loader, draws, position)
     )  # setattr refuses some of them

@@ -35,6 +35,8 @@ class SameOrderSampler(Sampler[Any]):
         self.inner, self._draws = inner, draws
         self.num_to_skip = 0
         """How many items the next iteration leaves out: what was trained on before."""
+        self.num_rows: dict[int, int] = {}
+        """Of batches that were not divided evenly, by their number: how long they are."""
 
     def __iter__(self) -> Iterator[Any]:
         """The same on every rank, from where training goes on."""
@@ -66,10 +68,13 @@ class RankBatches(SameOrderSampler):
     def __iter__(self) -> Iterator[Any]:
         """Lists of indices; every rank has at least one of each batch."""
         first, self._joined_at = self.num_to_skip, None
+        self.num_rows.clear()
         batches = joined(super().__iter__(), self._position.size)
         for number, (batch, is_joined) in enumerate(batches, start=first):
             if is_joined:
                 self._joined_at = number
+            if len(batch) % self._position.size:
+                self.num_rows[number] = len(batch)
             yield batch[self._position.bounds(len(batch))]
 
     def num_drawn(self, num_given: int) -> int:
@@ -120,6 +125,8 @@ class BatchPart(NamedTuple):
 
     value: Any
     is_there: bool
+    num_rows: int
+    """Of the whole batch."""
     seen: str
     """A fingerprint of the whole, for the first batch of a process; else empty."""
 
@@ -135,24 +142,24 @@ class ItemsOfBatch:
         """The items of a whole batch."""
         seen = fingerprint(data) if self._is_first else ""
         self._is_first = False
-        value, is_there = self._take(data)
-        return BatchPart(value, is_there, seen)
+        return self._take(data, seen)
 
-    def _take(self, data: Any) -> tuple[Any, bool]:
+    def _take(self, data: Any, seen: str) -> BatchPart:
         if len(data) < self._position.size:
             warnings.warn(
                 f"a last batch of {len(data)} samples is left out, because every one of the "
                 f"{self._position.size} ranks needs at least one; with drop_last=True it is, too",
                 stacklevel=2,
             )
-            return None, False
-        return self._collate(data[self._position.bounds(len(data))]), True
+            return BatchPart(None, False, len(data), seen)
+        value = self._collate(data[self._position.bounds(len(data))])
+        return BatchPart(value, True, len(data), seen)
 
 
 class RowsOfBatch(ItemsOfBatch):
     """As `ItemsOfBatch`, where what comes from the dataset is a batch already."""
 
-    def _take(self, data: Any) -> tuple[Any, bool]:
+    def _take(self, data: Any, seen: str) -> BatchPart:
         whole = self._collate(data)
         counts = {len(leaf) for leaf in tree_leaves(whole) if _has_rows(leaf)}
         if len(counts) != 1 or min(counts) < self._position.size:
@@ -163,12 +170,13 @@ class RowsOfBatch(ItemsOfBatch):
                 "Give the loader a batch_size, or divide the data yourself and do not pass the "
                 "loader"
             )
-        bounds = self._position.bounds(counts.pop())
+        num_rows = counts.pop()
+        bounds = self._position.bounds(num_rows)
 
         def cut(leaf: Any) -> Any:
             return leaf[bounds] if _has_rows(leaf) else leaf
 
-        return tree_map(cut, whole), True
+        return BatchPart(tree_map(cut, whole), True, num_rows, seen)
 
 
 def _has_rows(leaf: Any) -> bool:

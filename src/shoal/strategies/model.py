@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -158,7 +159,28 @@ class ShardedModel(ModuleWrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
+        if self.uneven_rows:
+            self._warn_of_uneven_parts()
         return self.module(*args, **kwargs)
+
+    uneven_rows = 0
+    """Rows of the global batch at hand, if a divided loader had to give ranks unequal parts."""
+    _has_warned = False
+
+    def _warn_of_uneven_parts(self) -> None:
+        rows, self.uneven_rows = self.uneven_rows, 0
+        is_training = self.training and torch.is_grad_enabled()
+        if self._has_warned or not is_training or self.data_group.rank:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"a batch of {rows} rows was divided over {self.data_group.size} ranks in parts of "
+            "different size. loss.backward() gives all parts the same weight, so the rows of the "
+            "smaller ones count more than in one process. model.train_step(inputs, targets, "
+            "loss_fn) weights them by their rows; or give the loader drop_last=True and a "
+            "batch_size that the number of ranks divides",
+            stacklevel=5,
+        )
 
     def train_step(
         self, inputs: Any, targets: Any, loss_fn: LossFunction, *, weight: float | None = None
@@ -175,6 +197,7 @@ class ShardedModel(ModuleWrapper):
         Returns:
             The mean loss over the global batch, the same on every rank.
         """
+        self.uneven_rows = 0  # they are weighted below
         output = call_module(self, self.module, inputs)
         loss = loss_fn(output, targets)
         count = count_items(inputs) if weight is None else weight
