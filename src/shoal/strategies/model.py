@@ -380,7 +380,10 @@ class ShardedModel(ModuleWrapper):
     @contextlib.contextmanager
     def receiving(self) -> Iterator[None]:
         """Inside, what `held` gives may be written to; afterwards every rank has the new values."""
-        with torch.no_grad(), self.engine.parameters.stepping(list(self.module.parameters())):
+        with (
+            torch.no_grad(),
+            self.engine.parameters.stepping(list(self.module.parameters()), "shoal.load()"),
+        ):
             yield
 
     def describe(self) -> str:

@@ -25,10 +25,10 @@ from shoal.checkpoint.save.rank_state import RankState, merge_values
 from shoal.checkpoint.save.writing import Outgoing, shares, write_file
 from shoal.checkpoint.together import together
 from shoal.comm import Backend
-from shoal.comm.shm.copying import copy
 from shoal.errors import CheckpointError
 from shoal.system.cores import own_cores
 from shoal.torch_support.concurrency import run_concurrently
+from shoal.torch_support.copying import copy
 
 # sha256 keeps a core busy, at a rate below that of a good disk. So a rank that has several cores
 # writes as many files at once, if each gets so many bytes.

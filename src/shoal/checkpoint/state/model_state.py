@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm import Backend
-from shoal.comm.shm.copying import copy
 from shoal.comm.world import find_current
 from shoal.errors import CheckpointMismatchError
 from shoal.sharding.extent import Extent
 from shoal.sharding.holding import Held
 from shoal.strategies import ShardedModel
+from shoal.torch_support.copying import copy
 
 
 def ranks_of(model: nn.Module) -> Backend | None:

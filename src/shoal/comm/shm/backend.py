@@ -22,7 +22,6 @@ from shoal.comm.control.plane import Message
 from shoal.comm.operation import Operation, Payload, Send
 from shoal.comm.operation.header import Header, decode, encode
 from shoal.comm.process_backend import ProcessBackend
-from shoal.comm.shm.copying import copy
 from shoal.comm.shm.exposure import Exposer
 from shoal.comm.shm.fast_path import FastPath
 from shoal.comm.shm.message_memory import MessageMemory
@@ -32,6 +31,7 @@ from shoal.comm.shm.segments import Arena, Location, Peer
 from shoal.comm.shm.transfers import Transfers
 from shoal.comm.work import ThreadedWork, Work
 from shoal.system.site import call_site
+from shoal.torch_support.copying import copy
 from shoal.torch_support.private_view import PrivateView
 
 

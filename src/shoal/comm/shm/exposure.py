@@ -22,7 +22,6 @@ from shoal.comm.control.patience import Patience
 from shoal.comm.operation import Operation, Payload
 from shoal.comm.operation.partition import offsets
 from shoal.comm.shm import routing
-from shoal.comm.shm.copying import copy
 from shoal.comm.shm.routing import (
     HALF_BYTES,
     NOTHING,
@@ -34,6 +33,7 @@ from shoal.comm.shm.routing import (
 )
 from shoal.comm.shm.segments import Arena, Location, Peer
 from shoal.comm.shm.staging import Staging
+from shoal.torch_support.copying import copy
 from shoal.torch_support.process_memory import is_readable, read_into
 
 _MOST_WHOLES = 1024

@@ -24,11 +24,11 @@ from shoal.comm.operation.header import Header, encode
 from shoal.comm.operation.partition import offsets
 from shoal.comm.operation.reduction import reduce_into
 from shoal.comm.shm import routing
-from shoal.comm.shm.copying import copy
 from shoal.comm.shm.exposure import Exposer
 from shoal.comm.shm.pending import PendingOperations
 from shoal.comm.shm.routing import NOTHING, SMALL_BYTES, ShmRoute, Shown, Way, decode_shown
 from shoal.system.site import call_frame
+from shoal.torch_support.copying import copy
 from shoal.torch_support.dtypes import PLAIN
 from shoal.torch_support.process_memory import read_into
 

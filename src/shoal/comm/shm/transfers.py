@@ -12,9 +12,10 @@ from shoal.comm.control.patience import Patience
 from shoal.comm.operation import Payload
 from shoal.comm.operation.partition import offsets, split_sizes
 from shoal.comm.operation.reduction import reduce_into
-from shoal.comm.shm.copying import copy, reduce_and_hand_out, reduce_in_blocks
+from shoal.comm.shm.blocks import reduce_and_hand_out, reduce_in_blocks
 from shoal.comm.shm.exposure import Exposer, Window, windows_of
 from shoal.comm.shm.routing import NOTHING, ShmRoute, Shown, Way, decode_shown, route
+from shoal.torch_support.copying import copy
 
 
 class Transfers:

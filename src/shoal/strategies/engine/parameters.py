@@ -99,21 +99,23 @@ class Parameters:
             raise ShoalError(f"{reason} inside of full_parameters(): leave it first")
 
     @contextlib.contextmanager
-    def stepping(self, changing: Sequence[nn.Parameter]) -> Iterator[None]:
+    def stepping(
+        self, changing: Sequence[nn.Parameter], what: str = "optimizer.step()"
+    ) -> Iterator[None]:
         """Around new values for the masters of some parameters; then all ranks have them all.
 
-        For an optimizer's step, and for loading a checkpoint.
+        ``what`` is the call that gives them: an optimizer's step, or loading a checkpoint.
         """
-        self.check_concealed("an optimizer cannot step")
+        self.check_concealed(f"{what} cannot change parameters")
         if self._engine.passes.is_recomputing() and self._engine.backend.size > 1:
             raise ShoalError(
-                "an optimizer cannot step inside of backward: gradients are averaged over the "
-                "ranks by its end. Call optimizer.step() after backward"
+                f"{what} cannot change parameters inside of backward: gradients are averaged over "
+                f"the ranks by its end. Call {what} after backward"
             )
         self._gathering.finish_coming()
         if not self._steps.is_torn:
             self._adopt_own_changes()
-        with self._steps.taking():
+        with self._steps.taking(what):
             yield
         self._tell_autograd(changing)
         self._gathering.free_all()

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from shoal.comm import Backend
 from shoal.comm.operation import AllGather
-from shoal.comm.shm.copying import copy
 from shoal.errors import ShoalError
 from shoal.strategies.consistency.progress import Progress
 from shoal.strategies.consistency.rounds import Vote
 from shoal.strategies.engine.common_memory import CommonChanges
 from shoal.strategies.engine.flat_group import FlatGroup, Residence
+from shoal.torch_support.copying import copy
 
 
 class Steps:
@@ -109,27 +109,27 @@ class Steps:
         self.is_torn = False
 
     @contextlib.contextmanager
-    def taking(self) -> Iterator[None]:
-        """Around the optimizer's own step."""
-        self.begin_writing("optimizer.step()")
+    def taking(self, what: str) -> Iterator[None]:
+        """Around new values for the masters; ``what`` is the call that gives them."""
+        self.begin_writing(what)
         self.is_torn = self.is_direct
         yield
         for group in self._groups:
             group.refresh()
-        self.meet("the end of optimizer.step()")
-        self._spread()
+        self.meet(f"the end of {what}")
+        self._spread(what)
         if any(self._others):  # no rank changes what another still reads
-            self.meet("the end of optimizer.step(), everything read")
+            self.meet(f"the end of {what}, everything read")
         self.is_torn = False
 
-    def _spread(self) -> None:
+    def _spread(self, what: str) -> None:
         """Where every rank has all parameters and steps its part, the parts are exchanged."""
         for group, others in zip(self._divided, self._others, strict=True):
             if others:
                 self._read(group, others)
             else:
                 operation = AllGather(group.shard, group.whole)
-                operation.signature += " of new parameters in optimizer.step()"
+                operation.signature += f" of new parameters in {what}"
                 self._backend.run(operation)
 
     def _read(self, group: FlatGroup, others: Sequence[Tensor]) -> None:

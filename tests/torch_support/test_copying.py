@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.comm.shm.copying import copy
+from shoal.torch_support.copying import copy
 
 LONG, SHORT = 1 << 20, 8
 
