@@ -534,6 +534,21 @@ def test_parts_that_are_even_or_weighted_are_not_warned_of() -> None:
     shoal.run(weighted, 3, "memory")
 
 
+def test_a_pipeline_weights_its_parts_and_forgets_that_they_were_uneven() -> None:
+    def rows_left() -> int:
+        module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        data = TensorDataset(torch.randn(3, 3), torch.randn(3, 1))
+        model, loader = shoal.as_distributed(
+            module, loader=DataLoader(data, 3), strategy="pipeline", data=2, micro_batches=1
+        )
+        (batch,) = loader
+        assert model.uneven_rows == 3
+        model.train_step(*batch, nn.functional.mse_loss)
+        return model.uneven_rows
+
+    assert shoal.run(rows_left, 4, "memory") == [0] * 4
+
+
 def test_evaluation_over_uneven_parts_is_not_warned_of() -> None:
     def evaluate() -> int:
         module = nn.Linear(3, 1)

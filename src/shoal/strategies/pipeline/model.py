@@ -166,6 +166,7 @@ class PipelineParallelModel(ShardedModel):
             The mean loss over the global batch, the same on every rank.
         """
         count = count_items(inputs) if weight is None else weight
+        self.uneven_rows = 0  # the parts are weighted by their rows
         return self.pipeline.train(inputs, targets, loss_fn, float(count))
 
     @contextlib.contextmanager
