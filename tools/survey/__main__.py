@@ -3,7 +3,7 @@
 Files per folder, repeated names, sizes, private names of torch, and how many files and functions
 lie on the way of five things that users do.
 
-Usage: python tools/survey [--json] [CHECKOUT ...]
+Usage: python tools/survey [--json] [--walk NAME] [CHECKOUT ...]
 
 Without a checkout, this one is surveyed. With several, they are columns of one table. A file that
 ``--json`` has written may stand for its checkout.
@@ -79,8 +79,14 @@ def summary(survey: Survey) -> dict[str, int]:
     }
 
 
-def shown(walk: dict[str, int] | None) -> str:
-    return "-" if walk is None else " / ".join(str(number) for number in walk.values())
+def shown(walk: Survey | None) -> str:
+    counts = [] if walk is None else [each for each in walk.values() if isinstance(each, int)]
+    return " / ".join(map(str, counts)) or "-"
+
+
+def called(walk: Survey) -> list[str]:
+    """The files of a walk, in the order of their first calls, with the functions called."""
+    return [f"{file}: {', '.join(names)}" for file, names in walk["called"].items()]
 
 
 def details(survey: Survey) -> list[str]:
@@ -120,8 +126,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkouts", nargs="*", type=Path, default=[HERE.parent.parent])
     parser.add_argument("--json", action="store_true", help="everything, for a program to read")
+    parser.add_argument("--walk", help="the files and functions of one walk, by its name")
     options = parser.parse_args()
     surveys = [survey(checkout.resolve()) for checkout in options.checkouts]
+    if options.walk:
+        print("\n".join(called(surveys[0]["walks"][options.walk])))
+        return
     if options.json:
         print(json.dumps(surveys[0] if len(surveys) == 1 else surveys, indent=1))
         return

@@ -43,8 +43,8 @@ class Recorder:
             sys.setprofile(None)
             threading.setprofile(None)
 
-    def walk(self) -> dict[str, int]:
-        """How many files, functions, hops and changes of folder there were."""
+    def walk(self) -> dict[str, Any]:
+        """How many files, functions, hops and changes of folder there were, and which."""
         calls = [call for thread in self._calls.values() for call in thread]
         files = [[file for file, _ in thread] for thread in self._calls.values()]
         folders = [[os.path.dirname(file) for file in thread] for thread in files]
@@ -53,6 +53,10 @@ class Recorder:
             "functions": len(set(calls)),
             "hops": sum(map(num_changes, files)),
             "changes of folder": sum(map(num_changes, folders)),
+            "called": {
+                file: list(dict.fromkeys(name for path, name in calls if path == file))
+                for file in dict.fromkeys(file for file, _ in calls)
+            },
         }
 
     def _hook(self, frame: FrameType, event: str, _: Any) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from recorder import Recorder
 
-Walk = dict[str, int]
+Walk = dict[str, Any]
 Walks = dict[str, Walk]
 NUM_TIMES = 4
 
