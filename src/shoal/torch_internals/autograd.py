@@ -1,0 +1,44 @@
+"""Autograd, transforms and compilation: where a call comes from, and when a backward ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch._guards import CompileContext
+from torch.autograd import forward_ad
+
+# Keeps the compiler out of a function. `torch.compiler.disable` does the same, but loads the
+# compiler when a function is defined, which takes a second of every import.
+not_compiled = torch._disable_dynamo
+
+
+def is_in_backward() -> bool:
+    """Whether this thread is called by a running backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Calls something when the running backward has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Whether something else, such as activation checkpointing, packs what autograd saves."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def transforms() -> list[str]:
+    """The transforms of `torch.func` around this call, from the outside in: "Grad", "Vmap"."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return [each.key().name for each in stack]
+
+
+def is_forward_mode() -> bool:
+    """Whether a level of `torch.autograd.forward_ad` is open, in any thread."""
+    return forward_ad._current_level >= 0
+
+
+def is_tracing() -> bool:
+    """Whether `torch.compile` traces what calls this."""
+    return CompileContext.current_compile_id() is not None

@@ -1,0 +1,88 @@
+"""Tensors: what they count, where they lie, and how subclasses of them are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+
+__all__ = ["DispatchMode"]  # a mode that sees every operation, also those inside of others
+
+# A context in which subclasses of tensors are taken for tensors: no `__torch_function__` is called.
+as_plain_tensors = torch._C.DisableTorchFunctionSubclass
+# The same, and modes see nothing either.
+without_torch_function = torch._C.DisableTorchFunction
+# The `__torch_function__` of a subclass that works by `__torch_dispatch__` alone.
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+
+# Attributes of a tensor that tell nothing about its values.
+ATTRIBUTES_WITHOUT_VALUES = frozenset(
+    {"_version", "_base", "_is_view", "_backward_hooks", "_post_accumulate_grad_hooks"}
+)
+# Attributes of a tensor that give access to its memory.
+ATTRIBUTES_OF_MEMORY = frozenset({"_typed_storage"})
+
+# Writes into tensors while what autograd saved of them stays valid.
+keeping_version = torch.autograd._unsafe_preserve_version_counter
+
+# Copies a list of tensors into another one; the norm of every tensor of a list.
+foreach_copy_ = torch._foreach_copy_
+foreach_norm = torch._foreach_norm
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor, or what shares its memory, was written to in place."""
+    return tensor._version
+
+
+def sum_of_versions(tensors: Iterable[Tensor]) -> int:
+    """Grows whenever any of the tensors is written to."""
+    # One loop in C for each group of parameters and step: this is on the path of every step.
+    return sum([tensor._version for tensor in tensors])
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Identifies a tensor's memory while that exists; tensors without memory have one too."""
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
+
+
+def num_storage_users(tensor: Tensor) -> int:
+    """How many tensors, on the Python side or in autograd's graph, use a tensor's memory."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
+def hooks_before_gradient(parameter: Tensor) -> MutableMapping[int, Any] | None:
+    """What `register_hook` has put on a tensor, by the handle's id and in order."""
+    hooks: MutableMapping[int, Any] | None = parameter._backward_hooks
+    return hooks
+
+
+def hooks_after_gradient(parameter: Tensor) -> MutableMapping[int, Any] | None:
+    """What `register_post_accumulate_grad_hook` has put on one, by the handle's id, in order."""
+    hooks: MutableMapping[int, Any] | None
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return hooks
+
+
+def make_wrapper(kind: type[Tensor], shape: torch.Size, **options: Any) -> Any:
+    """A tensor of a subclass with a shape and a dtype, but without memory."""
+    return torch.Tensor._make_wrapper_subclass(kind, shape, **options)
+
+
+def allow_in_foreach(kind: type[Tensor]) -> None:
+    """Lets torch hand lists of a subclass to its foreach operators, instead of one by one."""
+    types: list[Any] = _foreach_utils._foreach_supported_types
+    if kind not in types:
+        types.append(kind)
+
+
+def schema_of(operation: Any) -> torch.FunctionSchema:
+    """An operator's arguments with their names and which of them it writes to."""
+    schema: torch.FunctionSchema = operation._schema
+    return schema
