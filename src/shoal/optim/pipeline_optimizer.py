@@ -88,7 +88,7 @@ class PipelineParallelOptimizer(ShardedOptimizer):
             for group, of_group in zip(own["param_groups"], self._names, strict=True)
         ]
         state = {numbers[name]: everything[name] for name in numbers if name in everything}
-        return self.supervision.with_streams({"state": state, "param_groups": groups})
+        return {"state": state, "param_groups": groups} | self.saved_streams()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a whole state, of this optimizer or a plain one; every rank calls it."""

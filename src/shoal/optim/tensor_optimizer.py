@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import ShoalError
-from shoal.optim.division.segment import ParameterSegment
-from shoal.optim.division.segmentation import NamedPiece, WholeParameters
+from shoal.optim.division.segmentation import NamedPiece, ParameterSegment, WholeParameters
 from shoal.optim.division.segmented import ByElement, ByParameter, Segmented
 from shoal.optim.division.undivided import DECLARE, Undivided
 from shoal.optim.division.work_division import WorkDivision
 from shoal.optim.kinds import Kind
 from shoal.optim.optimizer import ShardedOptimizer
-from shoal.optim.state.tensor_state import State, is_per_element
+from shoal.optim.state import State, is_per_element
 from shoal.optim.stepping.kernels import unfused_on_cpu
 from shoal.optim.stepping.supervision import Supervision
 from shoal.sharding.extent import Extent

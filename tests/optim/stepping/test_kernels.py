@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 import shoal
-from shoal.optim.state.tensor_state import split_state
+from shoal.optim.state import split_state
 from shoal.optim.stepping.kernels import fused_where_free
 
 

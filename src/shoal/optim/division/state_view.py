@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shoal.errors import ShoalError
 from shoal.optim.division.segmentation import Segmentation
-from shoal.optim.state.tensor_state import State, cut_state, is_per_element, join_states
+from shoal.optim.state import State, cut_state, is_per_element, join_states
 
 
 class StateView(Mapping[Tensor, Any]):

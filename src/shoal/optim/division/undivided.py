@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.optim.division.work_division import Closure, WorkDivision
-from shoal.optim.state.reception import Reception, held_whole, receive_whole
+from shoal.optim.state import Reception, held_whole, receive_whole
 from shoal.optim.stepping.supervision import Supervision
 from shoal.sharding.holding import FullState, HeldState
 from shoal.strategies.model import ShardedModel
@@ -61,7 +61,7 @@ class Undivided(WorkDivision):
         if closure is None:
             evaluate()
             check_ranks()
-        with self.engine.parameters.full(), self.stepping(), self.supervision.step():
+        with self.engine.parameters.full(), self.supervision.step():
             loss = self.optimizer.step(evaluate if closure is not None else None)
         # The step may have changed the gradients, in the same way on all ranks.
         with self.engine.gradients.hand_made.final():

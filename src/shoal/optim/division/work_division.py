@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from shoal.optim.state.reception import Reception
+from shoal.optim.state import Reception
 from shoal.optim.stepping.supervision import Supervision
 from shoal.sharding.holding import FullState, HeldState
 from shoal.strategies.engine.engine import Engine
@@ -27,7 +26,6 @@ class WorkDivision(ABC):
         optimizer: The user's.
         model: The wrapped model whose parameters it has.
         parameters: Those of each parameter group, as the user gave them.
-        is_stepping: Whether a step of the user's optimizer is being made from here.
     """
 
     lays_out_memory: ClassVar[bool] = False
@@ -37,7 +35,6 @@ class WorkDivision(ABC):
         """Of an optimizer that `admit` has let pass."""
         self.model, self.supervision = model, supervision
         self.optimizer, self.parameters = supervision.optimizer, supervision.parameters
-        self.is_stepping = False
         self._num_averaged = self._num_states = self._state_bytes = 0
 
     @classmethod
@@ -108,15 +105,6 @@ class WorkDivision(ABC):
         found = self.engine.locate(parameter)
         assert found is not None  # it was checked when the optimizer was wrapped
         return found
-
-    @contextlib.contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Around a step of the user's optimizer."""
-        self.is_stepping = True
-        try:
-            yield
-        finally:
-            self.is_stepping = False
 
     def mean(self, loss: Any) -> Any:
         """The loss of the whole batch: what a closure returns is this rank's."""

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from shoal.strategies.consistency.drift import ReplicaCheck
 from shoal.strategies.consistency.input_watch import InputWatch
 from shoal.strategies.consistency.progress import Progress
+from shoal.strategies.engine.admission import check_models, check_trains_alike, refuse_copy
 from shoal.strategies.engine.gathering import Gathering
 from shoal.strategies.engine.grouping import Grouping
-from shoal.strategies.engine.parameters import Parameters
+from shoal.strategies.engine.parameters import Parameters, Steps
 from shoal.strategies.engine.passes import Passes
-from shoal.strategies.engine.steps import Steps
 from shoal.strategies.gradients.model_gradients import ModelGradients
-from shoal.strategies.guards.admission import check_models, check_trains_alike, refuse_copy
 from shoal.strategies.layers.buffers import share_buffers
 from shoal.strategies.layers.precision import Precision
 from shoal.strategies.ranks import Ownership, Ranks

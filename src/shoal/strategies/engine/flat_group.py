@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from shoal.comm import Backend
 from shoal.comm.accounting.ledger import Account
 from shoal.sharding.layout import GroupLayout
+from shoal.strategies.engine.absent import Gatherer, make_absent, make_plain
 from shoal.strategies.engine.changes import Changes
 from shoal.strategies.engine.common_memory import CommonWhole
-from shoal.strategies.guards.absent_parameter import Gatherer, make_absent, make_plain
 
 
 class Residence(StrEnum):

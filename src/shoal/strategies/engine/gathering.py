@@ -6,20 +6,20 @@ memory the ranks of a host share (`Residence.COMMON`) are not gathered at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.comm import Backend, Work
 from shoal.comm.operation import AllGather
 from shoal.strategies.consistency.progress import Progress
 from shoal.strategies.consistency.rounds import Round, Vote
+from shoal.strategies.engine.absent import SavedParameters, is_saving
 from shoal.strategies.engine.flat_group import FlatGroup, GroupState
-from shoal.strategies.engine.saved_parameters import SavedParameters, is_saving
 
 PREFETCH_DISTANCE = 1
 """How many groups beyond the one that is needed are gathered in the background."""
@@ -242,3 +242,50 @@ class Gathering:
             yield
         finally:
             self._keep_all = before
+
+
+def pin_parents(root: nn.Module, group_of: Callable[[nn.Parameter], FlatGroup]) -> list[Any]:
+    """A module with parameters and children may keep a view of a parameter across a child."""
+    handles = []
+    for module in root.modules():
+        own = {group.index: group for group in map(group_of, module.parameters(recurse=False))}
+        if own and any(True for _ in module.children()):
+            groups = list(own.values())
+            handles.append(module.register_forward_pre_hook(_pinning(groups, 1)))
+            handles.append(module.register_forward_hook(_pinning(groups, -1), always_call=True))
+    return handles
+
+
+def pin_compiled(
+    root: nn.Module,
+    group_of: Callable[[nn.Parameter], FlatGroup],
+    need: Callable[[FlatGroup], None],
+) -> list[Any]:
+    """What `torch.compile` traces is gathered before and not freed meanwhile."""
+    handles = []
+    for module in root.modules():
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            groups = list({g.index: g for g in map(group_of, module.parameters())}.values())
+            begin, end = _gathering(groups, need), torch.compiler.disable(_pinning(groups, -1))
+            handles.append(module.register_forward_pre_hook(torch.compiler.disable(begin)))
+            handles.append(module.register_forward_hook(end, always_call=True))
+    return handles
+
+
+def _gathering(groups: Sequence[FlatGroup], need: Callable[[FlatGroup], None]) -> Any:
+    pin = _pinning(groups, 1)
+
+    def hook(*_: object) -> None:
+        pin()
+        for group in groups:
+            need(group)
+
+    return hook
+
+
+def _pinning(groups: Sequence[FlatGroup], step: int) -> Any:
+    def hook(*_: object) -> None:
+        for group in groups:
+            group.pins += step
+
+    return hook

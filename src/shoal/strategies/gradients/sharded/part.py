@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.strategies.engine.freed_memory import num_references
+from shoal.strategies.engine.changes import num_references
 from shoal.strategies.gradients.sharded.owners import GradientOwners
 
 
