@@ -64,7 +64,7 @@ class ShardedOptimizer(Optimizer):
         judgement = judge_or_believe(optimizer, kind)
         self.kind = judgement.kind
         check_parameters(optimizer, model)
-        division_class = self.divisions[self.kind]
+        division_class = self.division_for(self.kind)
         division_class.admit(optimizer, model)
         renew_state(optimizer)
         self.supervision = _supervise(optimizer, model, judgement, self._numbers())
@@ -77,6 +77,16 @@ class ShardedOptimizer(Optimizer):
     def num_steps(self) -> int:
         """How many steps this rank has made."""
         return self._record.num_steps
+
+    @classmethod
+    def division_for(cls, kind: Kind) -> type[WorkDivision]:
+        """How the work of an optimizer of this kind is divided under the strategy."""
+        if kind not in cls.divisions:
+            raise ShoalError(
+                f"the strategy {cls.model_class.strategy!r} cannot divide an optimizer that is "
+                f"{kind}: choose another strategy, or give {cls.__name__}.divisions an entry"
+            )
+        return cls.divisions[kind]
 
     def _check_pair(self, optimizer: Optimizer, model: ShardedModel) -> None:
         check_optimizer(optimizer)
@@ -169,7 +179,7 @@ class ShardedOptimizer(Optimizer):
         """For each parameter group the full names of its parameters, and its hyperparameters."""
         return [
             (
-                [self.division.name_of(parameter) for parameter in own],
+                [self.division.names[id(parameter)] for parameter in own],
                 {key: value for key, value in group.items() if key != "params"},
             )
             for group, own in zip(self.param_groups, self.division.parameters, strict=True)
@@ -244,7 +254,7 @@ def check_parameters(optimizer: Optimizer, model: ShardedModel) -> None:
     """Refuses an optimizer of parameters that are not the model's."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if model.engine.locate(parameter) is None:
+            if id(parameter) not in model.engine.index_of:
                 refuse_parameter(parameter)
 
 

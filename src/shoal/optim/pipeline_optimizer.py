@@ -60,7 +60,7 @@ class PipelineParallelOptimizer(ShardedOptimizer):
         self._check_pair(optimizer, model)
         assert isinstance(model, PipelineParallelModel)
         judgement = judge_or_believe(optimizer, kind)
-        self.divisions[judgement.kind].admit(optimizer, model)  # before anything is changed
+        self.division_for(judgement.kind).admit(optimizer, model)  # before anything is changed
         names = [_names(group["params"], model) for group in optimizer.param_groups]
         self._names = _united(model, names)
         """All parameters of each group, over all stages."""

@@ -58,7 +58,7 @@ def comparable(value: Any) -> Hashable:
 
 
 def cut_state(state: State, parameter: Tensor, start: int, stop: int) -> State:
-    """The state of some elements of a parameter, flat."""
+    """The state of some elements of a parameter, flat, in the same memory."""
     return {
         key: value.reshape(-1)[start:stop]
         if is_per_element(key, value, parameter)
@@ -76,20 +76,6 @@ def join_states(parts: Sequence[State], parameter: Tensor) -> State:
         else:
             joined[key] = value
     return joined
-
-
-def split_state(state: State, sizes: Sequence[int]) -> list[State]:
-    """The state of a flat tensor, for the parts it was cut into, in the same memory."""
-    total = sum(sizes)
-    parts: list[State] = [{} for _ in sizes]
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.dim() > 0 and value.numel() == total:
-            for part, piece in zip(parts, value.split(list(sizes)), strict=True):
-                part[key] = piece
-        else:
-            for part in parts:
-                part[key] = _copied(value)
-    return parts
 
 
 def _copied(value: Any) -> Any:

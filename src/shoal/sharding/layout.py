@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -19,7 +20,7 @@ class Slot:
     shape: torch.Size
     start: int
 
-    @property
+    @cached_property
     def stop(self) -> int:
         """Where the parameter ends."""
         return self.start + self.shape.numel()
@@ -62,12 +63,12 @@ class GroupLayout:
     slots: tuple[Slot, ...]
     bounds: tuple[int, ...]
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         """The length of the buffer."""
         return self.bounds[-1]
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """Each rank's number of elements."""
         return [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]

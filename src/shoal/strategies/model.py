@@ -21,7 +21,7 @@ from shoal.strategies.engine.engine import Engine
 from shoal.strategies.layers.batch_norm import check_layers, check_plain_layers, synchronize
 from shoal.strategies.layers.materialization import materialize
 from shoal.strategies.layers.precision import parse_precision
-from shoal.strategies.ranks import divide
+from shoal.strategies.ranks import Ranks
 from shoal.strategies.settings import Settings, Sharding
 from shoal.strategies.training import (
     LossFunction,
@@ -99,7 +99,7 @@ class ShardedModel(ModuleWrapper):
             check_every=check_every,
             averages_buffers=average_buffers,
         )
-        ranks = divide(backend, replica, is_sharded=self.sharding.parameters)
+        ranks = Ranks.of(backend, replica, is_sharded=self.sharding.parameters)
         self.engine = Engine(module, ranks, self.sharding, settings)
         self.engine.passes.auto_sync = auto_sync
         if sync_batchnorm:

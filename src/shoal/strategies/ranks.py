@@ -22,6 +22,23 @@ class Ranks:
     shard_group: Backend
     replica_group: Backend | None = None
 
+    @classmethod
+    def of(cls, backend: Backend, num_replicas: int, *, is_sharded: bool) -> Ranks:
+        """One division over all ranks, or blocks of neighbours that each hold all shards."""
+        if num_replicas == 1:
+            return cls(backend, backend)
+        if not is_sharded:
+            raise ValueError("replica= is for sharded parameters: use strategy='fsdp' or 'zero3'")
+        if num_replicas < 1 or backend.size % num_replicas:
+            raise ValueError(
+                f"replica must divide the number of ranks, {backend.size}; got {num_replicas}"
+            )
+        num_shards = backend.size // num_replicas
+        shards = backend.split(backend.rank // num_shards)
+        replicas = backend.split(backend.rank % num_shards)
+        assert shards is not None
+        return cls(backend, shards, replicas)
+
 
 @dataclass(frozen=True)
 class Ownership:
@@ -37,20 +54,3 @@ class Ownership:
     axes: tuple[Backend, ...] = ()
     copies: Mapping[str, int] = field(default_factory=dict)
     other_layers: Backend | None = None
-
-
-def divide(backend: Backend, num_replicas: int, *, is_sharded: bool) -> Ranks:
-    """One division over all ranks, or blocks of neighbours that each hold all shards."""
-    if num_replicas == 1:
-        return Ranks(backend, backend)
-    if not is_sharded:
-        raise ValueError("replica= is for sharded parameters: use strategy='fsdp' or 'zero3'")
-    if num_replicas < 1 or backend.size % num_replicas:
-        raise ValueError(
-            f"replica must divide the number of ranks, {backend.size}; got {num_replicas}"
-        )
-    num_shards = backend.size // num_replicas
-    shards = backend.split(backend.rank // num_shards)
-    replicas = backend.split(backend.rank % num_shards)
-    assert shards is not None
-    return Ranks(backend, shards, replicas)

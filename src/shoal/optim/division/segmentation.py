@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.optim.state import State, cut_state, join_states, shared_state, split_state
+from shoal.optim.state import State, cut_state, join_states, shared_state
 from shoal.optim.stepping import kernels
 from shoal.sharding.extent import Extent
 from shoal.strategies.engine.flat_group import FlatGroup
@@ -108,17 +108,15 @@ class ParameterSegment:
 
 def make_segments(
     group: FlatGroup,
-    memory: Tensor,
     bounds: tuple[int, int],
     keys: Sequence[object],
     longest: int | None = None,
 ) -> Iterator[ParameterSegment]:
-    """Cuts ``memory``, which holds ``bounds`` of the group, where neighbours' keys differ.
+    """Cuts a group's masters where neighbours' keys differ.
 
     Args:
         group: The group.
-        memory: The part of the buffer that this rank steps.
-        bounds: Where that part begins and ends in the buffer.
+        bounds: Where in the group's buffer the masters begin and end that are cut.
         keys: For each parameter what must be equal inside a segment; None: not stepped.
         longest: The most elements of a segment.
     """
@@ -131,29 +129,21 @@ def make_segments(
             first = run[0][1] if run else start
             is_full = longest is not None and start - first >= longest
             if run and (is_full or keys[run[-1][0]] != keys[index]):
-                yield from _segment(group, memory, bounds[0], run, keys)
+                yield from _segment(group, run, keys)
                 run, first = [], start
             stop = end if longest is None else min(end, first + longest)
             run.append((index, start, stop))
             start, is_due = stop, stop < end
-    yield from _segment(group, memory, bounds[0], run, keys)
-
-
-def longest_segment(memory: Tensor) -> int | None:
-    """What a CPU's cache holds through the several passes of a step; GPUs like long ones."""
-    return _CACHED_BYTES // memory.itemsize if memory.is_cpu else None
+    yield from _segment(group, run, keys)
 
 
 def _segment(
-    group: FlatGroup,
-    memory: Tensor,
-    base: int,
-    run: Sequence[tuple[int, int, int]],
-    keys: Sequence[object],
+    group: FlatGroup, run: Sequence[tuple[int, int, int]], keys: Sequence[object]
 ) -> Iterator[ParameterSegment]:
     if run and keys[run[0][0]] is not None:
+        base = group.master_bounds[0]
         start, stop = run[0][1] - base, run[-1][2] - base
-        parameter = nn.Parameter(memory[start:stop].detach())
+        parameter = nn.Parameter(group.master[start:stop].detach())
         yield ParameterSegment(group, [index for index, _, _ in run], start, parameter)
 
 
@@ -199,11 +189,11 @@ class Segmentation:
         """Makes segments for the parameters that the optimizer has, and moves their state."""
         param_groups = self._optimizer.param_groups
         segments = self.cut([group["params"] for group in param_groups], self._key_at)
-        moved = self._moved_state(segments)
+        moved = {segment.parameter: self._state_for(segment) for own in segments for segment in own}
         for group in param_groups:
             for parameter in group["params"]:
                 self._optimizer.state.pop(parameter, None)
-        self._optimizer.state.update(moved)
+        self._optimizer.state.update({key: state for key, state in moved.items() if state})
         self.adopt(segments)
 
     def adopt(self, segments: list[list[ParameterSegment]]) -> None:
@@ -255,30 +245,28 @@ class Segmentation:
     def _cut_group(
         self, group: FlatGroup, keys: Sequence[object], *, is_short: bool
     ) -> Iterator[ParameterSegment]:
-        longest = longest_segment(group.master) if is_short else None
-        return make_segments(group, group.master, group.master_bounds, keys, longest)
+        # What a CPU's cache holds through the several passes of a step; GPUs like long ones.
+        is_short = is_short and group.master.is_cpu
+        longest = _CACHED_BYTES // group.master.itemsize if is_short else None
+        return make_segments(group, group.master_bounds, keys, longest)
 
     def _key_at(self, which: int, group: FlatGroup, index: int) -> object:
         """What must be equal inside a segment: settings, and state that is not per element."""
         parameter = group.parameters[index]
         return which, shared_state(self._optimizer.state.get(parameter, {}), parameter)
 
-    def divide(
+    def cut_where_used(
         self, which: int, segment: ParameterSegment, used: Sequence[bool]
     ) -> list[ParameterSegment]:
         """Cuts a segment where parameters with a gradient meet parameters without."""
         keys: list[object] = [None] * len(segment.group.parameters)
         for index, is_used in zip(segment.indices, used, strict=True):
             keys[index] = ("used" if is_used else "unused",)
-        memory = segment.group.master[segment.start :]
-        parts = list(make_segments(segment.group, memory, segment.bounds, keys))
-        for part in parts:
-            part.start += segment.start
+        parts = list(make_segments(segment.group, segment.bounds, keys))
         state = self._optimizer.state.pop(segment.parameter, {})
-        sizes = [part.parameter.numel() for part in parts]
-        for part, part_state in zip(parts, split_state(state, sizes), strict=True):
-            if part_state:
-                self._optimizer.state[part.parameter] = part_state
+        if state:
+            for part in parts:
+                self._optimizer.state[part.parameter] = segment.state_of_part(state, part)
         own = self._by_group[which]
         index = own.index(segment)
         own[index : index + 1] = parts
@@ -298,21 +286,13 @@ class Segmentation:
             shape = slot.shape if split is None else split.shape
             yield slot.name, Extent(shape, piece.start, piece.stop, split), piece.in_segment
 
-    def _moved_state(self, segments: Sequence[Sequence[ParameterSegment]]) -> dict[Tensor, State]:
-        """The state of the parameters, for the segments that take their place."""
-        moved: dict[Tensor, State] = {}
-        for segment in (segment for own in segments for segment in own):
-            state = self._state_for(segment)
-            if state:
-                moved[segment.parameter] = state
-        return moved
-
     def _state_for(self, segment: ParameterSegment) -> State:
         """What a segment's parameters have for a state, cut and joined like them."""
         states = self._optimizer.state
-        parts = []
-        for parameter, piece in zip(segment.parameters, segment.pieces(), strict=True):
-            parts.append(cut_state(states.get(parameter, {}), parameter, piece.start, piece.stop))
+        parts = [
+            cut_state(states.get(parameter, {}), parameter, piece.start, piece.stop)
+            for parameter, piece in zip(segment.parameters, segment.pieces(), strict=True)
+        ]
         return join_states(parts, segment.parameter)
 
 

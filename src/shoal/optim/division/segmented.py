@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from shoal.comm import Backend
 from shoal.errors import ShoalError
 from shoal.optim.division.segmentation import ParameterSegment, Segmentation, WholeParameters
 from shoal.optim.division.state_view import StateView
@@ -98,13 +96,14 @@ class Segmented(WorkDivision):
 
     def _hand_out(self, which: int, segment: ParameterSegment) -> None:
         """Gives a segment its gradient, if its parameters have one."""
-        gradients = self.engine.gradients[segment.group.index]
+        gradients = self.engine.gradients.groups[segment.group.index]
         used = [index in gradients.used for index in segment.indices]
         if any(used) and not all(used):
-            for part in self.segments.divide(which, segment, used):
+            for part in self.segments.cut_where_used(which, segment, used):
                 self._hand_out(which, part)
             return
-        buffer = gradients.own() if self.engine.sharding.optimizer else gradients.held()
+        memory = gradients.memory
+        buffer = memory.own() if self.engine.sharding.optimizer else memory.held()
         segment.show(buffer if used[0] else None)
 
     # State --------------------------------------------------------------------------------
@@ -116,13 +115,13 @@ class Segmented(WorkDivision):
 
     def state_dict(self) -> dict[str, Any]:
         """The parts of all ranks together."""
-        numbers = {self.name_of(each): number for number, each in enumerate(self.flat_parameters)}
+        numbers = {self.names[id(each)]: n for n, each in enumerate(self.flat_parameters)}
         groups = [
             {key: value for key, value in group.items() if key != "params"}
-            | {"params": [numbers[self.name_of(parameter)] for parameter in own]}
+            | {"params": [numbers[self.names[id(parameter)]] for parameter in own]}
             for group, own in zip(self.optimizer.param_groups, self.parameters, strict=True)
         ]
-        whole = self._segment_state().gather(self.engine.shard_group)
+        whole = self._gather_state()
         state = {number: whole[name] for name, number in numbers.items() if name in whole}
         return {"state": state, "param_groups": groups}
 
@@ -133,7 +132,7 @@ class Segmented(WorkDivision):
         order = [(number, group) for group in saved for number in group["params"]]
         self.optimizer.state.clear()
         for (number, options), parameter in zip(order, self.flat_parameters, strict=True):
-            master = self.engine.groups[self.locate(parameter)[0]].master
+            master = self.engine.groups[self.engine.index_of[id(parameter)][0]].master
             state = state_dict["state"].get(number, {})
             loaded = {
                 key: placed(key, value, master, options, is_cast=True)
@@ -147,18 +146,93 @@ class Segmented(WorkDivision):
 
     def held_state(self) -> Iterator[HeldState]:
         """That of this rank's segments."""
-        return self._segment_state().held()
+        for segment in self.segments:
+            state = self.optimizer.state.get(segment.parameter, {})
+            if not state:
+                continue
+            tensors, shared = divided(state, self.segments.state_like(segment))
+            pieces = list(self.segments.pieces(segment))
+            for name, extent, own in pieces:
+                part = tensors if len(pieces) == 1 else {k: v[own] for k, v in tensors.items()}
+                yield HeldState(name, extent, part, shared)
+
+    def _gather_state(self) -> dict[str, State]:
+        """The whole state of each parameter by name, from all ranks, which call it together."""
+        own = [
+            [held.name, *_run(held), {k: v.clone() for k, v in held.tensors.items()}, held.shared]
+            for held in self.held_state()
+        ]
+        whole: dict[str, State] = {}
+        for found in self.engine.shard_group.all_gather_object(own):
+            for name, shape, start, stop, tensors, shared in found:
+                state = whole.setdefault(name, dict(shared))
+                for key, flat in tensors.items():
+                    if key not in state:
+                        state[key] = torch.zeros(shape, dtype=flat.dtype, device=flat.device)
+                    state[key].view(-1)[start:stop] = flat
+        return whole
 
     def receive(
         self, saved: Mapping[str, FullState], options: Sequence[Mapping[str, Any]]
     ) -> Reception:
-        """Makes room for what this rank's segments will have."""
-        return self._segment_state().receive(saved, options, self.count_state)
+        """Makes room for what this rank's segments will have.
 
-    def _segment_state(self) -> SegmentState:
-        return SegmentState(
-            self.optimizer, self.segments, self.parameters, set(self.names.values())
-        )
+        New state is made in runs as long as can be, and then cut into segments that are stepped.
+        """
+        # The state of parameters that nothing was saved for stays.
+        is_complete = saved.keys() >= set(self.names.values())
+        old = [] if is_complete else [held for held in self.held_state() if held.name not in saved]
+        known = {**saved, **full_states(old)}
+        segments = self._cut(known, is_short=True)
+        wanted, rooms = self._make_room(known, options)
+        kept = {held.name for held in old}
+        copy_held(old, [each for each in wanted if each[1].name in kept])
+        missing = [each for each in wanted if each[1].name not in kept]
+        states: dict[Tensor, State] = {}
+        for segment in (segment for own in segments for segment in own):
+            run, state = rooms[segment.group.index, segment.indices[0]]
+            if state:
+                states[segment.parameter] = run.state_of_part(state, segment)
+
+        def accept() -> None:
+            self.optimizer.state.clear()
+            self.optimizer.state.update(states)
+            for group, settings in zip(self.optimizer.param_groups, options, strict=True):
+                group.update(settings)
+            self.segments.adopt(segments)
+            self.count_state()
+
+        return Reception(missing, accept)
+
+    def _make_room(
+        self, known: Mapping[str, FullState], options: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[tuple[str, Held]], dict[tuple[int, int], tuple[ParameterSegment, State]]]:
+        """Memory that is to be filled, and by group and parameter the run that it is for."""
+        wanted: list[tuple[str, Held]] = []
+        rooms: dict[tuple[int, int], tuple[ParameterSegment, State]] = {}
+        for settings, own in zip(options, self._cut(known, is_short=False), strict=True):
+            for run in own:
+                pieces = list(self.segments.pieces(run))
+                full = known.get(pieces[0][0], FullState())
+                memory, state = fresh_state(full, self.segments.state_like(run), settings)
+                rooms |= {(run.group.index, index): (run, state) for index in run.indices}
+                wanted += [
+                    (key, Held(name, extent, flat[part]))
+                    for key, flat in memory.items()
+                    for name, extent, part in pieces
+                ]
+        return wanted, rooms
+
+    def _cut(
+        self, known: Mapping[str, FullState], *, is_short: bool
+    ) -> list[list[ParameterSegment]]:
+        def key_of(which: int, group: FlatGroup, index: int) -> object:
+            full = known.get(group.names[index], FullState())
+            shared = [(key, comparable(value)) for key, value in sorted(full.shared.items())]
+            return which, tuple(sorted(full.dtypes.items(), key=str)), tuple(shared)
+
+        with self.segments.in_place():  # whose state says how they can be stepped
+            return self.segments.cut(self.parameters, key_of, is_short=is_short)
 
 
 class ByElement(Segmented):
@@ -198,115 +272,6 @@ def _refuse_state(*_: Any) -> NoReturn:
 
 GroupOptions = Sequence[Mapping[str, Any]]
 """The hyperparameters of each parameter group."""
-
-
-class SegmentState:
-    """The state that an optimizer has for its segments."""
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        segments: Segmentation,
-        parameters: Sequence[Sequence[nn.Parameter]],
-        names: set[str],
-    ) -> None:
-        """``parameters`` are the user's of each parameter group, ``names`` their full names."""
-        self._optimizer, self._segments = optimizer, segments
-        self._parameters, self._names = parameters, names
-
-    def held(self) -> Iterator[HeldState]:
-        """This rank's part of the state, under full names."""
-        for segment in self._segments:
-            state = self._optimizer.state.get(segment.parameter, {})
-            if not state:
-                continue
-            tensors, shared = divided(state, self._segments.state_like(segment))
-            pieces = list(self._segments.pieces(segment))
-            for name, extent, own in pieces:
-                part = tensors if len(pieces) == 1 else {k: v[own] for k, v in tensors.items()}
-                yield HeldState(name, extent, part, shared)
-
-    def gather(self, backend: Backend) -> dict[str, State]:
-        """The whole state of each parameter by name, from all ranks, which call it together.
-
-        It has the form that the plain torch optimizer would have in one process, so that either can
-        load what the other saved, at any number of ranks.
-        """
-        own = [
-            [held.name, *_run(held), {k: v.clone() for k, v in held.tensors.items()}, held.shared]
-            for held in self.held()
-        ]
-        whole: dict[str, State] = {}
-        for found in backend.all_gather_object(own):
-            for name, shape, start, stop, tensors, shared in found:
-                state = whole.setdefault(name, dict(shared))
-                for key, flat in tensors.items():
-                    if key not in state:
-                        state[key] = torch.zeros(shape, dtype=flat.dtype, device=flat.device)
-                    state[key].view(-1)[start:stop] = flat
-        return whole
-
-    def receive(
-        self, saved: Mapping[str, FullState], options: GroupOptions, on_accept: Callable[[], None]
-    ) -> Reception:
-        """Makes room for a state that is loaded; see `ShardedOptimizer.receive`.
-
-        New state is made in runs as long as can be, and then cut into segments that are stepped.
-        """
-        # The state of parameters that nothing was saved for stays.
-        is_complete = saved.keys() >= self._names
-        old = [] if is_complete else [held for held in self.held() if held.name not in saved]
-        known = {**saved, **full_states(old)}
-        segments = self._cut(known, is_short=True)
-        wanted, rooms = self._make_room(known, options)
-        kept = {held.name for held in old}
-        copy_held(old, [each for each in wanted if each[1].name in kept])
-        missing = [each for each in wanted if each[1].name not in kept]
-        states: dict[Tensor, State] = {}
-        for segment in (segment for own in segments for segment in own):
-            run, state = rooms[segment.group.index, segment.indices[0]]
-            if state:
-                states[segment.parameter] = run.state_of_part(state, segment)
-
-        def accept() -> None:
-            self._optimizer.state.clear()
-            self._optimizer.state.update(states)
-            for group, settings in zip(self._optimizer.param_groups, options, strict=True):
-                group.update(settings)
-            self._segments.adopt(segments)
-            on_accept()
-
-        return Reception(missing, accept)
-
-    def _make_room(
-        self, known: Mapping[str, FullState], options: GroupOptions
-    ) -> tuple[list[tuple[str, Held]], dict[tuple[int, int], tuple[ParameterSegment, State]]]:
-        """Memory that is to be filled, and by group and parameter the run that it is for."""
-        wanted: list[tuple[str, Held]] = []
-        rooms: dict[tuple[int, int], tuple[ParameterSegment, State]] = {}
-        for settings, own in zip(options, self._cut(known, is_short=False), strict=True):
-            for run in own:
-                pieces = list(self._segments.pieces(run))
-                full = known.get(pieces[0][0], FullState())
-                memory, state = fresh_state(full, self._segments.state_like(run), settings)
-                rooms |= {(run.group.index, index): (run, state) for index in run.indices}
-                wanted += [
-                    (key, Held(name, extent, flat[part]))
-                    for key, flat in memory.items()
-                    for name, extent, part in pieces
-                ]
-        return wanted, rooms
-
-    def _cut(
-        self, known: Mapping[str, FullState], *, is_short: bool
-    ) -> list[list[ParameterSegment]]:
-        def key_of(which: int, group: FlatGroup, index: int) -> object:
-            full = known.get(group.names[index], FullState())
-            shared = [(key, comparable(value)) for key, value in sorted(full.shared.items())]
-            return which, tuple(sorted(full.dtypes.items(), key=str)), tuple(shared)
-
-        with self._segments.in_place():  # whose state says how they can be stepped
-            return self._segments.cut(self._parameters, key_of, is_short=is_short)
 
 
 def _run(held: HeldState) -> tuple[list[int], int, int]:

@@ -26,6 +26,8 @@ class WorkDivision(ABC):
         optimizer: The user's.
         model: The wrapped model whose parameters it has.
         parameters: Those of each parameter group, as the user gave them.
+        flat_parameters: Those of all parameter groups in a row.
+        names: Full names of the parameters, by their id.
     """
 
     lays_out_memory: ClassVar[bool] = False
@@ -35,6 +37,8 @@ class WorkDivision(ABC):
         """Of an optimizer that `admit` has let pass."""
         self.model, self.supervision = model, supervision
         self.optimizer, self.parameters = supervision.optimizer, supervision.parameters
+        self.flat_parameters = [each for group in self.parameters for each in group]
+        self.names = {id(each): self._find_name(each) for each in self.flat_parameters}
         self._num_averaged = self._num_states = self._state_bytes = 0
 
     @classmethod
@@ -46,10 +50,9 @@ class WorkDivision(ABC):
         """The model's."""
         return self.model.engine
 
-    @property
-    def flat_parameters(self) -> list[nn.Parameter]:
-        """Those of all parameter groups in a row."""
-        return [parameter for group in self.parameters for parameter in group]
+    def _find_name(self, parameter: nn.Parameter) -> str:
+        group, index = self.engine.index_of[id(parameter)]
+        return self.engine.groups[group].names[index]
 
     # What each division does ----------------------------------------------------------------
 
@@ -89,22 +92,6 @@ class WorkDivision(ABC):
         """Makes room for a state that is loaded; see `ShardedOptimizer.receive`."""
 
     # What all have in common ----------------------------------------------------------------
-
-    @property
-    def names(self) -> dict[int, str]:
-        """Full names of the parameters, by their id."""
-        return {id(parameter): self.name_of(parameter) for parameter in self.flat_parameters}
-
-    def name_of(self, parameter: nn.Parameter) -> str:
-        """The full name of a parameter."""
-        group, index = self.locate(parameter)
-        return self.engine.groups[group].names[index]
-
-    def locate(self, parameter: nn.Parameter) -> tuple[int, int]:
-        """The group of memory that a parameter is in, and its index there."""
-        found = self.engine.locate(parameter)
-        assert found is not None  # it was checked when the optimizer was wrapped
-        return found
 
     def mean(self, loss: Any) -> Any:
         """The loss of the whole batch: what a closure returns is this rank's."""

@@ -34,7 +34,7 @@ class Following:
         They are given before each step, because a state that was loaded is in other memory.
         """
         self._shapes = [parameter.shape for parameter in parameters]
-        self.marks.divide(
+        self.marks.begin(
             (tensor, Mark(owner, Level.DATA))
             for owner, (parameter, own) in enumerate(zip(parameters, others, strict=True))
             for tensor in (parameter, *own)

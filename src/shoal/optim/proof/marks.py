@@ -84,7 +84,7 @@ class Marks:
         else:
             memory.parts[index] = (*memory.parts[index][:2], mark)
 
-    def divide(self, owned: Iterable[tuple[Tensor, Mark]]) -> None:
+    def begin(self, owned: Iterable[tuple[Tensor, Mark]]) -> None:
         """Marks tensors that may be parts of the same memory, each with its owner."""
         divided: dict[int, _Memory] = {}
         for tensor, mark in owned:

@@ -84,21 +84,10 @@ class Engine:
         self.steps = Steps(self.groups, reduce_group, self.progress)
         self.passes = Passes(self, reduce_group, buffer_group)
         self.parameters = Parameters(self)
-        self.replicas = ReplicaCheck(
-            self.groups,
-            self.gradients.groups,
-            reduce_group,
-            self.progress,
-            lambda: self.ownership,
-            settings.check_every,
-        )
+        self.replicas = ReplicaCheck(self, reduce_group)
         self._hooks = self.passes.install() + self._hooks
-        share_buffers(module, buffer_group)
+        share_buffers(module.buffers(), buffer_group)
         self.gathering.free_all()
-
-    def locate(self, parameter: nn.Parameter) -> tuple[int, int] | None:
-        """The group of a parameter and its index there; None if it is not the model's."""
-        return self.index_of.get(id(parameter))
 
     def dissolve(self) -> None:
         """Gives the parameters memory of their own again, and takes its hooks off the module."""

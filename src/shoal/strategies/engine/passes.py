@@ -147,8 +147,10 @@ class Passes:
 
     def share_buffers(self) -> None:
         """All ranks have the same buffers; see [Note: buffers that learn]."""
-        averages = self._engine.settings.averages_buffers
-        share_buffers(self._engine.module, self._buffer_group, averages=averages)
+        buffers = list(self._engine.module.buffers())
+        if buffers:
+            averages = self._engine.settings.averages_buffers
+            share_buffers(buffers, self._buffer_group, averages=averages)
 
     # Backward -----------------------------------------------------------------------------
 
@@ -210,7 +212,8 @@ class Passes:
             self._reductions.average_over(replicas)
         if engine.settings.averages_buffers:
             self.share_buffers()
-        engine.input_watch.compare()
+        if engine.input_watch.rounds_left:
+            engine.input_watch.compare()
         self._gradients.note_averaged()
 
     # Outside of backward ------------------------------------------------------------------

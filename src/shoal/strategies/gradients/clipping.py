@@ -30,7 +30,7 @@ def held_gradients(
     """What this rank holds, in as few tensors as there are numbers of copies."""
     held = []
     for group, own in zip(groups, gradients, strict=True):
-        buffer = own.held()
+        buffer = own.memory.held()
         if buffer is None or not buffer.numel():
             continue
         if not ownership.copies:

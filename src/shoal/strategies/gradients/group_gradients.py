@@ -220,14 +220,6 @@ class GroupGradients:
 
     # What is there ------------------------------------------------------------------------
 
-    def own(self) -> Tensor | None:
-        """This rank's part of the averaged gradient."""
-        return self.memory.own()
-
-    def held(self) -> Tensor | None:
-        """All that this rank holds of the averaged gradient: whole, or its part."""
-        return self.memory.held()
-
     def part(self, index: int) -> Tensor:
         """This rank's elements of a parameter's gradient, flat."""
         if self.is_sharded:

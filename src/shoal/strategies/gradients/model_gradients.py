@@ -45,12 +45,7 @@ class ModelGradients:
         settings, shard_group = engine.settings, engine.shard_group
         is_sharded = engine.sharding.gradients and shard_group.size > 1
         pool = BufferPool(shard_group, engine.account)
-        self.owners = GradientOwners(
-            engine.module,
-            meeting if is_sharded else None,
-            lambda: engine.ownership,
-            engine.progress,
-        )
+        self.owners = GradientOwners(engine, meeting if is_sharded else None)
         self.groups = [
             GroupGradients(
                 group, pool, reduce_group, self.owners, is_sharded, settings.hides_gradients
@@ -74,8 +69,12 @@ class ModelGradients:
 
     def add_to(self) -> None:
         """Before more is added: what users did so far counts."""
-        self.owners.settle()
+        self._settle()
         self.hand_made.add_to()
+
+    def _settle(self) -> None:
+        if self.owners.kept:
+            self.owners.settle()
 
     def note_averaged(self) -> None:
         """Gradients were averaged, if there were any."""
@@ -89,7 +88,8 @@ class ModelGradients:
         """Lets the parameters show what they have."""
         for gradients in self.groups:
             gradients.shown.show()
-        self.owners.refresh()
+        if self.owners.kept:
+            self.owners.refresh()
 
     def adopt(self, num_averaged: int | None = None) -> None:
         """What users did to gradients counts, and what they put in by hand is averaged.
@@ -98,7 +98,7 @@ class ModelGradients:
             num_averaged: What `num_averaged` was when this was last asked for; by default at the
                 last step. Where nothing was averaged since, all ranks meet; see [Note: by hand].
         """
-        self.owners.settle()
+        self._settle()
         seen = self._num_averaged_stepped if num_averaged is None else num_averaged
         self.hand_made.average(is_due=self.num_averaged == seen)
 
@@ -123,25 +123,24 @@ class ModelGradients:
     def buffers(self) -> list[Tensor]:
         """All averaged gradients that this rank holds."""
         self.adopt()
-        held = [gradients.held() for gradients in self.groups]
+        held = [gradients.memory.held() for gradients in self.groups]
         return [buffer for buffer in held if buffer is not None and buffer.numel()]
 
     def shard(self, name: str) -> Tensor | None:
         """This rank's part of a parameter's averaged gradient."""
         parameter = dict(self._engine.module.named_parameters()).get(name)
-        found = None if parameter is None else self._engine.locate(parameter)
-        if found is None:
+        if parameter is None:
             raise KeyError(f"the model has no parameter named {name!r}")
-        group, index = found
+        group, index = self._engine.index_of[id(parameter)]
         gradients, layout = self.groups[group], self._engine.groups[group].layout
-        self.owners.settle()
+        self._settle()
         self.hand_made.adopt()
         if index in gradients.shown.by_hand:
             raise ShoalError(
                 f"the gradient of {name} was put in by hand and is this rank's own: call "
                 "model.synchronize_gradients() first, which averages it over the ranks"
             )
-        own = gradients.own()
+        own = gradients.memory.own()
         if own is None or index not in gradients.used:
             return None
         for piece in layout.pieces(self._engine.shard_group.rank):

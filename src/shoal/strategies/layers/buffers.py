@@ -9,43 +9,39 @@ so that a rank that looks at its own buffers after a step sees the average of al
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.comm import Backend
 from shoal.torch_support.raw import are_equal
 
 
-def share_buffers(module: nn.Module, backend: Backend, *, averages: bool = False) -> None:
+def share_buffers(buffers: Iterable[Tensor], backend: Backend, *, averages: bool = False) -> None:
     """Gives all ranks the same buffers, with one message for each dtype and device.
 
     Args:
-        module: Whose buffers.
+        buffers: Those of a module.
         backend: The ranks.
         averages: Whether floating numbers become the average over the ranks, with a second message;
             everything else is rank 0's.
     """
     if backend.size == 1:
         return
-    for buffers in _by_kind(module):
-        own = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for buffer in buffers:
+        if buffer.numel():
+            kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    for alike in kinds.values():
+        own = torch.cat([buffer.detach().reshape(-1) for buffer in alike])
         joined = own.clone() if averages else own
         backend.broadcast(joined)
         if averages and (own.is_floating_point() or own.is_complex()):
             joined = _average(own, joined, backend)
-        parts = joined.split([buffer.numel() for buffer in buffers])
-        for buffer, part in zip(buffers, parts, strict=True):
+        parts = joined.split([buffer.numel() for buffer in alike])
+        for buffer, part in zip(alike, parts, strict=True):
             _take_over(buffer, part.view(buffer.shape))
-
-
-def _by_kind(module: nn.Module) -> Iterator[list[Tensor]]:
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for buffer in module.buffers():
-        if buffer.numel():
-            kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-    yield from kinds.values()
 
 
 def _average(own: Tensor, first: Tensor, backend: Backend) -> Tensor:

@@ -148,4 +148,4 @@ def share_values(module: nn.Module, backend: Backend, seed: int) -> None:
     check_models(module, backend)
     for parameter in module.parameters():
         backend.broadcast(parameter.data)
-    share_buffers(module, backend)
+    share_buffers(module.buffers(), backend)
