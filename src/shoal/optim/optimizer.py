@@ -269,6 +269,9 @@ def refuse_parameter(parameter: Tensor) -> NoReturn:
 def _supervise(
     optimizer: Optimizer, model: ShardedModel, judgement: Judgement, numbers: Mapping[int, int]
 ) -> Supervision:
+    def tear() -> None:
+        model.engine.steps.is_torn = True
+
     seed = None
     if judgement.may_draw:
         seed = model.all_ranks.broadcast_object(torch.initial_seed())
@@ -278,5 +281,5 @@ def _supervise(
         parameters=[list(group["params"]) for group in optimizer.param_groups],
         numbers=numbers,
         seed=seed,
-        on_violation=lambda: model.engine.steps.tear(),
+        on_violation=tear,
     )

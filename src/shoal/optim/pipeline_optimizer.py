@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from shoal.optim.division import DIVISIONS
 from shoal.optim.division.segmented import check_sizes
-from shoal.optim.division.undivided import DECLARE, Undivided
+from shoal.optim.division.work_division import DECLARE, Undivided
 from shoal.optim.kinds import Kind
 from shoal.optim.optimizer import ShardedOptimizer, refuse_parameter
 from shoal.optim.proof.judgement import Judgement

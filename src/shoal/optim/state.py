@@ -84,15 +84,11 @@ def _copied(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Reception:
-    """What an optimizer waits for.
+    """What an optimizer waits for."""
 
-    Attributes:
-        wanted: The state's key, and the parameter's elements with the memory for them.
-        accept: Makes the new state the optimizer's own.
-    """
-
+    # The state's key, and the parameter's elements with the memory for them.
     wanted: Sequence[tuple[str, Held]]
-    accept: Callable[[], None]
+    accept: Callable[[], None]  # makes the new state the optimizer's own
 
 
 def held_whole(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[HeldState]:
@@ -167,12 +163,7 @@ def placed(
 ) -> Any:
     """A copy of a piece of state where an optimizer with these options wants it.
 
-    Args:
-        key: The state's key.
-        value: The piece.
-        like: What the state belongs to.
-        options: The hyperparameters of its parameter group.
-        is_cast: Whether floating numbers get the dtype of ``like``.
+    ``like`` is what the state belongs to; ``is_cast``: floating numbers get its dtype.
     """
     if isinstance(value, list | tuple):
         return type(value)(placed(key, item, like, options, is_cast=is_cast) for item in value)
@@ -206,10 +197,8 @@ def copy_held(held: Sequence[HeldState], wanted: Sequence[tuple[str, Held]]) -> 
 def renew_state(optimizer: Optimizer) -> None:
     """Makes what is on the meta device anew; the parameters have their values by now.
 
-    Example:
-        >>> optimizer = torch.optim.Adagrad(module_on_meta.parameters())
-        >>> model = ZeRO2Model(module_on_meta)
-        >>> renew_state(optimizer)
+    Most optimizers make their state in the first step. Adagrad, for one, makes it when it is built:
+    over a model on the meta device that state has no memory either.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from shoal.errors import ShoalError
 from shoal.optim.division.segmentation import NamedPiece, ParameterSegment, WholeParameters
 from shoal.optim.division.segmented import ByElement, ByParameter, Segmented
-from shoal.optim.division.undivided import DECLARE, Undivided
-from shoal.optim.division.work_division import WorkDivision
+from shoal.optim.division.work_division import DECLARE, Undivided, WorkDivision
 from shoal.optim.kinds import Kind
 from shoal.optim.optimizer import ShardedOptimizer
 from shoal.optim.state import State, is_per_element

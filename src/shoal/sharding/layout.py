@@ -48,10 +48,6 @@ class GroupLayout:
 
     The buffer may be longer than its parameters; what is beyond them never leaves the layout.
 
-    Attributes:
-        slots: Where the parameters lie.
-        bounds: Where each rank's slice begins, and at the end the length of the buffer.
-
     Example:
         >>> layout = GroupLayout.even([("a", torch.Size([3])), ("b", torch.Size([2, 2]))], 2, 4)
         >>> layout.bounds
@@ -60,7 +56,8 @@ class GroupLayout:
         [('a', 0, 3), ('b', 0, 4)]
     """
 
-    slots: tuple[Slot, ...]
+    slots: tuple[Slot, ...]  # where the parameters lie
+    # Where each rank's slice begins, and at the end the length of the buffer.
     bounds: tuple[int, ...]
 
     @cached_property

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.optim.proof.marks import MIXED, Level, Mark, Marks
+from shoal.optim.proof.following import MIXED, Level, Mark, Marks
 from shoal.optim.proof.rules import Effect, rule_for
 
 aten = torch.ops.aten

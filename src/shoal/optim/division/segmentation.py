@@ -28,19 +28,12 @@ _CACHED_BYTES = 256 << 10
 
 @dataclass(frozen=True)
 class ParameterPiece:
-    """The elements of one parameter that a segment has.
+    """The elements of one parameter that a segment has."""
 
-    Attributes:
-        index: The parameter's index in its group of memory.
-        start: The first of its elements.
-        stop: The end of its elements.
-        offset: Where they begin in the segment.
-    """
-
-    index: int
-    start: int
-    stop: int
-    offset: int
+    index: int  # the parameter's index in its group of memory
+    start: int  # the first of its elements
+    stop: int  # the end of its elements
+    offset: int  # where they begin in the segment
 
     @property
     def in_segment(self) -> slice:
@@ -50,19 +43,12 @@ class ParameterPiece:
 
 @dataclass
 class ParameterSegment:
-    """A run of one group's memory that the optimizer steps as one tensor.
+    """A run of one group's memory that the optimizer steps as one tensor."""
 
-    Attributes:
-        group: The group it is part of.
-        indices: The parameters it covers, by their index in the group.
-        start: Where it begins in this rank's part of the buffer, in elements.
-        parameter: What the optimizer has instead of the parameters.
-    """
-
-    group: FlatGroup
-    indices: list[int]
-    start: int
-    parameter: nn.Parameter
+    group: FlatGroup  # the group it is part of
+    indices: list[int]  # the parameters it covers, by their index in the group
+    start: int  # where it begins in this rank's part of the buffer, in elements
+    parameter: nn.Parameter  # what the optimizer has instead of the parameters
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -112,13 +98,10 @@ def make_segments(
     keys: Sequence[object],
     longest: int | None = None,
 ) -> Iterator[ParameterSegment]:
-    """Cuts a group's masters where neighbours' keys differ.
+    """Cuts the masters that lie in ``bounds`` of a group's buffer where neighbours' keys differ.
 
-    Args:
-        group: The group.
-        bounds: Where in the group's buffer the masters begin and end that are cut.
-        keys: For each parameter what must be equal inside a segment; None: not stepped.
-        longest: The most elements of a segment.
+    ``keys`` has for each parameter what must be equal inside a segment; None: it is not stepped.
+    ``longest``: the most elements of a segment.
     """
     run: list[tuple[int, int, int]] = []
     for index, slot in enumerate(group.layout.slots):
@@ -164,14 +147,7 @@ class Segmentation:
     def __init__(
         self, optimizer: Optimizer, model: ShardedModel, *, may_fuse: bool, is_watched: bool
     ) -> None:
-        """Of none yet.
-
-        Args:
-            optimizer: The user's.
-            model: The wrapped model.
-            may_fuse: Whether fused kernels may make the steps.
-            is_watched: Whether each operation costs more than the cache saves.
-        """
+        """``is_watched``: whether each operation of a step costs more than the cache saves."""
         self._optimizer, self._model = optimizer, model
         self._may_fuse, self._is_watched = may_fuse, is_watched
         self._by_group: list[list[ParameterSegment]] = []

@@ -31,11 +31,7 @@ from shoal.strategies.model import ShardedModel
 
 
 class Segmented(WorkDivision):
-    """Each rank steps the segments of its part of the memory; see [Note: segments].
-
-    Attributes:
-        segments: What this rank steps.
-    """
+    """Each rank steps the segments of its part of the memory; see [Note: segments]."""
 
     segmentation: ClassVar[type[Segmentation]]
 

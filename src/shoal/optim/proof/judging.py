@@ -44,10 +44,7 @@ def judge(
 ) -> Judgement:
     """The kind of an optimizer, and how it is known.
 
-    Args:
-        optimizer: Any.
-        parameters: Those of each parameter group as the user has them, where the optimizer has
-            something else in their place.
+    ``parameters`` are the user's, where the optimizer has something else in their place.
 
     Example:
         >>> print(judge(torch.optim.AdamW([nn.Parameter(torch.zeros(2))])))

@@ -20,10 +20,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from shoal.optim.kinds import Kind
-from shoal.optim.proof.following import Following
+from shoal.optim.proof.following import Following, Level
+from shoal.optim.proof.interception import SeededRun, Tape, intercepting
 from shoal.optim.proof.judgement import Judgement, StepFinding
-from shoal.optim.proof.marks import Level
-from shoal.optim.proof.modes import SeededRun, intercepting
 from shoal.optim.proof.small_copy import (
     Make,
     SampleData,
@@ -34,7 +33,6 @@ from shoal.optim.proof.small_copy import (
     show,
     train,
 )
-from shoal.optim.proof.tape import Tape
 from shoal.optim.stepping.streams import Streams
 from shoal.torch_support.random_state import RandomState
 
@@ -51,10 +49,7 @@ def prove(
 ) -> Judgement:
     """What one parameter group of an optimizer may be divided into; see [Note: proof].
 
-    Args:
-        optimizer: Any.
-        group: Its parameter group, for the settings.
-        parameters: Those of the group as the user has them, for their shapes and dtypes.
+    ``parameters`` are those of the group as the user has them, for their shapes and dtypes.
     """
     outside = RandomState.capture()
     try:

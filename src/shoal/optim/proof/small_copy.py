@@ -64,15 +64,10 @@ def _rate(given: Any) -> Any:
 
 @dataclass(frozen=True)
 class SampleData:
-    """Values to train with.
+    """Values to train with."""
 
-    Attributes:
-        values: What the parameters begin with.
-        gradients: For each step those of all parameters.
-    """
-
-    values: Sequence[Tensor]
-    gradients: Sequence[Sequence[Tensor]]
+    values: Sequence[Tensor]  # what the parameters begin with
+    gradients: Sequence[Sequence[Tensor]]  # for each step those of all parameters
 
     @classmethod
     def drawn(
@@ -116,17 +111,11 @@ def shapes_for(parameters: Sequence[nn.Parameter]) -> list[tuple[int, ...]]:
 
 @dataclass
 class Trained:
-    """What training has led to.
+    """What training has led to."""
 
-    Attributes:
-        parameters: Their values.
-        state: The tensors and numbers of their state, parameter by parameter.
-        numbers: Numbers among the optimizer's own attributes and hyperparameters.
-    """
-
-    parameters: list[Tensor]
-    state: list[Any]
-    numbers: dict[str, Any]
+    parameters: list[Tensor]  # their values
+    state: list[Any]  # the tensors and numbers of their state, parameter by parameter
+    numbers: dict[str, Any]  # numbers among the optimizer's own attributes and hyperparameters
 
     @classmethod
     def of(cls, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Trained:

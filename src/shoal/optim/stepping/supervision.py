@@ -17,15 +17,7 @@ from shoal.optim.stepping.streams import Streams
 
 
 class Supervision:
-    """What the kind of an optimizer was decided by, and what follows from it in each step.
-
-    Attributes:
-        optimizer: The user's.
-        parameters: Those of each group as the user has them.
-        judgement: The decision.
-        streams: Where its draws come from; None if it draws none.
-        is_stepping: Whether a step is being made.
-    """
+    """What the kind of an optimizer was decided by, and what follows from it in each step."""
 
     def __init__(
         self,
@@ -43,8 +35,7 @@ class Supervision:
             optimizer: The user's.
             judgement: What was decided about it.
             parameters: Those of each group as the user has them.
-            numbers: Each parameter's number among all of the user's, by its id; by default they are
-                counted through the groups.
+            numbers: Each parameter's number among all of the user's, by its id.
             seed: The base seed of what it draws; None if it draws nothing.
             on_violation: Called in the middle of a step that must not go on.
         """
@@ -117,11 +108,8 @@ def users_hooks(
 ) -> Iterator[None]:
     """Around a step: users' hooks see the parameters, before and after, not what is stepped.
 
-    Args:
-        optimizer: The user's, which has the hooks.
-        wrapped: What they are called with.
-        closure: The argument of the step, if any.
-        own: A hook that is not the user's, and stays.
+    They are called with ``wrapped``, once for the step of all ranks. ``own`` is a hook that is not
+    the user's, and stays.
     """
     before = optimizer._optimizer_step_pre_hooks
     after = optimizer._optimizer_step_post_hooks

@@ -14,9 +14,9 @@ values by then is an error, as it is in plain PyTorch: each change starts a new 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 if TYPE_CHECKING:
     from shoal.strategies.engine.flat_group import FlatGroup
+    from shoal.strategies.engine.gathering import Gathering
 
 # What can be asked of a parameter without its values.
 _HARMLESS = frozenset(
@@ -39,21 +40,11 @@ _HARMLESS = frozenset(
 )  # fmt: skip
 
 
-class Gatherer(Protocol):
-    """What brings the values of absent parameters."""
-
-    def need(self, group: FlatGroup) -> None:
-        """Has the group's parameters here when it returns."""
-
-    def watching(self) -> AbstractContextManager[Any]:
-        """Around one use of a parameter whose memory autograd must not save."""
-
-
 class AbsentParameter(nn.Parameter):
     """A parameter whose values are on other ranks right now; see [Note: absent parameters]."""
 
     _group: FlatGroup
-    _gatherer: Gatherer
+    _gathering: Gathering
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saved as what it is for users: a parameter with values."""
@@ -82,30 +73,15 @@ class AbsentParameter(nn.Parameter):
         try:
             for parameter in absent:
                 if isinstance(parameter, AbsentParameter):  # not if it was gathered with another
-                    parameter._gatherer.need(parameter._group)
+                    parameter._gathering.need(parameter._group)
             watched = [parameter for parameter in absent if type(parameter) is AbsentParameter]
             if not watched:
                 return func(*args, **keywords)  # type: ignore[operator]
-            with watched[0]._gatherer.watching(), torch._C.DisableTorchFunctionSubclass():
+            with watched[0]._gathering.saved.watching(), torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **keywords)  # type: ignore[operator]
         finally:
             for group in groups:
                 group.pins -= 1
-
-
-def make_absent(group: FlatGroup, gatherer: Gatherer) -> None:
-    """Gives the parameters of a group the class that knows when they are used."""
-    for parameter in group.parameters:
-        parameter.__class__ = AbsentParameter
-        parameter._group, parameter._gatherer = group, gatherer  # type: ignore[attr-defined]
-
-
-def make_plain(parameters: Sequence[nn.Parameter], classes: Sequence[type[nn.Parameter]]) -> None:
-    """Gives parameters their own classes back."""
-    for parameter, kind in zip(parameters, classes, strict=True):
-        if isinstance(parameter, AbsentParameter):
-            parameter.__class__ = kind  # type: ignore[assignment]
-            del parameter._group, parameter._gatherer
 
 
 def _asked(func: object) -> str:

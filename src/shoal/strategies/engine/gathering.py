@@ -7,7 +7,7 @@ memory the ranks of a host share (`Residence.COMMON`) are not gathered at all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,16 +29,12 @@ _OUTSIDE = "a use of parameters outside of forward and backward"
 
 @dataclass
 class PassPlan:
-    """What was learned of a kind of pass, the same on every rank.
+    """What was learned of a kind of pass, the same on every rank."""
 
-    Attributes:
-        order: In which order groups take their turns.
-        lasting: Groups that are needed again later in the pass, so that freeing them is a waste.
-        is_learned: Whether the order is one that was seen, not the order of registration.
-    """
-
-    order: list[int]
+    order: list[int]  # in which order groups take their turns
+    # Groups that are needed again later in the pass, so that freeing them is a waste.
     lasting: set[int] = field(default_factory=set)
+    # Whether the order is one that was seen, not the order of registration.
     is_learned: bool = False
 
 
@@ -206,10 +202,6 @@ class Gathering:
             self._wait(group)  # what is written now must not be overwritten
         if group.changes.adopt():
             self.saved.changed((group.index, index) for index in range(len(group.parameters)))
-
-    def watching(self) -> AbstractContextManager[Any]:
-        """Around one use of a parameter; see [Note: absent parameters]."""
-        return self.saved.watching()
 
     # Freeing ----------------------------------------------------------------------------
 

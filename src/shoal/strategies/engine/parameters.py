@@ -160,6 +160,7 @@ class Steps:
         """
         self._groups, self._backend, self._progress = groups, backend, progress
         self.is_torn = False
+        """Whether a step has stopped half-way; see [Note: torn parameters]."""
         common = [group for group in groups if group.is_common]
         self._common = CommonChanges(common) if common else None
         self._divided = [
@@ -224,14 +225,6 @@ class Steps:
                 "them again with load_state_dict(), for example from a checkpoint, and the "
                 "optimizer's state too."
             )
-
-    def tear(self) -> None:
-        """A step has stopped half-way."""
-        self.is_torn = True
-
-    def mend(self) -> None:
-        """All parameters have been given new values."""
-        self.is_torn = False
 
     @contextlib.contextmanager
     def taking(self, what: str) -> Iterator[None]:

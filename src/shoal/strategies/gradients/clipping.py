@@ -13,7 +13,7 @@ from torch import Tensor
 from shoal.comm import Backend
 from shoal.strategies.engine.flat_group import FlatGroup
 from shoal.strategies.gradients.group_gradients import GroupGradients
-from shoal.strategies.ranks import Ownership
+from shoal.strategies.settings import Ownership
 
 
 @dataclass(frozen=True)

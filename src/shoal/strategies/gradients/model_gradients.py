@@ -34,13 +34,7 @@ class ModelGradients:
     """The gradients of one model on one rank: a `GroupGradients` for each group."""
 
     def __init__(self, engine: Engine, reduce_group: Backend, meeting: Backend) -> None:
-        """Nothing has arrived yet.
-
-        Args:
-            engine: Whose groups of parameters.
-            reduce_group: The ranks to average over.
-            meeting: The same ranks, where they meet for gradients outside of backward.
-        """
+        """``meeting``: the same ranks, where they meet for gradients outside of backward."""
         self._engine, self._meeting = engine, meeting
         settings, shard_group = engine.settings, engine.shard_group
         is_sharded = engine.sharding.gradients and shard_group.size > 1
@@ -60,10 +54,6 @@ class ModelGradients:
     def __iter__(self) -> Iterator[GroupGradients]:
         """Group by group."""
         return iter(self.groups)
-
-    def __getitem__(self, group: int) -> GroupGradients:
-        """Those of one group."""
-        return self.groups[group]
 
     # Around reductions --------------------------------------------------------------------
 
@@ -116,7 +106,7 @@ class ModelGradients:
         if any(gradients.local for gradients in self.groups):
             for parameter in parameters:
                 group, index = self._engine.index_of[id(parameter)]
-                self.groups[group].check_averaged((index,))
+                self.groups[group].check_averaged(index)
 
     # What users ask for -------------------------------------------------------------------
 

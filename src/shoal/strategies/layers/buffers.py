@@ -21,11 +21,7 @@ from shoal.torch_support.raw import are_equal
 def share_buffers(buffers: Iterable[Tensor], backend: Backend, *, averages: bool = False) -> None:
     """Gives all ranks the same buffers, with one message for each dtype and device.
 
-    Args:
-        buffers: Those of a module.
-        backend: The ranks.
-        averages: Whether floating numbers become the average over the ranks, with a second message;
-            everything else is rank 0's.
+    ``averages``: floating numbers become the average over the ranks, with a second message.
     """
     if backend.size == 1:
         return

@@ -21,8 +21,7 @@ from shoal.strategies.pipeline.schedule.schedules import Pass, Tick, choose_chun
 from shoal.strategies.pipeline.schedule.simulation import Span
 from shoal.strategies.pipeline.stages.stage import Stage
 from shoal.strategies.pipeline.stages.units import cut_chain, find_units
-from shoal.strategies.ranks import Ownership
-from shoal.strategies.settings import LEVELS
+from shoal.strategies.settings import LEVELS, Ownership
 from shoal.strategies.training import LossFunction, count_items
 
 
@@ -246,7 +245,7 @@ class PipelineParallelModel(ShardedModel):
                 {key: value for key, value in state_dict.items() if key in own}, strict=False
             )
         if not missing:
-            self.engine.steps.mend()
+            self.engine.steps.is_torn = False
         return _IncompatibleKeys(missing, unexpected)
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor | None]]:

@@ -33,15 +33,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Combination:
-    """How numbers of parts become one.
+    """How numbers of parts become one."""
 
-    Attributes:
-        of_rows: Combines the rows of a matrix, one for each rank.
-        nothing: What a rank contributes that holds no elements.
-    """
-
-    of_rows: Callable[[Tensor], Tensor]
-    nothing: float
+    of_rows: Callable[[Tensor], Tensor]  # combines the rows of a matrix, one for each rank
+    nothing: float  # what a rank contributes that holds no elements
 
 
 SUM = Combination(lambda rows: rows.sum(0), 0.0)
