@@ -57,13 +57,15 @@ class ShardedOptimizer(Optimizer):
             model: The wrapped model whose parameters it has.
             kind: "element-wise", "per-parameter" or "global", if it need not be found out.
         """
-        self._check_pair(optimizer, model)
+        self._pair(optimizer, model)
         self.optimizer, self.model = optimizer, model
         self._record = StepRecord(optimizer)
         compare(model.all_ranks, self._record.facts())
         judgement = judge_or_believe(optimizer, kind)
         self.kind = judgement.kind
-        check_parameters(optimizer, model)
+        for parameter in (each for group in self.param_groups for each in group["params"]):
+            if id(parameter) not in model.engine.index_of:
+                refuse_parameter(parameter)
         division_class = self.division_for(self.kind)
         division_class.admit(optimizer, model)
         renew_state(optimizer)
@@ -88,7 +90,8 @@ class ShardedOptimizer(Optimizer):
             )
         return cls.divisions[kind]
 
-    def _check_pair(self, optimizer: Optimizer, model: ShardedModel) -> None:
+    def _pair(self, optimizer: Optimizer, model: ShardedModel) -> None:
+        """Refuses what does not go together, before anything is changed."""
         check_optimizer(optimizer)
         if not isinstance(model, self.model_class):
             self._refuse_model(model)
@@ -195,10 +198,8 @@ class ShardedOptimizer(Optimizer):
     ) -> Reception:
         """Makes room for a state that is loaded, beside the one there is.
 
-        Args:
-            saved: What there is for each parameter by full name. Parameters that are not in it
-                keep the state they have.
-            options: The hyperparameters of each parameter group.
+        ``saved`` is by full name: parameters that are not in it keep the state they have.
+        ``options`` are the hyperparameters of each parameter group.
         """
         return self.division.receive(saved, options)
 
@@ -248,14 +249,6 @@ def check_optimizer(optimizer: Optimizer) -> None:
             "as dense ones (also those of nn.Embedding(sparse=True)): use Adam, or SGD or "
             "Adagrad, whose steps are the same for both"
         )
-
-
-def check_parameters(optimizer: Optimizer, model: ShardedModel) -> None:
-    """Refuses an optimizer of parameters that are not the model's."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in model.engine.index_of:
-                refuse_parameter(parameter)
 
 
 def refuse_parameter(parameter: Tensor) -> NoReturn:

@@ -50,14 +50,8 @@ class PipelineParallelOptimizer(ShardedOptimizer):
         *,
         kind: Kind | str | Judgement | None = None,
     ) -> None:
-        """Points the optimizer at this rank's memory.
-
-        Args:
-            optimizer: The user's, built for the whole model or for this rank's part of it.
-            model: The wrapped model.
-            kind: "element-wise" or "per-parameter", if it need not be found out.
-        """
-        self._check_pair(optimizer, model)
+        """See `ShardedOptimizer`; ``optimizer`` may be built for this rank's part of the model."""
+        self._pair(optimizer, model)
         assert isinstance(model, PipelineParallelModel)
         judgement = judge_or_believe(optimizer, kind)
         self.division_for(judgement.kind).admit(optimizer, model)  # before anything is changed
@@ -67,8 +61,8 @@ class PipelineParallelOptimizer(ShardedOptimizer):
         self._own_names = _keep_own(optimizer, names, model)
         super().__init__(optimizer, model, kind=judgement)
 
-    def _check_pair(self, optimizer: Optimizer, model: ShardedModel) -> None:
-        super()._check_pair(optimizer, model)
+    def _pair(self, optimizer: Optimizer, model: ShardedModel) -> None:
+        super()._pair(optimizer, model)
         if model.strategy != self.model_class.strategy:  # layers that are split need more
             self._refuse_model(model)
 

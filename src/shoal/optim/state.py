@@ -33,14 +33,6 @@ def is_per_element(key: str, value: Any, parameter: Tensor) -> bool:
     return value.dim() > 0 or key != _STEPS
 
 
-def counts_on_device(options: Mapping[str, Any]) -> bool:
-    """Whether kernels count the steps, so that counters are where the parameters are.
-
-    That is torch's own rule; other counters stay where they are.
-    """
-    return bool(options.get("capturable") or options.get("fused"))
-
-
 def shared_state(state: State, parameter: Tensor) -> Hashable:
     """What state there is, and what of it all elements share.
 
@@ -169,8 +161,9 @@ def placed(
         return type(value)(placed(key, item, like, options, is_cast=is_cast) for item in value)
     if not isinstance(value, Tensor):
         return value
-    is_counter = key == "step"
-    if is_counter and not counts_on_device(options):
+    is_counter = key == _STEPS
+    # Torch's own rule: kernels that count the steps want counters where the parameters are.
+    if is_counter and not (options.get("capturable") or options.get("fused")):
         return value.clone()
     is_cast = is_cast and value.is_floating_point() and not is_counter
     return value.to(like.device, like.dtype if is_cast else value.dtype, copy=True)

@@ -28,11 +28,6 @@ class ParameterGroup:
         return self.parameters[0].dtype
 
     @property
-    def device(self) -> torch.device:
-        """The one device of all of them."""
-        return self.parameters[0].device
-
-    @property
     def num_elements(self) -> int:
         """Elements of all of them."""
         return sum(parameter.numel() for parameter in self.parameters)

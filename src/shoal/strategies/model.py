@@ -333,11 +333,7 @@ class ShardedModel(ModuleWrapper):
         return True
 
     def check_ranks(self, doing: str) -> None:
-        """Compares what the ranks have done and what all of them hold; every rank calls it.
-
-        Raises:
-            MismatchError: If the ranks do not train alike, or have drifted apart.
-        """
+        """Raises if the ranks do not train alike, or have drifted apart; every rank calls it."""
         self.engine.progress.compare(self.all_ranks)
         self.engine.replicas.check(doing)
 
@@ -412,11 +408,7 @@ class ShardedModel(ModuleWrapper):
 
 
 def ranks_for(module: nn.Module, world: World | Backend | None) -> Backend:
-    """The ranks that a module is wrapped for, by default those of the current world.
-
-    Raises:
-        TypeError: The module is wrapped already.
-    """
+    """The ranks that a plain module is wrapped for, by default those of the current world."""
     if isinstance(module, ShardedModel):
         raise TypeError("the model is wrapped already; wrap the plain module once")
     return world if isinstance(world, Backend) else (world or current()).backend

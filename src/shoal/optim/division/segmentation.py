@@ -84,13 +84,6 @@ class ParameterSegment:
         start = part.start - self.start
         return cut_state(state, self.parameter, start, start + part.parameter.numel())
 
-    def restore_shape(self) -> None:
-        """For a segment that is one whole parameter: that parameter's shape."""
-        (index,) = self.indices
-        self.parameter = nn.Parameter(
-            self.parameter.detach().view(self.group.layout.slots[index].shape)
-        )
-
 
 def make_segments(
     group: FlatGroup,
@@ -280,7 +273,8 @@ class WholeParameters(Segmentation):
     ) -> Iterator[ParameterSegment]:
         apart = [None if key is None else (index, key) for index, key in enumerate(keys)]
         for segment in super()._cut_group(group, apart, is_short=False):
-            segment.restore_shape()
+            shape = group.layout.slots[segment.indices[0]].shape
+            segment.parameter = nn.Parameter(segment.parameter.detach().view(shape))
             yield segment
 
     def _state_for(self, segment: ParameterSegment) -> State:

@@ -9,6 +9,7 @@ own, and all of them in one row that is cut anywhere.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +32,6 @@ from shoal.optim.proof.small_copy import (
     numbers_of,
     shapes_for,
     show,
-    train,
 )
 from shoal.optim.stepping.streams import Streams
 from shoal.torch_support.random_state import RandomState
@@ -180,17 +180,20 @@ class _Proof(Following):
 
     def _train(self, data: SampleData, numbers: Sequence[int] | None = None) -> Trained:
         """Steps for real; only draws are seen to, where there are any."""
-        streams = Streams(_SEED)
-        if not self._draws:
-            return train(self._make, data, streams)
-        following, parameters = Following(), data.start()
+        streams, following, parameters = Streams(_SEED), Following(), data.start()
+
+        def seeing_to_draws() -> contextlib.AbstractContextManager[None]:
+            if not self._draws:
+                return contextlib.nullcontext()
+            return intercepting(following, SeededRun(streams, numbers))
+
         following.begin(parameters, [[] for _ in parameters])
-        with intercepting(following, SeededRun(streams, numbers)):
+        with seeing_to_draws():
             optimizer = self._make(parameters)
         for gradients in data.gradients:
             show(parameters, gradients)
             following.begin(parameters, [[parameter.grad] for parameter in parameters])  # type: ignore[list-item]
-            with streams.step(), intercepting(following, SeededRun(streams, numbers)):
+            with streams.step(), seeing_to_draws():
                 optimizer.step()
         return Trained.of(optimizer, parameters)
 

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from shoal.optim.stepping.streams import Streams
-
 _RATE = 0.01
 _SIZES = (6, 4, 3, 2)
 _PLAIN = (bool, int, float, str, type(None))
@@ -132,17 +130,6 @@ def numbers_of(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
         plain = [leaf for leaf in tree_leaves(value) if isinstance(leaf, _PLAIN)]
         if plain:
             yield name, plain
-
-
-def train(make: Make, data: SampleData, streams: Streams) -> Trained:
-    """Trains with an optimizer of its own, and follows nothing."""
-    parameters = data.start()
-    optimizer = make(parameters)
-    for gradients in data.gradients:
-        show(parameters, gradients)
-        with streams.step():
-            optimizer.step()
-    return Trained.of(optimizer, parameters)
 
 
 def show(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:

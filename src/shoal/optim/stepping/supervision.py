@@ -73,7 +73,7 @@ class Supervision:
         """
         with contextlib.ExitStack() as stack:
             self.is_stepping = True
-            stack.callback(self._end_step)
+            stack.callback(setattr, self, "is_stepping", False)
             if self.streams is not None:
                 stack.enter_context(self.streams.step())
             if self._watch is not None:
@@ -82,9 +82,6 @@ class Supervision:
                     numbers = [self._numbers[id(parameter)] for parameter in stepped()]
                 stack.enter_context(self._watch.step(self.streams, numbers))
             yield
-
-    def _end_step(self) -> None:
-        self.is_stepping = False
 
     def outside_of_step(self) -> contextlib.AbstractContextManager[None]:
         """Around a closure that a step calls: what it draws is none of the optimizer's."""

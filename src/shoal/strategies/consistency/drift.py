@@ -118,11 +118,7 @@ class ReplicaCheck:
         self._every = engine.settings.check_every
 
     def check_step(self, number: int) -> None:
-        """Before an optimizer's step ``number``: the ranks must have done the same so far.
-
-        Raises:
-            MismatchError: Otherwise.
-        """
+        """Before an optimizer's step ``number``: raises unless the ranks have done the same."""
         for axis in self._engine.ownership.axes:
             Vote.cast(axis, self._engine.progress, "the beginning of optimizer.step()")
         if is_due(number, self._every):

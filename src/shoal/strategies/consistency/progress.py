@@ -109,12 +109,7 @@ def _text_of(value: Any) -> str:
 
 
 class Progress:
-    """What the optimizers of one model have done on this rank; see [Note: ranks that train alike].
-
-    Example:
-        >>> progress.follow(StepRecord(optimizer))
-        >>> vote = Vote.cast(group, progress, "backward()")
-    """
+    """What a model's optimizers have done on this rank; see [Note: ranks that train alike]."""
 
     def __init__(self) -> None:
         """Of no optimizer yet."""
@@ -156,11 +151,7 @@ class Progress:
         return counts | options | {_EDITS: f"#{self._edits:08x}"}
 
     def compare(self, group: Backend) -> None:
-        """Compares everything; all ranks of the group call it.
-
-        Raises:
-            MismatchError: If the ranks do not train alike.
-        """
+        """Compares everything, and raises if ranks do not train alike; all of the group call it."""
         try:
             compare(group, self._all_facts())
         except MismatchError:
@@ -220,11 +211,7 @@ _REMEDY_OPTIONS = (
 
 
 def compare(group: Backend, own: Facts) -> None:
-    """Compares facts; all ranks of the group call it.
-
-    Raises:
-        MismatchError: Naming the first that is not the same everywhere.
-    """
+    """Raises naming the first fact that is not the same everywhere; all of the group call it."""
     facts = group.all_gather_object(dict(own))
     for name in dict.fromkeys(name for other in facts for name in other):
         values = [other.get(name, "nothing") for other in facts]

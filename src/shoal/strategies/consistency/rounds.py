@@ -72,11 +72,6 @@ class Vote(Barrier):
     """A barrier that says whether any rank wants something, and unites some numbers.
 
     It costs no more than a header, and finds ranks that do not train alike.
-
-    Example:
-        >>> vote = Vote.cast(group, progress, "backward()", numbers={3})
-        >>> if vote.is_wanted:
-        ...     join_in()
     """
 
     def __init__(

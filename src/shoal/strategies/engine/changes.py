@@ -50,28 +50,23 @@ class Changes:
         self._num_own_views = num_references(group.whole)
         self._num_bytes_written = 0
         self._elements: Tensor | None = None
-        self._is_doubtful = False
+        self.is_doubtful = False
+        """Whether the whole was handed to users since the parameters were known to be right."""
         if self._is_watched:
-            self._offsets = torch.tensor(sorted(self._chosen_offsets()), dtype=torch.long)
+            offsets = {
+                slot.start + slot.shape.numel() * step // _NUM_SEEN
+                for slot in group.layout.slots
+                if slot.shape.numel()
+                for step in range(_NUM_SEEN)
+            }
+            self._offsets = torch.tensor(sorted(offsets), dtype=torch.long)
         self.settle()
-
-    def _chosen_offsets(self) -> set[int]:
-        return {
-            slot.start + slot.shape.numel() * step // _NUM_SEEN
-            for slot in self._group.layout.slots
-            if slot.shape.numel()
-            for step in range(_NUM_SEEN)
-        }
 
     def settle(self) -> None:
         """The parameters are what they should be."""
         if self._is_watched:
             self._versions, self._elements = self._sum_versions(), self._some_elements()
-            self._is_doubtful = False
-
-    def doubt(self) -> None:
-        """The whole is handed to users now."""
-        self._is_doubtful = True
+            self.is_doubtful = False
 
     def adopt(self) -> bool:
         """Makes what was changed by hand count, and returns whether anything was.
@@ -85,7 +80,7 @@ class Changes:
         if not group.is_present:
             return is_seen
         is_changed = self.take_back() or (self._is_watched and self._are_there())
-        if is_changed or self._is_doubtful:
+        if is_changed or self.is_doubtful:
             if self._is_watched:
                 self.keep()
             self.settle()

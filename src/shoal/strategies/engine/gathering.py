@@ -172,7 +172,7 @@ class Gathering:
             group.to_present(is_watched=may_save and not is_saving())
         if not self._is_in_pass:
             group.was_outside_pass = True
-            group.changes.doubt()
+            group.changes.is_doubtful = True
 
     def _wait(self, group: FlatGroup) -> None:
         with self._filling(group):
@@ -258,26 +258,20 @@ def pin_compiled(
     for module in root.modules():
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
             groups = list({g.index: g for g in map(group_of, module.parameters())}.values())
-            begin, end = _gathering(groups, need), torch.compiler.disable(_pinning(groups, -1))
-            handles.append(module.register_forward_pre_hook(torch.compiler.disable(begin)))
+            begin = torch.compiler.disable(_pinning(groups, 1, need))
+            end = torch.compiler.disable(_pinning(groups, -1))
+            handles.append(module.register_forward_pre_hook(begin))
             handles.append(module.register_forward_hook(end, always_call=True))
     return handles
 
 
-def _gathering(groups: Sequence[FlatGroup], need: Callable[[FlatGroup], None]) -> Any:
-    pin = _pinning(groups, 1)
-
-    def hook(*_: object) -> None:
-        pin()
-        for group in groups:
-            need(group)
-
-    return hook
-
-
-def _pinning(groups: Sequence[FlatGroup], step: int) -> Any:
+def _pinning(
+    groups: Sequence[FlatGroup], step: int, need: Callable[[FlatGroup], None] | None = None
+) -> Any:
     def hook(*_: object) -> None:
         for group in groups:
             group.pins += step
+        for group in groups if need else ():
+            need(group)
 
     return hook

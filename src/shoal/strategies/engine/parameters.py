@@ -66,7 +66,8 @@ class Parameters:
         """What has masters in another precision is shown as a private copy of them."""
         exposed = [g for g in self._groups if g.is_mixed and g.state is GroupState.PRESENT]
         for group in exposed:
-            group.to_exposed(self._all_masters(group))
+            own, gathers = group.master, self._engine.gather_group
+            group.to_exposed(gathers.all_gather(own) if group.owns_part else own.clone())
         try:
             yield
         finally:
@@ -77,23 +78,14 @@ class Parameters:
                 if group.state is GroupState.EXPOSED:
                     group.to_concealed(keep=keep_changes)
             if keep_changes:
-                self._keep_changes()
+                self._gathering.saved.everything_changed()
+                for group in self._groups:
+                    if group.is_sharded:
+                        group.changes.keep()
             self._steps.meet("the end of model.full_parameters()")
             for group in self._groups:
                 if keep_changes or not group.is_sharded:
                     group.changes.settle()
-
-    def _all_masters(self, group: FlatGroup) -> Tensor:
-        if not group.owns_part:
-            return group.master.clone()
-        masters: Tensor = self._engine.gather_group.all_gather(group.master)
-        return masters
-
-    def _keep_changes(self) -> None:
-        self._gathering.saved.everything_changed()
-        for group in self._groups:
-            if group.is_sharded:
-                group.changes.keep()
 
     def adopt_changes(self, what: str) -> None:
         """What users did to the parameters counts, before ``what``; see [Note: changes by hand]."""

@@ -20,7 +20,7 @@ from shoal.comm import Backend
 from shoal.comm.operation import Barrier
 from shoal.comm.operation.header import Header
 from shoal.errors import MismatchError, ShoalError
-from shoal.strategies.gradients.clipping import clip_norm, held_gradients, norm_like
+from shoal.strategies.gradients.clipping import clip_norm
 from shoal.strategies.gradients.group_gradients import GroupGradients
 from shoal.strategies.gradients.memory import BufferPool
 from shoal.strategies.gradients.reductions import Flagged, Flags
@@ -143,14 +143,7 @@ class ModelGradients:
     ) -> Tensor:
         """Scales the gradients so that their norm over all elements is at most ``max_norm``."""
         self.adopt()
-        engine = self._engine
-        held = held_gradients(engine.groups, self.groups, engine.ownership)
-        axes = [engine.shard_group] if engine.sharding.gradients else []
-        axes += engine.ownership.axes
-        like = norm_like(engine.groups, engine.backend.device)
-        norm = clip_norm(
-            held, max_norm, norm_type, axes, like, error_if_nonfinite=error_if_nonfinite
-        )
+        norm = clip_norm(self._engine, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         self.owners.refresh()
         return norm
 

@@ -117,14 +117,9 @@ class Reductions:
     def complete_round(self) -> None:
         """Every backward has one round of reductions; gradients that came late want another."""
         self._take_turns(self._round.rest())
-        while self._vote():
+        doing = "the end of a backward"
+        while Vote.cast(self._backend, self._progress, doing, wish=bool(self._complete)).is_wanted:
             self.reduce_all()
-
-    def _vote(self) -> bool:
-        wish = bool(self._complete)
-        return Vote.cast(
-            self._backend, self._progress, "the end of a backward", wish=wish
-        ).is_wanted
 
     def reduce_all(self) -> None:
         """Another turn for every group."""
@@ -135,14 +130,10 @@ class Reductions:
             self._complete.discard(index)
             self._gradients[index].start_reduction()
             self._in_flight.append(self._gradients[index])
-            self._finish_oldest()
-
-    def _finish_oldest(self) -> None:
-        """Bounds what is under way."""
-        while len(self._in_flight) > self._most:
-            if not self._may_wait and not self._in_flight[0].is_reduced():
-                return
-            self._in_flight.popleft().finish_reduction()
+            while len(self._in_flight) > self._most:
+                if not self._may_wait and not self._in_flight[0].is_reduced():
+                    break
+                self._in_flight.popleft().finish_reduction()
 
     def finish(self) -> None:
         """Waits for everything."""

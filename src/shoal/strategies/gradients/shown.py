@@ -162,7 +162,7 @@ class ShownGradients:
         """One that was computed from averaged ones is averaged."""
         if gradient.replacement is not None:
             self.by_hand[index] = gradient.replacement
-            self.parts.discard(index)
+            self.parts.views.pop(index, None)
             return
         layout = self.parts.layout_of(index)
         if gradient.part.layout.conforms(layout):
@@ -256,7 +256,7 @@ class ShownGradients:
             self._owners.note(f"group {gradients.group.index} has none")
         for parameter in self._parameters:
             parameter.grad = None
-        for index in self.parts.shown():
+        for index in list(self.parts.views):
             self.release(index)
         everything = range(len(self._parameters))
         if self._whole_views is not None and self._whole_views.are_referenced(everything):
@@ -270,7 +270,7 @@ class PartViews:
     def __init__(self, gradients: GroupGradients, owners: GradientOwners, rank: int) -> None:
         """``rank``: this rank's index among those that hold the parts."""
         self._gradients, self._owners, self._rank = gradients, owners, rank
-        self._views: dict[int, ShardedGradient] = {}
+        self.views: dict[int, ShardedGradient] = {}
         self._num_own_references = 0
 
     def layout_of(self, index: int) -> PartLayout:
@@ -285,48 +285,40 @@ class PartViews:
 
     def view(self, index: int) -> ShardedGradient:
         """What a parameter shows."""
-        if index not in self._views:
+        if index not in self.views:
             part = GradientPart(self.layout_of(index), self._gradients, index)
-            self._views[index] = ShardedGradient(part, self._gradients.group.master)
+            self.views[index] = ShardedGradient(part, self._gradients.group.master)
             del part
             self._num_own_references = self._num_references(index)
-        view = self._views[index]
+        view = self.views[index]
         view.arrived = None
         return view
 
     def _num_references(self, index: int) -> int:
         """How often a view is referenced, itself and the part that it stands for."""
-        view = self._views[index]
+        view = self.views[index]
         return sys.getrefcount(view) + sys.getrefcount(view.part)
-
-    def shown(self) -> list[int]:
-        """The parameters that have a view."""
-        return list(self._views)
 
     def is_unchanged(self, index: int, gradient: Tensor) -> bool:
         """Whether a gradient is what the parameter was shown with."""
-        view = self._views.get(index)
+        view = self.views.get(index)
         return view is gradient and view.replacement is None
-
-    def discard(self, index: int) -> None:
-        """Another view is made when the parameter next shows one."""
-        self._views.pop(index, None)
 
     def release(self, index: int, *, is_averaged: bool) -> None:
         """What users still reference of a gradient that is gone stays what it was."""
-        if index not in self._views:
+        if index not in self.views:
             return
         num_users = self._num_references(index) - self._num_own_references
-        part = self._views[index].part
+        part = self.views[index].part
         if num_users > part.is_gathered:
-            del self._views[index]
+            del self.views[index]
             if is_averaged:
                 part.leave()
         else:
             part.forget()
-            self._views[index].replacement = None
+            self.views[index].replacement = None
 
     def make_zero(self, index: int) -> None:
         """A parameter's gradient was made zero."""
-        if index in self._views:
-            self._views[index].part.make_zero()
+        if index in self.views:
+            self.views[index].part.make_zero()

@@ -37,7 +37,11 @@ def share_buffers(buffers: Iterable[Tensor], backend: Backend, *, averages: bool
             joined = _average(own, joined, backend)
         parts = joined.split([buffer.numel() for buffer in alike])
         for buffer, part in zip(alike, parts, strict=True):
-            _take_over(buffer, part.view(buffer.shape))
+            values = part.view(buffer.shape)
+            # What is equal is left alone: a graph of an earlier forward may need it unchanged.
+            if not are_equal(buffer, values):
+                with torch.no_grad():
+                    buffer.copy_(values)
 
 
 def _average(own: Tensor, first: Tensor, backend: Backend) -> Tensor:
@@ -47,10 +51,3 @@ def _average(own: Tensor, first: Tensor, backend: Backend) -> Tensor:
     apart = torch.where(own == first, 0, own.to(wide) - first.to(wide))
     backend.all_reduce(apart)
     return (first.to(wide) + apart / backend.size).to(own.dtype)
-
-
-@torch.no_grad()
-def _take_over(buffer: Tensor, values: Tensor) -> None:
-    # What is equal is left alone: a graph of an earlier forward may still need it unchanged.
-    if not are_equal(buffer, values):
-        buffer.copy_(values)
