@@ -271,7 +271,8 @@ def _pinning(
     def hook(*_: object) -> None:
         for group in groups:
             group.pins += step
-        for group in groups if need else ():
-            need(group)
+        if need is not None:
+            for group in groups:
+                need(group)
 
     return hook
