@@ -23,7 +23,7 @@ from checkpoint.training import (
     wrap,
 )
 from shoal.errors import CheckpointMismatchError
-from shoal.optim.division import segment
+from shoal.optim.division import segmentation
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
@@ -252,7 +252,7 @@ def test_state_that_is_stepped_in_short_segments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached_bytes: int, num_ranks: int
 ) -> None:
     """It is loaded in long runs: every segment has its part of them, and a counter of its own."""
-    monkeypatch.setattr(segment, "_CACHED_BYTES", cached_bytes)
+    monkeypatch.setattr(segmentation, "_CACHED_BYTES", cached_bytes)
     saved = on_ranks(train_and_save, num_ranks, tmp_path, "zero1", range(3))[0]
     loaded, after = on_ranks(load_and_train, 2, tmp_path, "zero3", range(3, 5))[0]
     assert_same(loaded, saved)

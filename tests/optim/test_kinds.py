@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from shoal.errors import ShoalError
 from shoal.optim import PAIRS, Kind
 from shoal.optim.division import DIVISIONS
 
@@ -19,6 +20,14 @@ def test_kinds_are_ordered() -> None:
 
 def test_users_may_name_them() -> None:
     assert [Kind(name) for name in ("element-wise", "per-parameter", "global")] == list(Kind)
+
+
+def test_a_kind_that_a_strategy_cannot_divide_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper = PAIRS["tensor"].optimizer
+    monkeypatch.setattr(wrapper, "divisions", {Kind.GLOBAL: DIVISIONS[Kind.GLOBAL]})
+    assert wrapper.division_for(Kind.GLOBAL) is DIVISIONS[Kind.GLOBAL]
+    with pytest.raises(ShoalError, match=r"'tensor' cannot .* element-wise: .*Optimizer.divisions"):
+        wrapper.division_for(Kind.ELEMENT_WISE)
 
 
 @pytest.mark.parametrize("strategy", PAIRS)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
-from shoal.optim.kinds import Kind
 from shoal.optim.optimizer import ShardedOptimizer, check_optimizer
-from shoal.optim.proof.judgement import Judgement
 from shoal.strategies.data_parallel import (
     DDPModel,
     FSDPModel,
@@ -24,8 +22,8 @@ class DDPOptimizer(ShardedOptimizer):
 
     model_class = DDPModel
 
-    def _check_pair(self, optimizer: Optimizer, model: ShardedModel) -> None:
-        super()._check_pair(optimizer, model)
+    def _pair(self, optimizer: Optimizer, model: ShardedModel) -> None:
+        super()._pair(optimizer, model)
         if model.sharding != DDPModel.sharding:
             raise TypeError(
                 "the model's memory is laid out for a ZeRO1Optimizer, which was wrapped for it "
@@ -41,24 +39,13 @@ class ZeRO1Optimizer(ShardedOptimizer):
 
     model_class = ZeRO1Model
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        model: ShardedModel,
-        *,
-        kind: Kind | str | Judgement | None = None,
-    ) -> None:
-        """See `ShardedOptimizer`."""
-        self._check_pair(optimizer, model)
-        if model.sharding != ZeRO1Model.sharding:
-            model.shard_as(ZeRO1Model.sharding, type(self).__name__)
-        super().__init__(optimizer, model, kind=kind)
-
-    def _check_pair(self, optimizer: Optimizer, model: ShardedModel) -> None:
+    def _pair(self, optimizer: Optimizer, model: ShardedModel) -> None:
         if type(model) is DDPModel:
             check_optimizer(optimizer)
         else:
-            super()._check_pair(optimizer, model)
+            super()._pair(optimizer, model)
+        if model.sharding != ZeRO1Model.sharding:
+            model.shard_as(ZeRO1Model.sharding, type(self).__name__)
 
     def describe(self) -> str:
         """Its kind, and whether it shards more than the model does by itself."""

@@ -2,9 +2,9 @@
 
 [Note: adding a kind]
 A kind is a member here, in order from fine to coarse, and a `WorkDivision` in
-`shoal.optim.division` that says how the work of such an optimizer is divided. Split layers have
-divisions of their own, in `shoal.optim.tensor_optimizer`. Which kind an optimizer has is found out
-by `shoal.optim.proof`, or declared by the user.
+`shoal.optim.division` that says how the work of such an optimizer is divided. Split layers refuse
+it until `shoal.optim.tensor_optimizer` has a division for it, too. Which kind an optimizer has is
+found out by `shoal.optim.proof`, or declared by the user.
 """
 
 from __future__ import annotations

@@ -14,14 +14,14 @@ from shoal.optim.division import DIVISIONS, WorkDivision
 from shoal.optim.kinds import Kind
 from shoal.optim.proof.judgement import Judgement
 from shoal.optim.proof.judging import judge_or_believe
-from shoal.optim.state.fresh_state import renew_state
-from shoal.optim.state.reception import Reception
-from shoal.optim.stepping.hyperparameters import Hyperparameters
-from shoal.optim.stepping.supervision import Supervision
-from shoal.optim.stepping.user_hooks import users_hooks
+from shoal.optim.state import Reception, renew_state
+from shoal.optim.stepping.supervision import Supervision, users_hooks
 from shoal.sharding.holding import FullState, HeldState
-from shoal.strategies.consistency.progress import compare
+from shoal.strategies.consistency.progress import StepRecord, compare
 from shoal.strategies.model import ShardedModel
+
+_STREAMS = "streams"
+"""Under what a saved state has what it takes to go on drawing."""
 
 
 class ShardedOptimizer(Optimizer):
@@ -36,7 +36,6 @@ class ShardedOptimizer(Optimizer):
         model: The wrapped model.
         kind: What the optimizer needs to see at once.
         division: How its work is divided over the ranks.
-        num_steps: How many steps this rank has made.
     """
 
     model_class: ClassVar[type[ShardedModel]] = ShardedModel
@@ -58,30 +57,41 @@ class ShardedOptimizer(Optimizer):
             model: The wrapped model whose parameters it has.
             kind: "element-wise", "per-parameter" or "global", if it need not be found out.
         """
-        self._check_pair(optimizer, model)
+        self._pair(optimizer, model)
         self.optimizer, self.model = optimizer, model
-        self._hyperparameters = Hyperparameters(optimizer)
-        compare(model.all_ranks, self.facts())
+        self._record = StepRecord(optimizer)
+        compare(model.all_ranks, self._record.facts())
         judgement = judge_or_believe(optimizer, kind)
         self.kind = judgement.kind
-        check_parameters(optimizer, model)
-        division_class = self.divisions[self.kind]
+        for parameter in (each for group in self.param_groups for each in group["params"]):
+            if id(parameter) not in model.engine.index_of:
+                refuse_parameter(parameter)
+        division_class = self.division_for(self.kind)
         division_class.admit(optimizer, model)
         renew_state(optimizer)
         self.supervision = _supervise(optimizer, model, judgement, self._numbers())
         self.division = division_class(model, self.supervision)
         optimizer.register_step_pre_hook(self._check_step)
-        self.num_steps = 0
         model.optimizers.append(self)
-        model.engine.progress.follow(self)
+        model.engine.progress.follow(self._record)
 
-    def facts(self) -> dict[str, str]:
-        """What must be the same on every rank; see [Note: ranks that train alike]."""
-        kind = type(self.optimizer)
-        name = f"{kind.__module__}.{kind.__qualname__}"
-        return {"the class": name} | self._hyperparameters.facts()
+    @property
+    def num_steps(self) -> int:
+        """How many steps this rank has made."""
+        return self._record.num_steps
 
-    def _check_pair(self, optimizer: Optimizer, model: ShardedModel) -> None:
+    @classmethod
+    def division_for(cls, kind: Kind) -> type[WorkDivision]:
+        """How the work of an optimizer of this kind is divided under the strategy."""
+        if kind not in cls.divisions:
+            raise ShoalError(
+                f"the strategy {cls.model_class.strategy!r} cannot divide an optimizer that is "
+                f"{kind}: choose another strategy, or give {cls.__name__}.divisions an entry"
+            )
+        return cls.divisions[kind]
+
+    def _pair(self, optimizer: Optimizer, model: ShardedModel) -> None:
+        """Refuses what does not go together, before anything is changed."""
         check_optimizer(optimizer)
         if not isinstance(model, self.model_class):
             self._refuse_model(model)
@@ -149,19 +159,30 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, as the plain optimizer would have it; every rank calls it."""
-        return self.supervision.with_streams(self.division.state_dict())
+        return self.division.state_dict() | self.saved_streams()
 
     @torch.inference_mode(mode=False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a whole state, of this optimizer or a plain one; every rank calls it."""
-        self.supervision.load_streams(state_dict)
+        self.load_streams(state_dict)
         self.division.load_state_dict(state_dict)
+
+    def saved_streams(self) -> dict[str, Any]:
+        """Where its draws go on, as an entry of a state; a plain optimizer does not look at it."""
+        streams = self.supervision.streams
+        return {} if streams is None else {_STREAMS: streams.state_dict()}
+
+    def load_streams(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on drawing where a state says, if it does."""
+        streams = self.supervision.streams
+        if streams is not None and _STREAMS in state_dict:
+            streams.load_state_dict(state_dict[_STREAMS])
 
     def held_groups(self) -> list[tuple[list[str], dict[str, Any]]]:
         """For each parameter group the full names of its parameters, and its hyperparameters."""
         return [
             (
-                [self.division.name_of(parameter) for parameter in own],
+                [self.division.names[id(parameter)] for parameter in own],
                 {key: value for key, value in group.items() if key != "params"},
             )
             for group, own in zip(self.param_groups, self.division.parameters, strict=True)
@@ -177,10 +198,8 @@ class ShardedOptimizer(Optimizer):
     ) -> Reception:
         """Makes room for a state that is loaded, beside the one there is.
 
-        Args:
-            saved: What there is for each parameter by full name. Parameters that are not in it
-                keep the state they have.
-            options: The hyperparameters of each parameter group.
+        ``saved`` is by full name: parameters that are not in it keep the state they have.
+        ``options`` are the hyperparameters of each parameter group.
         """
         return self.division.receive(saved, options)
 
@@ -192,13 +211,12 @@ class ShardedOptimizer(Optimizer):
         Raises:
             MismatchError: If the ranks do not train alike, or their weights have drifted apart.
         """
-        self._hyperparameters.begin_step()
+        self._record.begin_step()
         self.supervision.check_options()
         with users_hooks(self.optimizer, self, closure, own=self._check_step):
             loss = self.division.step(closure, self._check_ranks)
-        self._hyperparameters.ignore_changes()
+        self._record.end_step()
         self.model.engine.progress.note_step()
-        self.num_steps += 1
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -208,11 +226,11 @@ class ShardedOptimizer(Optimizer):
     def _check_ranks(self) -> None:
         """Now and then, when all gradients are there and nothing has been stepped yet."""
         if self is self.model.optimizers[0]:
-            self.model.engine.replicas.check_step(self.num_steps + 1)
+            self.model.engine.replicas.check_step(self._record.num_steps + 1)
 
     def _check_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Refuses a step of the user's object that this one does not make."""
-        if optimizer is self.optimizer and not self.division.is_stepping:
+        if optimizer is self.optimizer and not self.supervision.is_stepping:
             raise ShoalError(
                 "this optimizer was wrapped for several ranks: step the one that "
                 "shoal.as_distributed(model, optimizer) returned instead"
@@ -233,14 +251,6 @@ def check_optimizer(optimizer: Optimizer) -> None:
         )
 
 
-def check_parameters(optimizer: Optimizer, model: ShardedModel) -> None:
-    """Refuses an optimizer of parameters that are not the model's."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if model.engine.locate(parameter) is None:
-                refuse_parameter(parameter)
-
-
 def refuse_parameter(parameter: Tensor) -> NoReturn:
     """Of another model, or of none."""
     raise ValueError(
@@ -252,6 +262,9 @@ def refuse_parameter(parameter: Tensor) -> NoReturn:
 def _supervise(
     optimizer: Optimizer, model: ShardedModel, judgement: Judgement, numbers: Mapping[int, int]
 ) -> Supervision:
+    def tear() -> None:
+        model.engine.steps.is_torn = True
+
     seed = None
     if judgement.may_draw:
         seed = model.all_ranks.broadcast_object(torch.initial_seed())
@@ -261,5 +274,5 @@ def _supervise(
         parameters=[list(group["params"]) for group in optimizer.param_groups],
         numbers=numbers,
         seed=seed,
-        on_violation=lambda: model.engine.steps.tear(),
+        on_violation=tear,
     )

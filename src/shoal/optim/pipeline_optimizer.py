@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from shoal.optim.division import DIVISIONS
 from shoal.optim.division.segmented import check_sizes
-from shoal.optim.division.undivided import DECLARE, Undivided
+from shoal.optim.division.work_division import DECLARE, Undivided
 from shoal.optim.kinds import Kind
 from shoal.optim.optimizer import ShardedOptimizer, refuse_parameter
 from shoal.optim.proof.judgement import Judgement
@@ -50,25 +50,19 @@ class PipelineParallelOptimizer(ShardedOptimizer):
         *,
         kind: Kind | str | Judgement | None = None,
     ) -> None:
-        """Points the optimizer at this rank's memory.
-
-        Args:
-            optimizer: The user's, built for the whole model or for this rank's part of it.
-            model: The wrapped model.
-            kind: "element-wise" or "per-parameter", if it need not be found out.
-        """
-        self._check_pair(optimizer, model)
+        """See `ShardedOptimizer`; ``optimizer`` may be built for this rank's part of the model."""
+        self._pair(optimizer, model)
         assert isinstance(model, PipelineParallelModel)
         judgement = judge_or_believe(optimizer, kind)
-        self.divisions[judgement.kind].admit(optimizer, model)  # before anything is changed
+        self.division_for(judgement.kind).admit(optimizer, model)  # before anything is changed
         names = [_names(group["params"], model) for group in optimizer.param_groups]
         self._names = _united(model, names)
         """All parameters of each group, over all stages."""
         self._own_names = _keep_own(optimizer, names, model)
         super().__init__(optimizer, model, kind=judgement)
 
-    def _check_pair(self, optimizer: Optimizer, model: ShardedModel) -> None:
-        super()._check_pair(optimizer, model)
+    def _pair(self, optimizer: Optimizer, model: ShardedModel) -> None:
+        super()._pair(optimizer, model)
         if model.strategy != self.model_class.strategy:  # layers that are split need more
             self._refuse_model(model)
 
@@ -88,7 +82,7 @@ class PipelineParallelOptimizer(ShardedOptimizer):
             for group, of_group in zip(own["param_groups"], self._names, strict=True)
         ]
         state = {numbers[name]: everything[name] for name in numbers if name in everything}
-        return self.supervision.with_streams({"state": state, "param_groups": groups})
+        return {"state": state, "param_groups": groups} | self.saved_streams()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a whole state, of this optimizer or a plain one; every rank calls it."""

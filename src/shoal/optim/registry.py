@@ -94,11 +94,11 @@ def wrap_optimizers(optimizers: Sequence[Optimizer], model: ShardedModel) -> lis
     The memory is laid out for optimizers that need whole parameters, so they are wrapped first.
     """
     judged = [None if isinstance(each, ShardedOptimizer) else judge(each) for each in optimizers]
-    divisions = PAIRS[model.strategy].optimizer.divisions
+    division_for = PAIRS[model.strategy].optimizer.division_for
 
     def comes_later(index: int) -> bool:
         judgement = judged[index]
-        return judgement is None or not divisions[judgement.kind].lays_out_memory
+        return judgement is None or not division_for(judgement.kind).lays_out_memory
 
     order = sorted(range(len(optimizers)), key=comes_later)
     wrapped = {index: wrap_optimizer(optimizers[index], model, judged[index]) for index in order}

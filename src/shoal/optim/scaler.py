@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.comm import Backend
-from shoal.errors import MismatchError
 from shoal.optim.optimizer import ShardedOptimizer
+from shoal.strategies.gradients.sharded.numbers import different_scales
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -49,10 +49,6 @@ class GradScaler(torch.amp.GradScaler):
         numbers = torch.stack([found, scale, -scale]).to(backend.device, torch.float64)
         is_found, highest, negative_lowest = backend.all_reduce(numbers, "max").unbind()
         if highest != -negative_lowest:
-            raise MismatchError(
-                "the ranks scale their losses differently, between "
-                f"{-float(negative_lowest):g} and {float(highest):g}: make the scaler with the "
-                "same arguments, and load the same state, on every rank"
-            )
+            raise different_scales(-float(negative_lowest), float(highest))
         anywhere: Tensor = is_found.to(found.device, found.dtype)
         return anywhere

@@ -1,8 +1,4 @@
-"""`TensorParallelOptimizer`: steps each rank's parts of split layers.
-
-How the work of an optimizer is divided over ranks that have parts of layers: what works element by
-element steps the parts, what looks at whole parameters gets them put together.
-"""
+"""`TensorParallelOptimizer`: steps each rank's parts of split layers, and how that is divided."""
 
 from __future__ import annotations
 
@@ -12,18 +8,16 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.errors import ShoalError
-from shoal.optim.division.segment import ParameterSegment
-from shoal.optim.division.segmentation import NamedPiece, WholeParameters
+from shoal.optim.division.segmentation import NamedPiece, ParameterSegment, WholeParameters
 from shoal.optim.division.segmented import ByElement, ByParameter, Segmented
-from shoal.optim.division.undivided import DECLARE, Undivided
-from shoal.optim.division.work_division import WorkDivision
+from shoal.optim.division.work_division import DECLARE, Undivided, WorkDivision
 from shoal.optim.kinds import Kind
 from shoal.optim.optimizer import ShardedOptimizer
-from shoal.optim.state.tensor_state import State, is_per_element
+from shoal.optim.state import State, is_per_element
 from shoal.optim.stepping.kernels import unfused_on_cpu
 from shoal.optim.stepping.supervision import Supervision
 from shoal.sharding.extent import Extent
@@ -61,7 +55,11 @@ class SplitByElement(SplitSegments, ByElement):
 
     def __init__(self, model: ShardedModel, supervision: Supervision) -> None:
         """State from before the layers were split is split with them."""
-        _split_state(supervision.optimizer, parts_of(model))
+        parts, states = parts_of(model), supervision.optimizer.state
+        for parameter in (each for group in supervision.parameters for each in group):
+            name = parts.name_of(parameter)
+            if name is not None and parameter in states:
+                states[parameter] = _part(states[parameter], name, parts)
         super().__init__(model, supervision)
 
     def state_dict(self) -> dict[str, Any]:
@@ -105,30 +103,24 @@ class JoinedParameters(WholeParameters):
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Around a step of the optimizer, which has whole parameters and gradients."""
-        with self.in_place(), self._joined():
-            yield
-
-    @contextmanager
-    def _joined(self) -> Iterator[None]:
-        own = {}
-        for name, parameter in self._split_segments():
-            own[name] = (parameter, parameter.data)
+        found = {self._split_name(segment): segment.parameter for segment in self}
+        # In the order of the model, because parts of other sizes are in memory in another one.
+        split = [(name, found[name]) for name in self._parts.splits if name in found]
+        own = []
+        for name, parameter in split:
+            own.append((name, parameter, parameter.data))
             gradient, parameter.grad = parameter.grad, None
             parameter.data = self._parts.join(name, parameter.data)
             if gradient is not None:
                 parameter.grad = self._parts.join(name, gradient)
         try:
-            yield
+            with self.in_place():
+                yield
         finally:
-            for name, (parameter, part) in own.items():
+            for name, parameter, part in own:
                 part.copy_(self._parts.take(name, parameter.data))
                 parameter.grad = None
                 parameter.data = part
-
-    def _split_segments(self) -> list[tuple[str, nn.Parameter]]:
-        """In the order of the model, because parts of other sizes are in memory in another one."""
-        found = {self._split_name(segment): segment.parameter for segment in self}
-        return [(name, found[name]) for name in self._parts.splits if name in found]
 
     def state_like(self, segment: ParameterSegment) -> Tensor:
         """The whole parameter, also of one that is split."""
@@ -219,23 +211,10 @@ def _first_split(optimizer: Optimizer, parts: TensorParts) -> str | None:
     return next((name for name in map(parts.name_of, every) if name is not None), None)
 
 
-def _split_state(optimizer: Optimizer, parts: TensorParts) -> None:
-    """State from before the layers were split goes with them."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            name = parts.name_of(parameter)
-            if name is not None and parameter in optimizer.state:
-                optimizer.state[parameter] = _part(optimizer.state[parameter], name, parts)
-
-
 def _part(state: State, name: str, parts: TensorParts) -> State:
     """What belongs to this rank's part of a parameter."""
-    shape = parts.shape_of(name)
+    whole = torch.empty(parts.shape_of(name), device="meta")
     return {
-        key: parts.take(name, value) if _is_whole(key, value, shape) else value
+        key: parts.take(name, value) if is_per_element(key, value, whole) else value
         for key, value in state.items()
     }
-
-
-def _is_whole(key: str, value: Any, shape: torch.Size) -> bool:
-    return is_per_element(key, value, torch.empty(shape, device="meta"))

@@ -17,25 +17,15 @@ _Kind = tuple[torch.dtype, torch.device, str]
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters that are gathered, used and freed together.
+    """Parameters that are gathered, used and freed together."""
 
-    Attributes:
-        names: Full names, in registration order; a tied parameter has its first.
-        parameters: The parameters of these names.
-    """
-
-    names: tuple[str, ...]
-    parameters: tuple[nn.Parameter, ...]
+    names: tuple[str, ...]  # full names, in registration order; a tied parameter has its first
+    parameters: tuple[nn.Parameter, ...]  # the parameters of these names
 
     @property
     def dtype(self) -> torch.dtype:
         """The one dtype of all of them."""
         return self.parameters[0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The one device of all of them."""
-        return self.parameters[0].device
 
     @property
     def num_elements(self) -> int:

@@ -38,12 +38,6 @@ class Overlap(NamedTuple):
 class Extent:
     """Elements ``start`` to ``stop`` of a full tensor's part, flattened; see [Note: extents].
 
-    Attributes:
-        shape: Of the full tensor.
-        start: The first element, counted in the part.
-        stop: Behind the last one.
-        split: Which part of the full tensor; None for all of it.
-
     Example:
         >>> rows = Extent(torch.Size([4, 2]), 2, 6)
         >>> column = Extent.whole(torch.Size([4, 2]), Split(torch.Size([4, 2]), 1, ((0, 1),)))
@@ -51,10 +45,10 @@ class Extent:
         [0, 2]
     """
 
-    shape: torch.Size
-    start: int
-    stop: int
-    split: Split | None = None
+    shape: torch.Size  # of the full tensor
+    start: int  # the first element, counted in the part
+    stop: int  # behind the last one
+    split: Split | None = None  # which part of the full tensor; None for all of it
 
     @classmethod
     def whole(cls, shape: torch.Size, split: Split | None = None) -> Extent:

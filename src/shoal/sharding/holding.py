@@ -17,44 +17,29 @@ from shoal.sharding.extent import Extent
 
 @dataclass(frozen=True)
 class Held:
-    """Some elements of a full tensor in this rank's memory.
+    """Some elements of a full tensor in this rank's memory."""
 
-    Attributes:
-        name: The full name.
-        extent: Which elements.
-        memory: The elements, flat; writing to it changes what is held.
-    """
-
-    name: str
-    extent: Extent
-    memory: Tensor
+    name: str  # the full name
+    extent: Extent  # which elements
+    memory: Tensor  # the elements, flat; writing to it changes what is held
 
 
 @dataclass(frozen=True)
 class HeldState:
-    """An optimizer's state of some elements of a parameter.
+    """An optimizer's state of some elements of a parameter."""
 
-    Attributes:
-        name: The parameter's full name.
-        extent: Which elements.
-        tensors: What each of these elements has: flat, by the state's key.
-        shared: What all elements of the parameter share, such as the number of steps.
-    """
-
-    name: str
-    extent: Extent
+    name: str  # the parameter's full name
+    extent: Extent  # which elements
+    # What each of these elements has: flat, by the state's key.
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    # What all elements of the parameter share, such as the number of steps.
     shared: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class FullState:
-    """What the state of one whole parameter consists of, without its values.
+    """What the state of one whole parameter consists of, without its values."""
 
-    Attributes:
-        dtypes: Of what each element has, by the state's key.
-        shared: What all elements share, with values.
-    """
-
+    # Of what each element has, by the state's key.
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-    shared: Mapping[str, Any] = field(default_factory=dict)
+    shared: Mapping[str, Any] = field(default_factory=dict)  # what all elements share, with values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -19,7 +20,7 @@ class Slot:
     shape: torch.Size
     start: int
 
-    @property
+    @cached_property
     def stop(self) -> int:
         """Where the parameter ends."""
         return self.start + self.shape.numel()
@@ -47,10 +48,6 @@ class GroupLayout:
 
     The buffer may be longer than its parameters; what is beyond them never leaves the layout.
 
-    Attributes:
-        slots: Where the parameters lie.
-        bounds: Where each rank's slice begins, and at the end the length of the buffer.
-
     Example:
         >>> layout = GroupLayout.even([("a", torch.Size([3])), ("b", torch.Size([2, 2]))], 2, 4)
         >>> layout.bounds
@@ -59,15 +56,16 @@ class GroupLayout:
         [('a', 0, 3), ('b', 0, 4)]
     """
 
-    slots: tuple[Slot, ...]
+    slots: tuple[Slot, ...]  # where the parameters lie
+    # Where each rank's slice begins, and at the end the length of the buffer.
     bounds: tuple[int, ...]
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         """The length of the buffer."""
         return self.bounds[-1]
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """Each rank's number of elements."""
         return [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]

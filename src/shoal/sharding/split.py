@@ -15,19 +15,15 @@ class Split:
     One run is the usual case; a projection that holds queries, keys and values in one matrix gives
     each rank three.
 
-    Attributes:
-        shape: Of the full tensor.
-        dim: The dimension that is divided.
-        runs: From where to where, in the order in which the rank's own tensor has them.
-
     Example:
         >>> split = Split(torch.Size([6]), 0, ((0, 1), (3, 5)))
         >>> split.take(torch.arange(6))
         tensor([0, 3, 4])
     """
 
-    shape: torch.Size
-    dim: int
+    shape: torch.Size  # of the full tensor
+    dim: int  # the dimension that is divided
+    # From where to where, in the order in which the rank's own tensor has them.
     runs: tuple[tuple[int, int], ...]
 
     @property

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from shoal.comm import Backend, Mesh, World
 from shoal.sharding.split import Split
 from shoal.strategies.model import ranks_for
 from shoal.strategies.pipeline.model import PipelineParallelModel
-from shoal.strategies.ranks import Ownership
+from shoal.strategies.settings import Ownership
 from shoal.strategies.tensor.model import share_values
 from shoal.strategies.tensor.parallelize import parallelize
 from shoal.strategies.tensor.plan.tensor_plan import TensorPlan
@@ -89,16 +88,13 @@ class HybridShardedModel(PipelineParallelModel):
         return self.parts.plan
 
     @contextlib.contextmanager
-    def _joined(self, *, keep_changes: bool) -> Iterator[None]:
+    def own_parameters(self, *, keep_changes: bool) -> Iterator[None]:
+        """Inside, the parameters of this stage are whole, also those that are split."""
         with (
             super().own_parameters(keep_changes=keep_changes),
             self.parts.whole(keep_changes=keep_changes),
         ):
             yield
-
-    def own_parameters(self, *, keep_changes: bool) -> AbstractContextManager[None]:
-        """Inside, the parameters of this stage are whole, also those that are split."""
-        return self._joined(keep_changes=keep_changes)
 
     def own_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         """The averaged gradients of this stage's parameters, whole."""

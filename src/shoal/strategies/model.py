@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -21,14 +22,8 @@ from shoal.strategies.engine.engine import Engine
 from shoal.strategies.layers.batch_norm import check_layers, check_plain_layers, synchronize
 from shoal.strategies.layers.materialization import materialize
 from shoal.strategies.layers.precision import parse_precision
-from shoal.strategies.ranks import divide
-from shoal.strategies.settings import Settings, Sharding
-from shoal.strategies.training import (
-    LossFunction,
-    call_module,
-    count_items,
-    weighted_backward,
-)
+from shoal.strategies.settings import Ranks, Settings, Sharding
+from shoal.strategies.training import LossFunction, call_module, count_items, weighted_backward
 from shoal.strategies.wrapper import ModuleWrapper
 
 # What travels at once where every rank has all gradients anyway; and where it keeps its part only.
@@ -99,7 +94,7 @@ class ShardedModel(ModuleWrapper):
             check_every=check_every,
             averages_buffers=average_buffers,
         )
-        ranks = divide(backend, replica, is_sharded=self.sharding.parameters)
+        ranks = Ranks.of(backend, replica, is_sharded=self.sharding.parameters)
         self.engine = Engine(module, ranks, self.sharding, settings)
         self.engine.passes.auto_sync = auto_sync
         if sync_batchnorm:
@@ -218,14 +213,12 @@ class ShardedModel(ModuleWrapper):
         """Averages the gradients over the ranks now; for ``auto_sync=False``."""
         self.engine.passes.synchronize()
 
-    @contextlib.contextmanager
-    def gradients_are_final(self) -> Iterator[None]:
+    def gradients_are_final(self) -> AbstractContextManager[None]:
         """Around ``parameter.grad = ...``, or a step: they are the same on every rank already.
 
         Elsewhere gradients that are put in by hand are averaged over the ranks at the step.
         """
-        with self.engine.gradients.hand_made.final():
-            yield
+        return self.engine.gradients.hand_made.final()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients, or makes them zero."""
@@ -254,17 +247,13 @@ class ShardedModel(ModuleWrapper):
 
     # Parameters -------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def full_parameters(self) -> Iterator[None]:
+    def full_parameters(self) -> AbstractContextManager[None]:
         """Inside, all parameters are whole on every rank; changes to them are kept."""
-        with self.whole_parameters(keep_changes=True):
-            yield
+        return self.whole_parameters(keep_changes=True)
 
-    @contextlib.contextmanager
-    def whole_parameters(self, *, keep_changes: bool) -> Iterator[None]:
+    def whole_parameters(self, *, keep_changes: bool) -> AbstractContextManager[None]:
         """All parameters whole on every rank, whichever ranks hold parts of them."""
-        with self.engine.parameters.full(keep_changes=keep_changes):
-            yield
+        return self.engine.parameters.full(keep_changes=keep_changes)
 
     @contextlib.contextmanager
     def predicting(self) -> Iterator[None]:
@@ -329,7 +318,7 @@ class ShardedModel(ModuleWrapper):
         with self.full_parameters():
             outcome = self.module.load_state_dict(state_dict, strict=strict)
         if not outcome.missing_keys:
-            self.engine.steps.mend()
+            self.engine.steps.is_torn = False
         return outcome
 
     # What this rank holds ---------------------------------------------------------------
@@ -344,11 +333,7 @@ class ShardedModel(ModuleWrapper):
         return True
 
     def check_ranks(self, doing: str) -> None:
-        """Compares what the ranks have done and what all of them hold; every rank calls it.
-
-        Raises:
-            MismatchError: If the ranks do not train alike, or have drifted apart.
-        """
+        """Raises if the ranks do not train alike, or have drifted apart; every rank calls it."""
         self.engine.progress.compare(self.all_ranks)
         self.engine.replicas.check(doing)
 
@@ -423,11 +408,7 @@ class ShardedModel(ModuleWrapper):
 
 
 def ranks_for(module: nn.Module, world: World | Backend | None) -> Backend:
-    """The ranks that a module is wrapped for, by default those of the current world.
-
-    Raises:
-        TypeError: The module is wrapped already.
-    """
+    """The ranks that a plain module is wrapped for, by default those of the current world."""
     if isinstance(module, ShardedModel):
         raise TypeError("the model is wrapped already; wrap the plain module once")
     return world if isinstance(world, Backend) else (world or current()).backend

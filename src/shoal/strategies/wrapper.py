@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NoReturn, Self
 
 from torch import nn
 
-from shoal.strategies.guards.admission import refuse_copy
+from shoal.strategies.engine.admission import refuse_copy
 
 # What a module offers about its parts, answered by the wrapped module under its own names.
 _DELEGATED = (

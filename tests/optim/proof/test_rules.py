@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.optim.proof.marks import MIXED, Level, Mark, Marks
+from shoal.optim.proof.following import MIXED, Level, Mark, Marks
 from shoal.optim.proof.rules import Effect, rule_for
 
 aten = torch.ops.aten
@@ -106,7 +106,7 @@ def test_an_operation_of_somebody_else_may_do_anything() -> None:
 
 def test_marks_belong_to_memory() -> None:
     marks, memory = Marks(), torch.zeros(10)
-    marks.divide([(memory[:4], Mark(0, Level.DATA)), (memory[4:8], Mark(1, Level.DATA))])
+    marks.begin([(memory[:4], Mark(0, Level.DATA)), (memory[4:8], Mark(1, Level.DATA))])
     assert marks.find(memory[1:3]) == Mark(0, Level.DATA)
     assert marks.find(memory[4:8].view(2, 2).t()) == Mark(1, Level.DATA)
     assert marks.find(memory[3:5]) == Mark(MIXED, Level.DATA)

@@ -17,8 +17,8 @@ import shoal
 from pools import Team
 from shoal.errors import MismatchError
 from shoal.optim import PAIRS
-from shoal.optim.stepping.hyperparameters import Hyperparameters
 from shoal.strategies.consistency import drift
+from shoal.strategies.consistency.progress import StepRecord
 from shoal.torch_support.fingerprint import checksum
 from strategies.loops import distinct, local, seeded, wrapped
 from strategies.models import OddMLP
@@ -278,15 +278,15 @@ def test_what_an_optimizer_writes_into_its_groups_is_not_the_users(strategy: str
 
 def test_options_changed_by_the_user_count_and_others_do_not() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=torch.tensor(0.5))
-    options = Hyperparameters(optimizer)
+    options = StepRecord(optimizer)
     group = optimizer.param_groups[0]
     group["momentum"] = 0.9
-    assert options.chosen()["momentum of parameter group 0"] == "0.9"
+    assert options.facts()["momentum of parameter group 0"] == "0.9"
     group["momentum"] = 0.1
-    options.ignore_changes()
-    assert options.chosen()["momentum of parameter group 0"] == "0.9"
+    options.end_step()
+    assert options.facts()["momentum of parameter group 0"] == "0.9"
     group["lr"].mul_(0.5)
-    assert options.chosen()["lr of parameter group 0"] == "0.25"
+    assert options.facts()["lr of parameter group 0"] == "0.25"
 
 
 def test_when_replicas_are_compared() -> None:

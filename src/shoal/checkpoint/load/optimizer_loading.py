@@ -15,7 +15,7 @@ from shoal.checkpoint.load.slice_reader import read_tensors
 from shoal.checkpoint.load.tensor_source import TensorSource
 from shoal.checkpoint.state import model_state, training_state
 from shoal.errors import CheckpointMismatchError
-from shoal.optim.state.reception import Reception
+from shoal.optim.state import Reception
 from shoal.sharding.holding import FullState
 
 

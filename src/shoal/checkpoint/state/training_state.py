@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from shoal.checkpoint.state.model_state import plain_module
 from shoal.errors import CheckpointMismatchError
 from shoal.optim import ShardedOptimizer
-from shoal.optim.state.reception import Reception, held_whole, receive_whole
+from shoal.optim.state import Reception, held_whole, receive_whole
 from shoal.sharding.holding import FullState, HeldState
 
 Groups = list[tuple[list[str], dict[str, Any]]]
@@ -60,7 +60,7 @@ def held_state(optimizer: Optimizer, model: nn.Module) -> Iterator[HeldState]:
 def streams(optimizer: Optimizer) -> dict[str, Any]:
     """What it takes to go on with its random draws; empty if it draws none."""
     if isinstance(optimizer, ShardedOptimizer):
-        return optimizer.supervision.with_streams({})
+        return optimizer.saved_streams()
     return {}
 
 
@@ -80,7 +80,7 @@ def receive(
 
 def _accept(reception: Reception, optimizer: ShardedOptimizer, streams: Mapping[str, Any]) -> None:
     reception.accept()
-    optimizer.supervision.load_streams(streams)
+    optimizer.load_streams(streams)
 
 
 def _names(optimizer: Optimizer, model: nn.Module) -> dict[int, str]:

@@ -1,13 +1,13 @@
 """How an optimizer's work is divided over the ranks, by the optimizer's kind.
 
-`work_division` says what a division does, `undivided` and `segmented` are the divisions there are,
-and `DIVISIONS` tells which kind is divided how. `segmentation` cuts memory into what a rank steps.
+`work_division` says what a division does, and has the one that divides nothing; `segmented` has the
+others, and `segmentation` cuts memory into what a rank steps. `DIVISIONS` is the table by kind.
 """
 
 from collections.abc import Mapping
 
 from shoal.optim.division.segmented import ByElement, ByParameter
-from shoal.optim.division.undivided import Undivided
+from shoal.optim.division.work_division import Undivided
 from shoal.optim.division.work_division import WorkDivision as WorkDivision
 from shoal.optim.kinds import Kind
 

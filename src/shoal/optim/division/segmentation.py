@@ -1,19 +1,127 @@
-"""The segments that an optimizer steps in place of its parameters, and how they come about."""
+"""What the user's optimizer steps: runs of flat memory instead of single parameters.
+
+[Note: segments]
+An optimizer that works element by element does not care where parameters begin and end. So it
+is given *segments*: runs of this rank's memory whose parameters have the same hyperparameters.
+Few long tensors are stepped faster than many short ones, up to what the cache holds; a fused step,
+which goes over the memory once, has no such limit. When some parameters of a segment have a
+gradient and others have not, it is cut there, its state with it, and stays so.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.optim.division.segment import ParameterSegment, longest_segment, make_segments
-from shoal.optim.state.tensor_state import State, cut_state, join_states, shared_state, split_state
+from shoal.optim.state import State, cut_state, join_states, shared_state
 from shoal.optim.stepping import kernels
 from shoal.sharding.extent import Extent
 from shoal.strategies.engine.flat_group import FlatGroup
 from shoal.strategies.model import ShardedModel
+
+_CACHED_BYTES = 256 << 10
+
+
+@dataclass(frozen=True)
+class ParameterPiece:
+    """The elements of one parameter that a segment has."""
+
+    index: int  # the parameter's index in its group of memory
+    start: int  # the first of its elements
+    stop: int  # the end of its elements
+    offset: int  # where they begin in the segment
+
+    @property
+    def in_segment(self) -> slice:
+        """Where the elements are in the segment."""
+        return slice(self.offset, self.offset + self.stop - self.start)
+
+
+@dataclass
+class ParameterSegment:
+    """A run of one group's memory that the optimizer steps as one tensor."""
+
+    group: FlatGroup  # the group it is part of
+    indices: list[int]  # the parameters it covers, by their index in the group
+    start: int  # where it begins in this rank's part of the buffer, in elements
+    parameter: nn.Parameter  # what the optimizer has instead of the parameters
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The user's that it covers."""
+        return [self.group.parameters[index] for index in self.indices]
+
+    def show(self, buffer: Tensor | None) -> None:
+        """Gives the parameter its part of this rank's gradient, or none."""
+        gradient = None
+        if buffer is not None:
+            gradient = buffer[self.start : self.start + self.parameter.numel()]
+            gradient = gradient.view(self.parameter.shape)
+        self.parameter.grad = gradient
+
+    def pieces(self) -> Iterator[ParameterPiece]:
+        """Parameter by parameter what it has of them."""
+        low, high = self.bounds
+        for index in self.indices:
+            slot = self.group.layout.slots[index]
+            start, stop = max(slot.start, low), min(slot.stop, high)
+            yield ParameterPiece(index, start - slot.start, stop - slot.start, start - low)
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Where it begins and ends in the group's buffer."""
+        low = self.group.master_bounds[0] + self.start
+        return low, low + self.parameter.numel()
+
+    def state_of_part(self, state: State, part: ParameterSegment) -> State:
+        """Of a segment that lies in this one: in the same memory, as far as it is per element."""
+        if part.parameter.numel() == self.parameter.numel():
+            return state
+        start = part.start - self.start
+        return cut_state(state, self.parameter, start, start + part.parameter.numel())
+
+
+def make_segments(
+    group: FlatGroup,
+    bounds: tuple[int, int],
+    keys: Sequence[object],
+    longest: int | None = None,
+) -> Iterator[ParameterSegment]:
+    """Cuts the masters that lie in ``bounds`` of a group's buffer where neighbours' keys differ.
+
+    ``keys`` has for each parameter what must be equal inside a segment; None: it is not stepped.
+    ``longest``: the most elements of a segment.
+    """
+    run: list[tuple[int, int, int]] = []
+    for index, slot in enumerate(group.layout.slots):
+        start, end = max(slot.start, bounds[0]), min(slot.stop, bounds[1])
+        # A parameter without elements has state all the same: a number of steps.
+        is_due = start < end or slot.start == slot.stop == start == end
+        while is_due:
+            first = run[0][1] if run else start
+            is_full = longest is not None and start - first >= longest
+            if run and (is_full or keys[run[-1][0]] != keys[index]):
+                yield from _segment(group, run, keys)
+                run, first = [], start
+            stop = end if longest is None else min(end, first + longest)
+            run.append((index, start, stop))
+            start, is_due = stop, stop < end
+    yield from _segment(group, run, keys)
+
+
+def _segment(
+    group: FlatGroup, run: Sequence[tuple[int, int, int]], keys: Sequence[object]
+) -> Iterator[ParameterSegment]:
+    if run and keys[run[0][0]] is not None:
+        base = group.master_bounds[0]
+        start, stop = run[0][1] - base, run[-1][2] - base
+        parameter = nn.Parameter(group.master[start:stop].detach())
+        yield ParameterSegment(group, [index for index, _, _ in run], start, parameter)
+
 
 KeyOf = Callable[[int, FlatGroup, int], object]
 """What must be equal inside a segment, by parameter group, group of memory and index in that."""
@@ -32,14 +140,7 @@ class Segmentation:
     def __init__(
         self, optimizer: Optimizer, model: ShardedModel, *, may_fuse: bool, is_watched: bool
     ) -> None:
-        """Of none yet.
-
-        Args:
-            optimizer: The user's.
-            model: The wrapped model.
-            may_fuse: Whether fused kernels may make the steps.
-            is_watched: Whether each operation costs more than the cache saves.
-        """
+        """``is_watched``: whether each operation of a step costs more than the cache saves."""
         self._optimizer, self._model = optimizer, model
         self._may_fuse, self._is_watched = may_fuse, is_watched
         self._by_group: list[list[ParameterSegment]] = []
@@ -57,11 +158,11 @@ class Segmentation:
         """Makes segments for the parameters that the optimizer has, and moves their state."""
         param_groups = self._optimizer.param_groups
         segments = self.cut([group["params"] for group in param_groups], self._key_at)
-        moved = self._moved_state(segments)
+        moved = {segment.parameter: self._state_for(segment) for own in segments for segment in own}
         for group in param_groups:
             for parameter in group["params"]:
                 self._optimizer.state.pop(parameter, None)
-        self._optimizer.state.update(moved)
+        self._optimizer.state.update({key: state for key, state in moved.items() if state})
         self.adopt(segments)
 
     def adopt(self, segments: list[list[ParameterSegment]]) -> None:
@@ -113,30 +214,28 @@ class Segmentation:
     def _cut_group(
         self, group: FlatGroup, keys: Sequence[object], *, is_short: bool
     ) -> Iterator[ParameterSegment]:
-        longest = longest_segment(group.master) if is_short else None
-        return make_segments(group, group.master, group.master_bounds, keys, longest)
+        # What a CPU's cache holds through the several passes of a step; GPUs like long ones.
+        is_short = is_short and group.master.is_cpu
+        longest = _CACHED_BYTES // group.master.itemsize if is_short else None
+        return make_segments(group, group.master_bounds, keys, longest)
 
     def _key_at(self, which: int, group: FlatGroup, index: int) -> object:
         """What must be equal inside a segment: settings, and state that is not per element."""
         parameter = group.parameters[index]
         return which, shared_state(self._optimizer.state.get(parameter, {}), parameter)
 
-    def divide(
+    def cut_where_used(
         self, which: int, segment: ParameterSegment, used: Sequence[bool]
     ) -> list[ParameterSegment]:
         """Cuts a segment where parameters with a gradient meet parameters without."""
         keys: list[object] = [None] * len(segment.group.parameters)
         for index, is_used in zip(segment.indices, used, strict=True):
             keys[index] = ("used" if is_used else "unused",)
-        memory = segment.group.master[segment.start :]
-        parts = list(make_segments(segment.group, memory, segment.bounds, keys))
-        for part in parts:
-            part.start += segment.start
+        parts = list(make_segments(segment.group, segment.bounds, keys))
         state = self._optimizer.state.pop(segment.parameter, {})
-        sizes = [part.parameter.numel() for part in parts]
-        for part, part_state in zip(parts, split_state(state, sizes), strict=True):
-            if part_state:
-                self._optimizer.state[part.parameter] = part_state
+        if state:
+            for part in parts:
+                self._optimizer.state[part.parameter] = segment.state_of_part(state, part)
         own = self._by_group[which]
         index = own.index(segment)
         own[index : index + 1] = parts
@@ -156,21 +255,13 @@ class Segmentation:
             shape = slot.shape if split is None else split.shape
             yield slot.name, Extent(shape, piece.start, piece.stop, split), piece.in_segment
 
-    def _moved_state(self, segments: Sequence[Sequence[ParameterSegment]]) -> dict[Tensor, State]:
-        """The state of the parameters, for the segments that take their place."""
-        moved: dict[Tensor, State] = {}
-        for segment in (segment for own in segments for segment in own):
-            state = self._state_for(segment)
-            if state:
-                moved[segment.parameter] = state
-        return moved
-
     def _state_for(self, segment: ParameterSegment) -> State:
         """What a segment's parameters have for a state, cut and joined like them."""
         states = self._optimizer.state
-        parts = []
-        for parameter, piece in zip(segment.parameters, segment.pieces(), strict=True):
-            parts.append(cut_state(states.get(parameter, {}), parameter, piece.start, piece.stop))
+        parts = [
+            cut_state(states.get(parameter, {}), parameter, piece.start, piece.stop)
+            for parameter, piece in zip(segment.parameters, segment.pieces(), strict=True)
+        ]
         return join_states(parts, segment.parameter)
 
 
@@ -182,7 +273,8 @@ class WholeParameters(Segmentation):
     ) -> Iterator[ParameterSegment]:
         apart = [None if key is None else (index, key) for index, key in enumerate(keys)]
         for segment in super()._cut_group(group, apart, is_short=False):
-            segment.restore_shape()
+            shape = group.layout.slots[segment.indices[0]].shape
+            segment.parameter = nn.Parameter(segment.parameter.detach().view(shape))
             yield segment
 
     def _state_for(self, segment: ParameterSegment) -> State:

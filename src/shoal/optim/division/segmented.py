@@ -7,27 +7,33 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.errors import ShoalError
-from shoal.optim.division.segment import ParameterSegment
-from shoal.optim.division.segment_state import SegmentState
-from shoal.optim.division.segmentation import Segmentation, WholeParameters
-from shoal.optim.division.state_view import StateView
+from shoal.optim.division.segmentation import ParameterSegment, Segmentation, WholeParameters
 from shoal.optim.division.work_division import Closure, WorkDivision
-from shoal.optim.state.reception import Reception, placed
+from shoal.optim.state import (
+    Reception,
+    State,
+    comparable,
+    copy_held,
+    cut_state,
+    divided,
+    fresh_state,
+    full_states,
+    is_per_element,
+    join_states,
+    placed,
+)
 from shoal.optim.stepping import kernels
 from shoal.optim.stepping.supervision import Supervision
-from shoal.sharding.holding import FullState, HeldState
+from shoal.sharding.holding import FullState, Held, HeldState
+from shoal.strategies.engine.flat_group import FlatGroup
 from shoal.strategies.model import ShardedModel
 
 
 class Segmented(WorkDivision):
-    """Each rank steps the segments of its part of the memory; see [Note: segments].
-
-    Attributes:
-        segments: What this rank steps.
-    """
+    """Each rank steps the segments of its part of the memory; see [Note: segments]."""
 
     segmentation: ClassVar[type[Segmentation]]
 
@@ -72,10 +78,9 @@ class Segmented(WorkDivision):
         try:
             with (
                 self.engine.parameters.stepping(parameters),
-                self.stepping(),
                 self.segments.stepping(),
                 self.kernels(),
-                self.supervision.step(self._first_parameters),
+                self.supervision.step(lambda: [each.parameters[0] for each in self.segments]),
             ):
                 self.optimizer.step()
         finally:
@@ -84,18 +89,16 @@ class Segmented(WorkDivision):
         self.note_step()
         return loss
 
-    def _first_parameters(self) -> list[Tensor]:
-        return [segment.parameters[0] for segment in self.segments]
-
     def _hand_out(self, which: int, segment: ParameterSegment) -> None:
         """Gives a segment its gradient, if its parameters have one."""
-        gradients = self.engine.gradients[segment.group.index]
+        gradients = self.engine.gradients.groups[segment.group.index]
         used = [index in gradients.used for index in segment.indices]
         if any(used) and not all(used):
-            for part in self.segments.divide(which, segment, used):
+            for part in self.segments.cut_where_used(which, segment, used):
                 self._hand_out(which, part)
             return
-        buffer = gradients.own() if self.engine.sharding.optimizer else gradients.held()
+        memory = gradients.memory
+        buffer = memory.own() if self.engine.sharding.optimizer else memory.held()
         segment.show(buffer if used[0] else None)
 
     # State --------------------------------------------------------------------------------
@@ -107,13 +110,13 @@ class Segmented(WorkDivision):
 
     def state_dict(self) -> dict[str, Any]:
         """The parts of all ranks together."""
-        numbers = {self.name_of(each): number for number, each in enumerate(self.flat_parameters)}
+        numbers = {self.names[id(each)]: n for n, each in enumerate(self.flat_parameters)}
         groups = [
             {key: value for key, value in group.items() if key != "params"}
-            | {"params": [numbers[self.name_of(parameter)] for parameter in own]}
+            | {"params": [numbers[self.names[id(parameter)]] for parameter in own]}
             for group, own in zip(self.optimizer.param_groups, self.parameters, strict=True)
         ]
-        whole = self._segment_state().gather(self.engine.shard_group)
+        whole = self._gather_state()
         state = {number: whole[name] for name, number in numbers.items() if name in whole}
         return {"state": state, "param_groups": groups}
 
@@ -124,7 +127,7 @@ class Segmented(WorkDivision):
         order = [(number, group) for group in saved for number in group["params"]]
         self.optimizer.state.clear()
         for (number, options), parameter in zip(order, self.flat_parameters, strict=True):
-            master = self.engine.groups[self.locate(parameter)[0]].master
+            master = self.engine.groups[self.engine.index_of[id(parameter)][0]].master
             state = state_dict["state"].get(number, {})
             loaded = {
                 key: placed(key, value, master, options, is_cast=True)
@@ -138,18 +141,93 @@ class Segmented(WorkDivision):
 
     def held_state(self) -> Iterator[HeldState]:
         """That of this rank's segments."""
-        return self._segment_state().held()
+        for segment in self.segments:
+            state = self.optimizer.state.get(segment.parameter, {})
+            if not state:
+                continue
+            tensors, shared = divided(state, self.segments.state_like(segment))
+            pieces = list(self.segments.pieces(segment))
+            for name, extent, own in pieces:
+                part = tensors if len(pieces) == 1 else {k: v[own] for k, v in tensors.items()}
+                yield HeldState(name, extent, part, shared)
+
+    def _gather_state(self) -> dict[str, State]:
+        """The whole state of each parameter by name, from all ranks, which call it together."""
+        own = [
+            [held.name, *_run(held), {k: v.clone() for k, v in held.tensors.items()}, held.shared]
+            for held in self.held_state()
+        ]
+        whole: dict[str, State] = {}
+        for found in self.engine.shard_group.all_gather_object(own):
+            for name, shape, start, stop, tensors, shared in found:
+                state = whole.setdefault(name, dict(shared))
+                for key, flat in tensors.items():
+                    if key not in state:
+                        state[key] = torch.zeros(shape, dtype=flat.dtype, device=flat.device)
+                    state[key].view(-1)[start:stop] = flat
+        return whole
 
     def receive(
         self, saved: Mapping[str, FullState], options: Sequence[Mapping[str, Any]]
     ) -> Reception:
-        """Makes room for what this rank's segments will have."""
-        return self._segment_state().receive(saved, options, self.count_state)
+        """Makes room for what this rank's segments will have.
 
-    def _segment_state(self) -> SegmentState:
-        return SegmentState(
-            self.optimizer, self.segments, self.parameters, set(self.names.values())
-        )
+        New state is made in runs as long as can be, and then cut into segments that are stepped.
+        """
+        # The state of parameters that nothing was saved for stays.
+        is_complete = saved.keys() >= set(self.names.values())
+        old = [] if is_complete else [held for held in self.held_state() if held.name not in saved]
+        known = {**saved, **full_states(old)}
+        segments = self._cut(known, is_short=True)
+        wanted, rooms = self._make_room(known, options)
+        kept = {held.name for held in old}
+        copy_held(old, [each for each in wanted if each[1].name in kept])
+        missing = [each for each in wanted if each[1].name not in kept]
+        states: dict[Tensor, State] = {}
+        for segment in (segment for own in segments for segment in own):
+            run, state = rooms[segment.group.index, segment.indices[0]]
+            if state:
+                states[segment.parameter] = run.state_of_part(state, segment)
+
+        def accept() -> None:
+            self.optimizer.state.clear()
+            self.optimizer.state.update(states)
+            for group, settings in zip(self.optimizer.param_groups, options, strict=True):
+                group.update(settings)
+            self.segments.adopt(segments)
+            self.count_state()
+
+        return Reception(missing, accept)
+
+    def _make_room(
+        self, known: Mapping[str, FullState], options: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[tuple[str, Held]], dict[tuple[int, int], tuple[ParameterSegment, State]]]:
+        """Memory that is to be filled, and by group and parameter the run that it is for."""
+        wanted: list[tuple[str, Held]] = []
+        rooms: dict[tuple[int, int], tuple[ParameterSegment, State]] = {}
+        for settings, own in zip(options, self._cut(known, is_short=False), strict=True):
+            for run in own:
+                pieces = list(self.segments.pieces(run))
+                full = known.get(pieces[0][0], FullState())
+                memory, state = fresh_state(full, self.segments.state_like(run), settings)
+                rooms |= {(run.group.index, index): (run, state) for index in run.indices}
+                wanted += [
+                    (key, Held(name, extent, flat[part]))
+                    for key, flat in memory.items()
+                    for name, extent, part in pieces
+                ]
+        return wanted, rooms
+
+    def _cut(
+        self, known: Mapping[str, FullState], *, is_short: bool
+    ) -> list[list[ParameterSegment]]:
+        def key_of(which: int, group: FlatGroup, index: int) -> object:
+            full = known.get(group.names[index], FullState())
+            shared = [(key, comparable(value)) for key, value in sorted(full.shared.items())]
+            return which, tuple(sorted(full.dtypes.items(), key=str)), tuple(shared)
+
+        with self.segments.in_place():  # whose state says how they can be stepped
+            return self.segments.cut(self.parameters, key_of, is_short=is_short)
 
 
 class ByElement(Segmented):
@@ -185,3 +263,73 @@ def _refuse_state(*_: Any) -> NoReturn:
         "this optimizer was wrapped for several ranks, and this rank has a part of its state: save "
         "and load with the one that shoal.as_distributed(model, optimizer) returned instead"
     )
+
+
+GroupOptions = Sequence[Mapping[str, Any]]
+"""The hyperparameters of each parameter group."""
+
+
+def _run(held: HeldState) -> tuple[list[int], int, int]:
+    """The shape of what the ranks of the data axis have between them, and which run this is."""
+    extent = held.extent
+    shape = extent.shape if extent.split is None else extent.split.local_shape
+    return list(shape), extent.start, extent.stop
+
+
+class StateView(Mapping[Tensor, Any]):
+    """What ``optimizer.state`` shows of a state that belongs to segments.
+
+    Looked up by one of the user's parameters it gives that parameter's state where this rank has
+    all of it. One iterates over the tensors that this rank steps, to count what they take.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[Tensor, State],
+        segments: Segmentation,
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
+        """``state`` is that of the user's optimizer, by segment."""
+        self._state, self._segments, self._parameters = state, segments, parameters
+
+    def __getitem__(self, parameter: Tensor) -> State:
+        """A parameter's state, as it would be in one process; empty before the first step."""
+        if parameter in self._state:
+            return self._state[parameter]
+        if not any(parameter is own for own in self._parameters):
+            raise KeyError("no parameter of this optimizer")
+        parts, count = [], 0
+        for segment in self._segments:
+            for own, piece in zip(segment.parameters, segment.pieces(), strict=True):
+                if own is parameter:
+                    stepped, bounds = segment.parameter, piece.in_segment
+                    state = self._state.get(stepped, {})
+                    parts.append(cut_state(state, stepped, bounds.start, bounds.stop))
+                    count += piece.stop - piece.start
+        if count < parameter.numel() or not parts:
+            raise ShoalError(
+                f"this rank has {count:,} of the {parameter.numel():,} elements of this "
+                "parameter's state: optimizer.state_dict() has all of it, if every rank calls it"
+            )
+        flat = torch.empty(count, device="meta")
+        state = parts[0] if len(parts) == 1 else join_states(parts, flat)
+        return {
+            key: value.view(parameter.shape) if is_per_element(key, value, flat) else value
+            for key, value in state.items()
+        }
+
+    def __contains__(self, parameter: object) -> bool:
+        return parameter in self._state or any(parameter is own for own in self._parameters)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+    def __setitem__(self, parameter: Tensor, state: State) -> NoReturn:
+        """Refused: it would be changed on this rank only."""
+        raise ShoalError(
+            "the state of a wrapped optimizer is divided over the ranks and cannot be set here: "
+            "change what optimizer.state_dict() returns, and load it with load_state_dict()"
+        )

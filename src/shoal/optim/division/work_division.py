@@ -1,8 +1,11 @@
-"""`WorkDivision`: what a rank steps of an optimizer's parameters, and has of their state."""
+"""`WorkDivision`: what a rank steps of an optimizer's parameters, and has of their state.
+
+`Undivided` is the one that divides nothing: every rank makes the same step on everything.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -11,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from shoal.optim.state.reception import Reception
+from shoal.optim.state import Reception, held_whole, receive_whole
 from shoal.optim.stepping.supervision import Supervision
 from shoal.sharding.holding import FullState, HeldState
 from shoal.strategies.engine.engine import Engine
@@ -21,14 +24,7 @@ Closure = Callable[[], Any]
 
 
 class WorkDivision(ABC):
-    """How the work of one optimizer is divided over the ranks.
-
-    Attributes:
-        optimizer: The user's.
-        model: The wrapped model whose parameters it has.
-        parameters: Those of each parameter group, as the user gave them.
-        is_stepping: Whether a step of the user's optimizer is being made from here.
-    """
+    """How the work of one optimizer is divided over the ranks."""
 
     lays_out_memory: ClassVar[bool] = False
     """Whether the model's memory is laid out for it, so that it must be made before others."""
@@ -37,7 +33,9 @@ class WorkDivision(ABC):
         """Of an optimizer that `admit` has let pass."""
         self.model, self.supervision = model, supervision
         self.optimizer, self.parameters = supervision.optimizer, supervision.parameters
-        self.is_stepping = False
+        self.flat_parameters = [each for group in self.parameters for each in group]
+        self.names = {id(each): self._find_name(each) for each in self.flat_parameters}
+        """Full names of the parameters, by their id."""
         self._num_averaged = self._num_states = self._state_bytes = 0
 
     @classmethod
@@ -49,10 +47,9 @@ class WorkDivision(ABC):
         """The model's."""
         return self.model.engine
 
-    @property
-    def flat_parameters(self) -> list[nn.Parameter]:
-        """Those of all parameter groups in a row."""
-        return [parameter for group in self.parameters for parameter in group]
+    def _find_name(self, parameter: nn.Parameter) -> str:
+        group, index = self.engine.index_of[id(parameter)]
+        return self.engine.groups[group].names[index]
 
     # What each division does ----------------------------------------------------------------
 
@@ -63,14 +60,9 @@ class WorkDivision(ABC):
 
     @abstractmethod
     def step(self, closure: Closure | None, check_ranks: Closure) -> Any:
-        """One step of the user's optimizer.
+        """One step of the user's optimizer; returns the mean loss, if there is a closure.
 
-        Args:
-            closure: The user's, if any; it computes the loss.
-            check_ranks: Is called when the gradients are there and nothing has been stepped yet.
-
-        Returns:
-            The loss of the whole batch, if there is a closure.
+        ``check_ranks`` is called when the gradients are there and nothing has been stepped yet.
         """
 
     @abstractmethod
@@ -93,31 +85,6 @@ class WorkDivision(ABC):
 
     # What all have in common ----------------------------------------------------------------
 
-    @property
-    def names(self) -> dict[int, str]:
-        """Full names of the parameters, by their id."""
-        return {id(parameter): self.name_of(parameter) for parameter in self.flat_parameters}
-
-    def name_of(self, parameter: nn.Parameter) -> str:
-        """The full name of a parameter."""
-        group, index = self.locate(parameter)
-        return self.engine.groups[group].names[index]
-
-    def locate(self, parameter: nn.Parameter) -> tuple[int, int]:
-        """The group of memory that a parameter is in, and its index there."""
-        found = self.engine.locate(parameter)
-        assert found is not None  # it was checked when the optimizer was wrapped
-        return found
-
-    @contextlib.contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Around a step of the user's optimizer."""
-        self.is_stepping = True
-        try:
-            yield
-        finally:
-            self.is_stepping = False
-
     def mean(self, loss: Any) -> Any:
         """The loss of the whole batch: what a closure returns is this rank's."""
         if not isinstance(loss, Tensor):
@@ -137,3 +104,76 @@ class WorkDivision(ABC):
         held = sum(value.nbytes for value in tensors if isinstance(value, Tensor))
         self.engine.account.add("state", held - self._state_bytes)
         self._state_bytes = held
+
+
+DECLARE = (
+    "If it works element by element or parameter by parameter, say so with "
+    'kind="element-wise" or "per-parameter".'
+)
+"""What to do about an optimizer that is taken for one that couples its parameters."""
+
+
+class Undivided(WorkDivision):
+    """For optimizers that may couple any of their parameters."""
+
+    @classmethod
+    def admit(cls, optimizer: Optimizer, model: ShardedModel) -> None:
+        """Refuses mixed precision, in which no rank has all masters."""
+        if model.engine.settings.compute_dtype is not None:
+            raise ValueError(
+                f"mixed_precision does not go with {type(optimizer).__name__}, which may couple "
+                f"any of its parameters. {DECLARE}"
+            )
+
+    def __init__(self, model: ShardedModel, supervision: Supervision) -> None:
+        """Warns where the user wanted the state to be divided."""
+        super().__init__(model, supervision)
+        if model.sharding.optimizer:
+            warnings.warn(
+                f"{type(self.optimizer).__name__} may couple any of its parameters, so every rank "
+                f"steps all of them: the result is right, but no memory is saved. {DECLARE}",
+                stacklevel=3,
+            )
+
+    @property
+    def state(self) -> Mapping[Tensor, Any]:
+        """The user's optimizer's own."""
+        return self.optimizer.state
+
+    def step(self, closure: Closure | None, check_ranks: Closure) -> Any:
+        """Every rank makes the same step on everything."""
+
+        def evaluate() -> Any:
+            with self.supervision.outside_of_step():
+                loss = self.mean(closure()) if closure is not None else None
+                self.engine.gradients.gather(self._num_averaged)
+            return loss
+
+        if closure is None:
+            evaluate()
+            check_ranks()
+        with self.engine.parameters.full(), self.supervision.step():
+            loss = self.optimizer.step(evaluate if closure is not None else None)
+        # The step may have changed the gradients, in the same way on all ranks.
+        with self.engine.gradients.hand_made.final():
+            self.engine.gradients.hand_made.adopt()
+        self.note_step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The user's optimizer has all of it."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Into the user's optimizer."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def held_state(self) -> Iterator[HeldState]:
+        """All of it."""
+        return held_whole(self.optimizer, self.names)
+
+    def receive(
+        self, saved: Mapping[str, FullState], options: Sequence[Mapping[str, Any]]
+    ) -> Reception:
+        """Makes room for all of it."""
+        return receive_whole(self.optimizer, self.names, saved, options)

@@ -21,17 +21,11 @@ _NO_FILES = ("<string>", contextlib.__file__)
 
 @dataclass(frozen=True)
 class StepFinding:
-    """Something in a step that a division would change.
+    """Something in a step that a division would change."""
 
-    Attributes:
-        finest: What the optimizer can be at best, having done this.
-        what: The operation and what is wrong with it, in words.
-        where: The line of the optimizer that asked for it.
-    """
-
-    finest: Kind
-    what: str
-    where: str
+    finest: Kind  # what the optimizer can be at best, having done this
+    what: str  # the operation and what is wrong with it, in words
+    where: str  # the line of the optimizer that asked for it
 
     def __str__(self) -> str:
         return f"{self.what}, at {self.where}" if self.where else self.what
@@ -39,25 +33,19 @@ class StepFinding:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What an optimizer needs to see at once, and how that is known.
+    """What an optimizer needs to see at once, and how that is known."""
 
-    Attributes:
-        kind: The decision.
-        reason: Why, in a few words.
-        is_watched: Whether each step is checked against the decision, because it was proved for
-            tiny parameters and a few steps only.
-        draws: Whether its steps were seen to draw random numbers.
-        may_draw: Whether they might: larger parameters may take another branch than tiny ones.
-        written_options: Names of hyperparameters that its steps change by themselves.
-        marked_state: For each name in its state whether that has data of the parameter.
-    """
-
-    kind: Kind
-    reason: str
+    kind: Kind  # the decision
+    reason: str  # why, in a few words
+    # Whether each step is checked against the decision, because it was proved for tiny
+    # parameters and a few steps only.
     is_watched: bool = False
-    draws: bool = False
+    draws: bool = False  # whether its steps were seen to draw random numbers
+    # Whether they might: larger parameters may take another branch than tiny ones.
     may_draw: bool = False
+    # Names of hyperparameters that its steps change by themselves.
     written_options: frozenset[str] = frozenset()
+    # For each name in its state whether that has data of the parameter.
     marked_state: Mapping[str, bool] = field(default_factory=dict)
 
     def __str__(self) -> str:

@@ -22,7 +22,7 @@ from shoal.optim.kinds import Kind
 from shoal.optim.proof.judgement import Judgement
 from shoal.optim.proof.known import look_up
 from shoal.optim.proof.proving import prove
-from shoal.strategies.guards.absent_parameter import AbsentParameter
+from shoal.strategies.engine.absent import AbsentParameter
 
 # What libraries write on parameters for purposes of their own, and what a wrapped model does.
 _HARMLESS = {"_is_hf_initialized", *AbsentParameter.__annotations__}
@@ -44,10 +44,7 @@ def judge(
 ) -> Judgement:
     """The kind of an optimizer, and how it is known.
 
-    Args:
-        optimizer: Any.
-        parameters: Those of each parameter group as the user has them, where the optimizer has
-            something else in their place.
+    ``parameters`` are the user's, where the optimizer has something else in their place.
 
     Example:
         >>> print(judge(torch.optim.AdamW([nn.Parameter(torch.zeros(2))])))

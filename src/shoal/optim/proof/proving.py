@@ -9,6 +9,7 @@ own, and all of them in one row that is cut anywhere.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -20,10 +21,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from shoal.optim.kinds import Kind
-from shoal.optim.proof.following import Following
+from shoal.optim.proof.following import Following, Level
+from shoal.optim.proof.interception import SeededRun, Tape, intercepting
 from shoal.optim.proof.judgement import Judgement, StepFinding
-from shoal.optim.proof.marks import Level
-from shoal.optim.proof.modes import SeededRun, intercepting
 from shoal.optim.proof.small_copy import (
     Make,
     SampleData,
@@ -32,9 +32,7 @@ from shoal.optim.proof.small_copy import (
     numbers_of,
     shapes_for,
     show,
-    train,
 )
-from shoal.optim.proof.tape import Tape
 from shoal.optim.stepping.streams import Streams
 from shoal.torch_support.random_state import RandomState
 
@@ -51,10 +49,7 @@ def prove(
 ) -> Judgement:
     """What one parameter group of an optimizer may be divided into; see [Note: proof].
 
-    Args:
-        optimizer: Any.
-        group: Its parameter group, for the settings.
-        parameters: Those of the group as the user has them, for their shapes and dtypes.
+    ``parameters`` are those of the group as the user has them, for their shapes and dtypes.
     """
     outside = RandomState.capture()
     try:
@@ -185,17 +180,20 @@ class _Proof(Following):
 
     def _train(self, data: SampleData, numbers: Sequence[int] | None = None) -> Trained:
         """Steps for real; only draws are seen to, where there are any."""
-        streams = Streams(_SEED)
-        if not self._draws:
-            return train(self._make, data, streams)
-        following, parameters = Following(), data.start()
+        streams, following, parameters = Streams(_SEED), Following(), data.start()
+
+        def seeing_to_draws() -> contextlib.AbstractContextManager[None]:
+            if not self._draws:
+                return contextlib.nullcontext()
+            return intercepting(following, SeededRun(streams, numbers))
+
         following.begin(parameters, [[] for _ in parameters])
-        with intercepting(following, SeededRun(streams, numbers)):
+        with seeing_to_draws():
             optimizer = self._make(parameters)
         for gradients in data.gradients:
             show(parameters, gradients)
             following.begin(parameters, [[parameter.grad] for parameter in parameters])  # type: ignore[list-item]
-            with streams.step(), intercepting(following, SeededRun(streams, numbers)):
+            with streams.step(), seeing_to_draws():
                 optimizer.step()
         return Trained.of(optimizer, parameters)
 

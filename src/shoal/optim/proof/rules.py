@@ -66,19 +66,12 @@ _SHOWN = {"_local_scalar_dense": "item"}
 
 
 class Rule(NamedTuple):
-    """What is known of one overload of an operation.
+    """What is known of one overload of an operation."""
 
-    Attributes:
-        name: What users call it.
-        effect: What it does.
-        is_by_index: Whether its operands are lists of which each index is on its own.
-        written: The arguments that it writes to, by index and by name.
-    """
-
-    name: str
-    effect: Effect
-    is_by_index: bool
-    written: tuple[tuple[int, str], ...]
+    name: str  # what users call it
+    effect: Effect  # what it does
+    is_by_index: bool  # whether its operands are lists of which each index is on its own
+    written: tuple[tuple[int, str], ...]  # the arguments that it writes to, by index and by name
 
 
 _RULES: dict[int, tuple[Any, Rule]] = {}

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from shoal.optim.stepping.streams import Streams
-
 _RATE = 0.01
 _SIZES = (6, 4, 3, 2)
 _PLAIN = (bool, int, float, str, type(None))
@@ -64,15 +62,10 @@ def _rate(given: Any) -> Any:
 
 @dataclass(frozen=True)
 class SampleData:
-    """Values to train with.
+    """Values to train with."""
 
-    Attributes:
-        values: What the parameters begin with.
-        gradients: For each step those of all parameters.
-    """
-
-    values: Sequence[Tensor]
-    gradients: Sequence[Sequence[Tensor]]
+    values: Sequence[Tensor]  # what the parameters begin with
+    gradients: Sequence[Sequence[Tensor]]  # for each step those of all parameters
 
     @classmethod
     def drawn(
@@ -116,17 +109,11 @@ def shapes_for(parameters: Sequence[nn.Parameter]) -> list[tuple[int, ...]]:
 
 @dataclass
 class Trained:
-    """What training has led to.
+    """What training has led to."""
 
-    Attributes:
-        parameters: Their values.
-        state: The tensors and numbers of their state, parameter by parameter.
-        numbers: Numbers among the optimizer's own attributes and hyperparameters.
-    """
-
-    parameters: list[Tensor]
-    state: list[Any]
-    numbers: dict[str, Any]
+    parameters: list[Tensor]  # their values
+    state: list[Any]  # the tensors and numbers of their state, parameter by parameter
+    numbers: dict[str, Any]  # numbers among the optimizer's own attributes and hyperparameters
 
     @classmethod
     def of(cls, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Trained:
@@ -143,17 +130,6 @@ def numbers_of(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
         plain = [leaf for leaf in tree_leaves(value) if isinstance(leaf, _PLAIN)]
         if plain:
             yield name, plain
-
-
-def train(make: Make, data: SampleData, streams: Streams) -> Trained:
-    """Trains with an optimizer of its own, and follows nothing."""
-    parameters = data.start()
-    optimizer = make(parameters)
-    for gradients in data.gradients:
-        show(parameters, gradients)
-        with streams.step():
-            optimizer.step()
-    return Trained.of(optimizer, parameters)
 
 
 def show(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:

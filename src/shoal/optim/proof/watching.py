@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from shoal.errors import ShoalError
 from shoal.optim.kinds import Kind
 from shoal.optim.proof.following import Following
+from shoal.optim.proof.interception import SeededRun, intercepting
 from shoal.optim.proof.judgement import Judgement, StepFinding
-from shoal.optim.proof.modes import SeededRun, intercepting
 from shoal.optim.stepping.streams import Streams
 
 
@@ -38,12 +38,7 @@ class Watch(Following):
     def step(
         self, streams: Streams | None = None, numbers: Sequence[int] | None = None
     ) -> Iterator[None]:
-        """Around a step of the optimizer.
-
-        Args:
-            streams: Where its draws come from, if it draws.
-            numbers: The number of each of its parameters, for the streams.
-        """
+        """Around a step of the optimizer; ``numbers`` are those of its parameters in streams."""
         stepped = [each for group in self._optimizer.param_groups for each in group["params"]]
         self.begin(stepped, [self._data_of(each) for each in stepped])
         memory = [each.data_ptr() for each in stepped]

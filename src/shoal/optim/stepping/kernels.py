@@ -7,8 +7,8 @@ elements differently in the last bit.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -23,35 +23,32 @@ _HAVE_FUSED = (Adam, AdamW, Adagrad)
 _WIDE = (torch.float32, torch.float64)
 
 
-@contextlib.contextmanager
-def fused_where_free(optimizer: Optimizer) -> Iterator[None]:
+def fused_where_free(optimizer: Optimizer) -> AbstractContextManager[None]:
     """Steps inside of it use fused kernels unless ``fused`` or ``foreach`` was chosen."""
     groups = [group for group in optimizer.param_groups if _is_free(optimizer, group)]
-    for group in groups:
-        group["fused"] = True
-    try:
-        yield
-    finally:
-        for group in groups:
-            if group["fused"] is True:  # a hook may have changed it meanwhile
-                group["fused"] = None
+    return _fusing(groups, inside=True, outside=None)
 
 
-@contextlib.contextmanager
-def unfused_on_cpu(optimizer: Optimizer) -> Iterator[None]:
+def unfused_on_cpu(optimizer: Optimizer) -> AbstractContextManager[None]:
     """Steps inside of it use no fused kernels on CPUs, also if the user chose them."""
     groups = [
         group
         for group in optimizer.param_groups
         if group.get("fused") and all(each.is_cpu for each in group["params"])
     ]
+    return _fusing(groups, inside=False, outside=True)
+
+
+@contextmanager
+def _fusing(groups: list[dict[str, Any]], *, inside: bool, outside: bool | None) -> Iterator[None]:
     for group in groups:
-        group["fused"] = False
+        group["fused"] = inside
     try:
         yield
     finally:
         for group in groups:
-            group["fused"] = True
+            if group["fused"] is inside:  # a hook may have changed it meanwhile
+                group["fused"] = outside
 
 
 def is_one_pass(optimizer: Optimizer) -> bool:

@@ -27,16 +27,10 @@ _WHOLE_STEP = -1
 
 
 class Streams:
-    """Where an optimizer's draws come from; see [Note: streams].
-
-    Attributes:
-        seed: The base seed, the same on all ranks.
-        num_steps: How many steps have been taken.
-        is_in_step: Whether one is being taken.
-    """
+    """Where an optimizer's draws come from; see [Note: streams]."""
 
     def __init__(self, seed: int) -> None:
-        """At the first step."""
+        """At the first step; ``seed`` is the same on all ranks."""
         self.seed, self.num_steps = seed, 0
         self.is_in_step = False
         self._counts: Counter[int] = Counter()

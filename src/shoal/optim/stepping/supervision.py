@@ -1,4 +1,4 @@
-"""How the steps of one optimizer are taken: watched, and drawing from streams, where need be."""
+"""How the steps of one optimizer are taken: watched, with random streams and users' hooks."""
 
 from __future__ import annotations
 
@@ -15,19 +15,9 @@ from shoal.optim.proof.judging import judge
 from shoal.optim.proof.watching import Watch, WatchedHyperparameters
 from shoal.optim.stepping.streams import Streams
 
-STREAMS = "streams"
-"""Under what a saved state has what it takes to go on drawing."""
-
 
 class Supervision:
-    """What the kind of an optimizer was decided by, and what follows from it in each step.
-
-    Attributes:
-        optimizer: The user's.
-        parameters: Those of each group as the user has them.
-        judgement: The decision.
-        streams: Where its draws come from; None if it draws none.
-    """
+    """What the kind of an optimizer was decided by, and what follows from it in each step."""
 
     def __init__(
         self,
@@ -45,8 +35,7 @@ class Supervision:
             optimizer: The user's.
             judgement: What was decided about it.
             parameters: Those of each group as the user has them.
-            numbers: Each parameter's number among all of the user's, by its id; by default they are
-                counted through the groups.
+            numbers: Each parameter's number among all of the user's, by its id.
             seed: The base seed of what it draws; None if it draws nothing.
             on_violation: Called in the middle of a step that must not go on.
         """
@@ -54,6 +43,7 @@ class Supervision:
         self.optimizer, self.parameters, self._numbers = optimizer, parameters, numbers
         self.streams = None if seed is None else Streams(seed)
         self._watch = self._options = None
+        self.is_stepping = False
         draws_for_parameters = judgement.draws and judgement.kind.is_divisible
         if judgement.is_watched or draws_for_parameters:
             self._watch = Watch(optimizer, judgement, on_violation)
@@ -82,6 +72,8 @@ class Supervision:
         are not the user's parameters themselves.
         """
         with contextlib.ExitStack() as stack:
+            self.is_stepping = True
+            stack.callback(setattr, self, "is_stepping", False)
             if self.streams is not None:
                 stack.enter_context(self.streams.step())
             if self._watch is not None:
@@ -102,15 +94,41 @@ class Supervision:
         if self.streams is not None:
             self.streams = Streams(seed)
 
-    # A checkpoint's part ------------------------------------------------------------------
 
-    def with_streams(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """An optimizer's state, and where its draws go on; a plain optimizer looks at the first."""
-        if self.streams is None:
-            return state_dict
-        return {**state_dict, STREAMS: self.streams.state_dict()}
+@contextlib.contextmanager
+def users_hooks(
+    optimizer: Optimizer,
+    wrapped: Optimizer,
+    closure: Callable[[], Any] | None,
+    *,
+    own: Callable[..., Any],
+) -> Iterator[None]:
+    """Around a step: users' hooks see the parameters, before and after, not what is stepped.
 
-    def load_streams(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on drawing where a state says, if it does."""
-        if self.streams is not None and STREAMS in state_dict:
-            self.streams.load_state_dict(state_dict[STREAMS])
+    They are called with ``wrapped``, once for the step of all ranks. ``own`` is a hook that is not
+    the user's, and stays.
+    """
+    before = optimizer._optimizer_step_pre_hooks
+    after = optimizer._optimizer_step_post_hooks
+    others = {key: hook for key, hook in before.items() if hook != own}
+    if not others and not after:
+        yield
+        return
+    args: tuple[Any, ...] = () if closure is None else (closure,)
+    for hook in others.values():
+        if hook(wrapped, args, {}) is not None:
+            raise ShoalError(
+                "a hook before a step must not replace the step's arguments: there are several "
+                "ranks that make the same step"
+            )
+    kept = dict(after)
+    for key in others:
+        del before[key]
+    after.clear()
+    try:
+        yield
+    finally:
+        before.update(others)
+        after.update(kept)
+    for hook in kept.values():
+        hook(wrapped, args, {})

@@ -7,7 +7,8 @@ a fingerprint of each: one pass over the memory, and one small collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,12 +17,13 @@ from shoal.comm import Backend
 from shoal.comm.agreement import by_rank
 from shoal.comm.operation import AllGather
 from shoal.errors import MismatchError
-from shoal.strategies.consistency.progress import Progress
 from shoal.strategies.consistency.rounds import Vote
 from shoal.strategies.engine.flat_group import FlatGroup, Residence
 from shoal.strategies.gradients.group_gradients import GroupGradients
-from shoal.strategies.ranks import Ownership
 from shoal.torch_support.fingerprint import checksum
+
+if TYPE_CHECKING:
+    from shoal.strategies.engine.engine import Engine
 
 CHECK_EVERY = 100
 """How many steps pass between two comparisons by default."""
@@ -55,7 +57,7 @@ def replicated_buffers(
     }
     for own in gradients:
         if not own.is_sharded and own.used:
-            held[f"gradients of group {own.group.index}"] = own.held()
+            held[f"gradients of group {own.group.index}"] = own.memory.held()
     return held
 
 
@@ -71,7 +73,7 @@ def replicated_tensors(
     }
     averaged: dict[str, Tensor | None] = {}
     for own in gradients:
-        whole = None if own.is_sharded else own.held()
+        whole = None if own.is_sharded else own.memory.held()
         if whole is not None:
             for index, slot in enumerate(own.group.layout.slots):
                 part = whole[slot.start : slot.stop] if index in own.used else None
@@ -110,29 +112,17 @@ def check(group: Backend, held: Held, doing: str) -> None:
 class ReplicaCheck:
     """The comparisons of one model's replicas; see [Note: ranks that train alike]."""
 
-    def __init__(
-        self,
-        groups: Sequence[FlatGroup],
-        gradients: Sequence[GroupGradients],
-        backend: Backend,
-        progress: Progress,
-        ownership: Callable[[], Ownership],
-        every: int,
-    ) -> None:
-        """Compares over ``backend`` before every so many-th step; 0 for never."""
-        self._groups, self._gradients, self._backend = groups, gradients, backend
-        self._progress, self._ownership, self._every = progress, ownership, every
+    def __init__(self, engine: Engine, backend: Backend) -> None:
+        """Compares over ``backend``."""
+        self._engine, self._backend = engine, backend
+        self._every = engine.settings.check_every
 
     def check_step(self, number: int) -> None:
-        """Before an optimizer's step ``number``: the ranks must have done the same so far.
-
-        Raises:
-            MismatchError: Otherwise.
-        """
-        for axis in self._ownership().axes:
-            Vote.cast(axis, self._progress, "the beginning of optimizer.step()")
+        """Before an optimizer's step ``number``: raises unless the ranks have done the same."""
+        for axis in self._engine.ownership.axes:
+            Vote.cast(axis, self._engine.progress, "the beginning of optimizer.step()")
         if is_due(number, self._every):
-            self._compare(self._gradients, "optimizer.step()")
+            self._compare(self._engine.gradients.groups, "optimizer.step()")
 
     def check(self, doing: str) -> None:
         """Compares the parameters that every rank holds; ``doing`` is said in the error."""
@@ -140,10 +130,11 @@ class ReplicaCheck:
             self._compare([], doing)
 
     def _compare(self, gradients: Sequence[GroupGradients], doing: str) -> None:
-        if differing(self._backend, replicated_buffers(self._groups, gradients), doing):
-            check(self._backend, replicated_tensors(self._groups, gradients), doing)
-        copies = self._ownership().copies
+        groups, ownership = self._engine.groups, self._engine.ownership
+        if differing(self._backend, replicated_buffers(groups, gradients), doing):
+            check(self._backend, replicated_tensors(groups, gradients), doing)
+        copies = ownership.copies
         if copies:  # the last axis is that of layers which are split
-            held = replicated_tensors(self._groups, gradients)
+            held = replicated_tensors(groups, gradients)
             copied = [n for n in held if copies.get(n.removeprefix(GRADIENT_OF), 1) > 1]
-            check(self._ownership().axes[-1], {name: held[name] for name in copied}, doing)
+            check(ownership.axes[-1], {name: held[name] for name in copied}, doing)

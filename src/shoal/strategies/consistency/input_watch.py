@@ -40,9 +40,7 @@ class InputWatch:
             self._seen.append(fingerprint(inputs))
 
     def compare(self) -> None:
-        """Gradients were averaged; every rank is here."""
-        if not self.rounds_left:
-            return
+        """Gradients were averaged, every rank is here, and rounds are left."""
         is_unknown = not all(self._seen) or not self._seen
         own = fingerprint_number(self._seen)
         self._seen = []

@@ -5,6 +5,8 @@ Replicas stay equal because every rank makes the same steps with the same option
 leaves out a step, or steps with another learning rate, breaks that without any collective going
 wrong. So what a rank has done travels as two numbers, in headers that are exchanged anyway, with
 every vote. Only if they differ do the ranks tell each other the details, for the error message.
+Some optimizers write into their groups while they step (a count, an estimate), on ranks that have
+something to step there. So of options only what was changed outside of steps counts.
 """
 
 from __future__ import annotations
@@ -12,8 +14,11 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
 
 from shoal.comm import Backend
 from shoal.comm.agreement import by_rank
@@ -26,40 +31,97 @@ NUM_WORDS = 3
 _MOST_EDITS = 1 << 62  # as many bits as a header has room for
 _STEPS = "the number of steps of "
 _EDITS = "what was done to averaged gradients"
+_PLAIN = (bool, int, float, complex, str, type(None))
+_Key = tuple[int, str]
 
 
-class Stepper(Protocol):
-    """An optimizer, as far as the ranks compare it."""
+class StepRecord:
+    """The steps of one optimizer on this rank, and what the user chose for its parameter groups.
 
-    @property
-    def num_steps(self) -> int:
-        """How many steps it has made."""
-        ...
+    Example:
+        >>> record = StepRecord(optimizer)
+        >>> optimizer.param_groups[0]["lr"] = 0.1
+        >>> record.facts()["lr of parameter group 0"]
+        '0.1'
+    """
 
-    def facts(self) -> Facts:
-        """Its class and the options of its parameter groups."""
-        ...
+    def __init__(self, optimizer: Optimizer) -> None:
+        """Everything that is there now was chosen by the user."""
+        self._optimizer, self.num_steps = optimizer, 0
+        self._last: dict[_Key, tuple[Any, str]] = {}
+        kind = type(optimizer)
+        self._chosen = {"the class": f"{kind.__module__}.{kind.__qualname__}"}
+        self._stepped: dict[str, str] = {}
+        self._find_chosen()
+
+    def begin_step(self) -> None:
+        """What is chosen now is what a step is made with, also if it is changed back after it."""
+        self._stepped = self._find_chosen()
+
+    def end_step(self) -> None:
+        """What has changed during the step was not the user's doing."""
+        for _ in self._changed():
+            pass
+        self.num_steps += 1
+
+    def facts(self) -> dict[str, str]:
+        """The optimizer's class and options, and those of its last step where they were others.
+
+        It is the same object as long as nothing changes.
+        """
+        chosen = self._find_chosen()
+        if self._stepped is chosen or not self._stepped:
+            return chosen
+        others = {key: text for key, text in self._stepped.items() if chosen[key] != text}
+        return chosen | {f"{key} in its last step": text for key, text in others.items()}
+
+    def _find_chosen(self) -> dict[str, str]:
+        for (number, name), text in self._changed():
+            self._chosen = {**self._chosen, f"{name} of parameter group {number}": text}
+        return self._chosen
+
+    def _changed(self) -> Iterator[tuple[_Key, str]]:
+        """What is not what it was when this was asked the last time."""
+        for number, group in enumerate(self._optimizer.param_groups):
+            for name, value in group.items():
+                before, known = self._last.get((number, name), (None, None))
+                is_same = value is before and known is not None and isinstance(value, _PLAIN)
+                if name == "params" or is_same:
+                    continue
+                text = _text_of(value)
+                self._last[number, name] = (value, text)
+                if text != known:
+                    yield (number, name), text
+
+
+def _text_of(value: Any) -> str:
+    """A value in words that are the same on every rank for the same value.
+
+    A tensor on a GPU is not read: the host would have to wait for it.
+    """
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_text_of, value))}]"
+    if isinstance(value, Tensor):
+        return str(value.tolist()) if value.is_cpu else f"a tensor on {value.device.type}"
+    return type(value).__qualname__
 
 
 class Progress:
-    """What the optimizers of one model have done on this rank; see [Note: ranks that train alike].
-
-    Example:
-        >>> progress.follow(optimizer)
-        >>> vote = Vote.cast(group, progress, "backward()")
-    """
+    """What a model's optimizers have done on this rank; see [Note: ranks that train alike]."""
 
     def __init__(self) -> None:
         """Of no optimizer yet."""
-        self._steppers: list[Stepper] = []
+        self._records: list[StepRecord] = []
         self._known: tuple[Facts, ...] = ()
         self._fingerprint = 0
         self._is_told = False
         self._edits = self._num_edited_steps = 0
 
-    def follow(self, stepper: Stepper) -> None:
+    def follow(self, record: StepRecord) -> None:
         """One more optimizer steps this model."""
-        self._steppers.append(stepper)
+        self._records.append(record)
 
     def note_edit(self, edit: str) -> None:
         """A user has changed a gradient; see [Note: edits of gradients]."""
@@ -72,28 +134,24 @@ class Progress:
 
     def words(self) -> tuple[int, int, int]:
         """The number of all steps, a fingerprint of all options, and edits, for a header."""
-        facts = tuple(stepper.facts() for stepper in self._steppers)
+        facts = tuple(record.facts() for record in self._records)
         if facts != self._known:
             self._known, self._fingerprint = facts, _fingerprint(facts)
-        num_steps = sum(stepper.num_steps for stepper in self._steppers)
+        num_steps = sum(record.num_steps for record in self._records)
         return num_steps, self._fingerprint, self._edits
 
     def _all_facts(self) -> dict[str, str]:
         """Steps first: a rank that left one out may have other options for that reason."""
         counts: dict[str, str] = {}
         options: dict[str, str] = {}
-        for number, stepper in enumerate(self._steppers):
-            name = f"optimizer {number}" if len(self._steppers) > 1 else "the optimizer"
-            counts[_STEPS + name] = str(stepper.num_steps)
-            options |= {f"{fact} of {name}": value for fact, value in stepper.facts().items()}
+        for number, record in enumerate(self._records):
+            name = f"optimizer {number}" if len(self._records) > 1 else "the optimizer"
+            counts[_STEPS + name] = str(record.num_steps)
+            options |= {f"{fact} of {name}": value for fact, value in record.facts().items()}
         return counts | options | {_EDITS: f"#{self._edits:08x}"}
 
     def compare(self, group: Backend) -> None:
-        """Compares everything; all ranks of the group call it.
-
-        Raises:
-            MismatchError: If the ranks do not train alike.
-        """
+        """Compares everything, and raises if ranks do not train alike; all of the group call it."""
         try:
             compare(group, self._all_facts())
         except MismatchError:
@@ -133,7 +191,7 @@ class Progress:
                 )
 
     def _options(self) -> str:
-        chosen = [stepper.facts().items() for stepper in self._steppers]
+        chosen = [record.facts().items() for record in self._records]
         return ", ".join(f"{fact}: {value}" for facts in chosen for fact, value in facts)
 
 
@@ -153,11 +211,7 @@ _REMEDY_OPTIONS = (
 
 
 def compare(group: Backend, own: Facts) -> None:
-    """Compares facts; all ranks of the group call it.
-
-    Raises:
-        MismatchError: Naming the first that is not the same everywhere.
-    """
+    """Raises naming the first fact that is not the same everywhere; all of the group call it."""
     facts = group.all_gather_object(dict(own))
     for name in dict.fromkeys(name for other in facts for name in other):
         values = [other.get(name, "nothing") for other in facts]

@@ -72,11 +72,6 @@ class Vote(Barrier):
     """A barrier that says whether any rank wants something, and unites some numbers.
 
     It costs no more than a header, and finds ranks that do not train alike.
-
-    Example:
-        >>> vote = Vote.cast(group, progress, "backward()", numbers={3})
-        >>> if vote.is_wanted:
-        ...     join_in()
     """
 
     def __init__(
@@ -107,17 +102,10 @@ class Vote(Barrier):
         wish: bool = False,
         numbers: Collection[int] = (),
     ) -> Vote:
-        """Votes in a group; all of its ranks do.
+        """Votes in a group; all of its ranks do, and raise if they do not train alike.
 
-        Args:
-            group: The ranks.
-            progress: What this rank's optimizers have done so far.
-            doing: What the ranks are doing, in words for an error message.
-            wish: Whether this rank wants something.
-            numbers: What this rank contributes to the union.
-
-        Raises:
-            MismatchError: If the ranks do not train alike.
+        ``doing`` is what they are doing, in words for an error message; ``wish`` is what this rank
+        wants, and ``numbers`` what it contributes to the union.
         """
         vote = cls(progress, doing, wish, numbers)
         group.run(vote)

@@ -13,20 +13,20 @@ from typing import NoReturn
 
 from torch import Tensor, nn
 
+from shoal.sharding.analyzer import ParameterAnalyzer, ParameterGroup
+from shoal.sharding.layout import GroupLayout, balanced_owners
 from shoal.strategies.consistency.drift import ReplicaCheck
 from shoal.strategies.consistency.input_watch import InputWatch
 from shoal.strategies.consistency.progress import Progress
+from shoal.strategies.engine.admission import check_models, check_trains_alike, refuse_copy
+from shoal.strategies.engine.flat_group import FlatGroup, GroupStorage, Residence
 from shoal.strategies.engine.gathering import Gathering
-from shoal.strategies.engine.grouping import Grouping
-from shoal.strategies.engine.parameters import Parameters
+from shoal.strategies.engine.parameters import Parameters, Steps
 from shoal.strategies.engine.passes import Passes
-from shoal.strategies.engine.steps import Steps
 from shoal.strategies.gradients.model_gradients import ModelGradients
-from shoal.strategies.guards.admission import check_models, check_trains_alike, refuse_copy
 from shoal.strategies.layers.buffers import share_buffers
 from shoal.strategies.layers.precision import Precision
-from shoal.strategies.ranks import Ownership, Ranks
-from shoal.strategies.settings import Settings, Sharding
+from shoal.strategies.settings import Ownership, Ranks, Settings, Sharding
 from shoal.system.allocator import keep_freed_memory
 
 
@@ -44,13 +44,7 @@ class Engine:
         """Takes the module's parameters over; rank 0's values count.
 
         Where parameters are in the CPU's memory, the C library keeps what this process frees.
-
-        Args:
-            module: The user's module.
-            ranks: Those that train it together.
-            sharding: What is sharded.
-            settings: What users may choose.
-            undivided: Parameters that must not be cut: their optimizer looks at all of one.
+        ``undivided`` are parameters that must not be cut: their optimizer looks at all of one.
         """
         self.module, self.sharding, self.settings = module, sharding, settings
         self.ranks, self.backend, self.shard_group = ranks, ranks.all, ranks.shard_group
@@ -70,8 +64,7 @@ class Engine:
         self.account = self.backend.open_account()
         weakref.finalize(self, self.account.close).atexit = False
         self.account.add("buffers", sum(buffer.nbytes for buffer in module.buffers()))
-        grouping = Grouping(module, ranks, sharding, settings, self.precision, undivided)
-        self.groups = grouping.make(self.account)
+        self.groups = Grouping(self, undivided).make()
         self.index_of = {
             id(parameter): (group.index, index)
             for group in self.groups
@@ -85,21 +78,10 @@ class Engine:
         self.steps = Steps(self.groups, reduce_group, self.progress)
         self.passes = Passes(self, reduce_group, buffer_group)
         self.parameters = Parameters(self)
-        self.replicas = ReplicaCheck(
-            self.groups,
-            self.gradients.groups,
-            reduce_group,
-            self.progress,
-            lambda: self.ownership,
-            settings.check_every,
-        )
+        self.replicas = ReplicaCheck(self, reduce_group)
         self._hooks = self.passes.install() + self._hooks
-        share_buffers(module, buffer_group)
+        share_buffers(module.buffers(), buffer_group)
         self.gathering.free_all()
-
-    def locate(self, parameter: nn.Parameter) -> tuple[int, int] | None:
-        """The group of a parameter and its index there; None if it is not the model's."""
-        return self.index_of.get(id(parameter))
 
     def dissolve(self) -> None:
         """Gives the parameters memory of their own again, and takes its hooks off the module."""
@@ -117,3 +99,49 @@ class Engine:
     def __reduce__(self) -> NoReturn:
         """Refused."""
         refuse_copy()
+
+
+class Grouping:
+    """Decides where each parameter of a model lives, and makes the groups' memory."""
+
+    def __init__(self, engine: Engine, undivided: Collection[nn.Parameter]) -> None:
+        """``undivided``: parameters that must not be cut."""
+        self._engine, self._shard_group = engine, engine.shard_group
+        self._undivided = {id(parameter) for parameter in undivided}
+
+    def make(self) -> list[FlatGroup]:
+        """Takes the parameters over, with the first rank's values."""
+        engine, shards, groups = self._engine, self._shard_group, []
+        load = [0] * shards.size
+        apart = {id(p): str(self._storage(p)) for p in engine.module.parameters()}
+        analyzer = ParameterAnalyzer(engine.module, engine.settings.min_group_bytes, apart)
+        for index, found in enumerate(analyzer.groups):
+            for parameter in found.parameters:
+                engine.backend.broadcast(parameter.data)
+            layout = self._lay_out(found, load)
+            by_name = dict(zip(found.names, found.parameters, strict=True))
+            parameters = [by_name[slot.name] for slot in layout.slots]
+            storage = self._storage(parameters[0])
+            groups.append(FlatGroup(index, layout, parameters, shards, storage, engine.account))
+        return groups
+
+    def _storage(self, parameter: nn.Parameter) -> GroupStorage:
+        dtype = self._engine.precision.dtype_of(parameter)
+        return GroupStorage(self._residence(parameter), self._engine.sharding.optimizer, dtype)
+
+    def _residence(self, parameter: nn.Parameter) -> Residence:
+        """Sharded parameters are gathered, unless the ranks of one host share their memory."""
+        is_small = parameter.numel() < self._engine.settings.resident_below
+        if not self._engine.sharding.parameters or self._shard_group.size == 1 or is_small:
+            return Residence.REPLICATED
+        is_common = self._shard_group.shares_memory and parameter.is_cpu
+        return Residence.COMMON if is_common else Residence.SHARDED
+
+    def _lay_out(self, group: ParameterGroup, load: list[int]) -> GroupLayout:
+        """Slices of one size, or whole parameters if some of the group's must stay whole."""
+        num_ranks = self._shard_group.size
+        shapes = [(n, p.shape) for n, p in zip(group.names, group.parameters, strict=True)]
+        if self._undivided.isdisjoint(map(id, group.parameters)):
+            return GroupLayout.even(shapes, num_ranks, group.dtype.itemsize)
+        owners = balanced_owners([shape.numel() for _, shape in shapes], num_ranks, load)
+        return GroupLayout.whole(shapes, owners, num_ranks)

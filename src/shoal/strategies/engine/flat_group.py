@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +29,12 @@ from torch import Tensor, nn
 from shoal.comm import Backend
 from shoal.comm.accounting.ledger import Account
 from shoal.sharding.layout import GroupLayout
+from shoal.strategies.engine.absent import AbsentParameter
 from shoal.strategies.engine.changes import Changes
 from shoal.strategies.engine.common_memory import CommonWhole
-from shoal.strategies.guards.absent_parameter import Gatherer, make_absent, make_plain
+
+if TYPE_CHECKING:
+    from shoal.strategies.engine.gathering import Gathering
 
 
 class Residence(StrEnum):
@@ -71,17 +75,11 @@ _COMES_FROM = {
 
 @dataclass(frozen=True)
 class GroupStorage:
-    """What kind of memory a group gets.
+    """What kind of memory a group gets."""
 
-    Attributes:
-        residence: Where the whole lives.
-        owns_part: Whether the optimizer on this rank steps a part only.
-        dtype: What the parameters are computed with; None for their own.
-    """
-
-    residence: Residence
-    owns_part: bool
-    dtype: torch.dtype | None = None
+    residence: Residence  # where the whole lives
+    owns_part: bool  # whether the optimizer on this rank steps a part only
+    dtype: torch.dtype | None = None  # what the parameters are computed with; None for their own
 
 
 class FlatGroup:
@@ -102,6 +100,10 @@ class FlatGroup:
         self._num_elements = layout.num_elements
         self._slots = [(slot.start, slot.stop, slot.shape) for slot in layout.slots]
         self.residence, self.owns_part = storage.residence, storage.owns_part
+        self.is_sharded = storage.residence is Residence.SHARDED
+        """Whether the whole is gathered and freed."""
+        self.is_common = storage.residence is Residence.COMMON
+        """Whether the ranks of this host have one whole between them."""
         self.state = GroupState.PRESENT
         self.pins = 0
         """How many users of the whole there are; it is not freed before there are none."""
@@ -114,9 +116,13 @@ class FlatGroup:
         first = parameters[0].detach()
         self.master_dtype = first.dtype
         self._nothing = first.new_zeros((), dtype=storage.dtype)
+        self.is_mixed = first.dtype is not self._nothing.dtype
+        """Whether masters have a dtype of their own."""
         self.low, self.high = layout.bounds[backend.rank], layout.bounds[backend.rank + 1]
         values = self._joined_values(first, backend)
-        self.common = self._make_common(values, backend) if self.is_common else None
+        self.common = None
+        if self.is_common:  # ranks take turns in making it, so that each has its share
+            self.common = CommonWhole(values.to(self._nothing.dtype), backend, index % backend.size)
         self.whole = self._make_whole(values, backend)
         self.shard = self._make_shard(backend)
         self.master = self._make_master(values)
@@ -138,10 +144,6 @@ class FlatGroup:
             for view, parameter in zip(self.views_of(values), self.parameters, strict=True):
                 view.copy_(parameter)
         return values
-
-    def _make_common(self, values: Tensor, backend: Backend) -> CommonWhole:
-        # Ranks take turns in making it, so that each has its share.
-        return CommonWhole(values.to(self._nothing.dtype), backend, self.index % backend.size)
 
     def _make_whole(self, values: Tensor, backend: Backend) -> Tensor:
         dtype = self._nothing.dtype
@@ -165,26 +167,6 @@ class FlatGroup:
         if not self.is_mixed:
             return self.shard if self.owns_part else self.whole
         return self.own_slice(values).clone() if self.owns_part else values
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether the whole is gathered and freed."""
-        return self.residence is Residence.SHARDED
-
-    @property
-    def is_common(self) -> bool:
-        """Whether the ranks of this host have one whole between them."""
-        return self.residence is Residence.COMMON
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether masters have a dtype of their own."""
-        return self.master_dtype is not self._nothing.dtype
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether its dtype can have gradients at all."""
-        return self.master_dtype.is_floating_point or self.master_dtype.is_complex
 
     @property
     def is_present(self) -> bool:
@@ -256,8 +238,8 @@ class FlatGroup:
             self.stop_watching()
 
     @torch.inference_mode(False)
-    def to_absent(self, gatherer: Gatherer) -> None:
-        """Frees the whole; the gatherer brings it back when it is used nevertheless."""
+    def to_absent(self, gathering: Gathering) -> None:
+        """Frees the whole; it is gathered again when it is used nevertheless."""
         self.changes.adopt()
         self._enter(GroupState.ABSENT)
         with torch._C.DisableTorchFunctionSubclass():
@@ -267,7 +249,7 @@ class FlatGroup:
             self.changes.note_freed()
         self.was_outside_pass = False
         self._drop_whole()
-        self.watch(gatherer)
+        self.watch(gathering)
         # What autograd saved of them without our hooks must not be taken for their values.
         torch.autograd.graph.increment_version(self.parameters)
         self.num_freed += 1
@@ -293,14 +275,19 @@ class FlatGroup:
 
     def to_replicated(self) -> None:
         """The whole is not to be freed any more."""
-        self.residence = Residence.REPLICATED
+        self.residence, self.is_sharded, self.is_common = Residence.REPLICATED, False, False
 
     # Watching uses of parameters; see [Note: absent parameters] ---------------------------
 
-    def watch(self, gatherer: Gatherer) -> None:
+    def watch(self, gathering: Gathering) -> None:
         """Gives the parameters the class that knows when they are used."""
-        make_absent(self, gatherer)
+        for parameter in self.parameters:
+            parameter.__class__ = AbsentParameter
+            parameter._group, parameter._gathering = self, gathering  # type: ignore[attr-defined]
 
     def stop_watching(self) -> None:
         """Gives the parameters their own class back."""
-        make_plain(self.parameters, self._classes)
+        for parameter, kind in zip(self.parameters, self._classes, strict=True):
+            if isinstance(parameter, AbsentParameter):
+                parameter.__class__ = kind  # type: ignore[assignment]
+                del parameter._group, parameter._gathering

@@ -6,20 +6,20 @@ memory the ranks of a host share (`Residence.COMMON`) are not gathered at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.comm import Backend, Work
 from shoal.comm.operation import AllGather
 from shoal.strategies.consistency.progress import Progress
 from shoal.strategies.consistency.rounds import Round, Vote
+from shoal.strategies.engine.absent import SavedParameters, is_saving
 from shoal.strategies.engine.flat_group import FlatGroup, GroupState
-from shoal.strategies.engine.saved_parameters import SavedParameters, is_saving
 
 PREFETCH_DISTANCE = 1
 """How many groups beyond the one that is needed are gathered in the background."""
@@ -29,16 +29,12 @@ _OUTSIDE = "a use of parameters outside of forward and backward"
 
 @dataclass
 class PassPlan:
-    """What was learned of a kind of pass, the same on every rank.
+    """What was learned of a kind of pass, the same on every rank."""
 
-    Attributes:
-        order: In which order groups take their turns.
-        lasting: Groups that are needed again later in the pass, so that freeing them is a waste.
-        is_learned: Whether the order is one that was seen, not the order of registration.
-    """
-
-    order: list[int]
+    order: list[int]  # in which order groups take their turns
+    # Groups that are needed again later in the pass, so that freeing them is a waste.
     lasting: set[int] = field(default_factory=set)
+    # Whether the order is one that was seen, not the order of registration.
     is_learned: bool = False
 
 
@@ -176,7 +172,7 @@ class Gathering:
             group.to_present(is_watched=may_save and not is_saving())
         if not self._is_in_pass:
             group.was_outside_pass = True
-            group.changes.doubt()
+            group.changes.is_doubtful = True
 
     def _wait(self, group: FlatGroup) -> None:
         with self._filling(group):
@@ -206,10 +202,6 @@ class Gathering:
             self._wait(group)  # what is written now must not be overwritten
         if group.changes.adopt():
             self.saved.changed((group.index, index) for index in range(len(group.parameters)))
-
-    def watching(self) -> AbstractContextManager[Any]:
-        """Around one use of a parameter; see [Note: absent parameters]."""
-        return self.saved.watching()
 
     # Freeing ----------------------------------------------------------------------------
 
@@ -242,3 +234,45 @@ class Gathering:
             yield
         finally:
             self._keep_all = before
+
+
+def pin_parents(root: nn.Module, group_of: Callable[[nn.Parameter], FlatGroup]) -> list[Any]:
+    """A module with parameters and children may keep a view of a parameter across a child."""
+    handles = []
+    for module in root.modules():
+        own = {group.index: group for group in map(group_of, module.parameters(recurse=False))}
+        if own and any(True for _ in module.children()):
+            groups = list(own.values())
+            handles.append(module.register_forward_pre_hook(_pinning(groups, 1)))
+            handles.append(module.register_forward_hook(_pinning(groups, -1), always_call=True))
+    return handles
+
+
+def pin_compiled(
+    root: nn.Module,
+    group_of: Callable[[nn.Parameter], FlatGroup],
+    need: Callable[[FlatGroup], None],
+) -> list[Any]:
+    """What `torch.compile` traces is gathered before and not freed meanwhile."""
+    handles = []
+    for module in root.modules():
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            groups = list({g.index: g for g in map(group_of, module.parameters())}.values())
+            begin = torch.compiler.disable(_pinning(groups, 1, need))
+            end = torch.compiler.disable(_pinning(groups, -1))
+            handles.append(module.register_forward_pre_hook(begin))
+            handles.append(module.register_forward_hook(end, always_call=True))
+    return handles
+
+
+def _pinning(
+    groups: Sequence[FlatGroup], step: int, need: Callable[[FlatGroup], None] | None = None
+) -> Any:
+    def hook(*_: object) -> None:
+        for group in groups:
+            group.pins += step
+        if need is not None:
+            for group in groups:
+                need(group)
+
+    return hook

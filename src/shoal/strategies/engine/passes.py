@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,13 +21,10 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.comm import Backend
 from shoal.errors import ShoalError
-from shoal.strategies.engine.gathering import PassPlan
-from shoal.strategies.gradients.arrivals import Arrivals
+from shoal.strategies.engine.admission import Roster, check_forward_mode, is_transforming
+from shoal.strategies.engine.gathering import PassPlan, pin_compiled, pin_parents
 from shoal.strategies.gradients.group_gradients import GroupGradients
 from shoal.strategies.gradients.reductions import Reductions
-from shoal.strategies.guards.pins import pin_compiled, pin_parents
-from shoal.strategies.guards.roster import Roster
-from shoal.strategies.guards.transforms import check_forward_mode, is_transforming
 from shoal.strategies.layers.buffers import share_buffers
 
 if TYPE_CHECKING:
@@ -149,8 +147,10 @@ class Passes:
 
     def share_buffers(self) -> None:
         """All ranks have the same buffers; see [Note: buffers that learn]."""
-        averages = self._engine.settings.averages_buffers
-        share_buffers(self._engine.module, self._buffer_group, averages=averages)
+        buffers = list(self._engine.module.buffers())
+        if buffers:
+            averages = self._engine.settings.averages_buffers
+            share_buffers(buffers, self._buffer_group, averages=averages)
 
     # Backward -----------------------------------------------------------------------------
 
@@ -212,7 +212,8 @@ class Passes:
             self._reductions.average_over(replicas)
         if engine.settings.averages_buffers:
             self.share_buffers()
-        engine.input_watch.compare()
+        if engine.input_watch.rounds_left:
+            engine.input_watch.compare()
         self._gradients.note_averaged()
 
     # Outside of backward ------------------------------------------------------------------
@@ -252,3 +253,53 @@ class Passes:
         self._reductions.begin()
         self._complete_round()
         self._gradients.show()
+
+
+# Where torch's `_apply_optimizer_in_backward` leaves the optimizers of a parameter.
+_OPTIMIZERS = "_in_backward_optimizers"
+
+
+class Arrivals:
+    """The hooks of one engine."""
+
+    def __init__(self, tell: Callable[[int, int], None]) -> None:
+        """``tell``: a method that is given a parameter's group and its index there."""
+        # Python's collector does not follow references from a parameter to its hooks.
+        self._tell = weakref.WeakMethod(tell)
+        self._hooks: list[tuple[dict[int, Any], int, dict[str, Any]]] = []
+        self.are_stepped = False
+        """Whether an optimizer steps some parameters as their gradients arrive."""
+
+    def watch(self, gradients: GroupGradients) -> list[Any]:
+        """Hangs a hook on each parameter of a group that may ever have a gradient."""
+        return [
+            self._hang_on(parameter, gradients.group.index, index)
+            for index, parameter in enumerate(gradients.group.parameters)
+            if parameter.is_floating_point() or parameter.is_complex()
+        ]
+
+    def _hang_on(self, parameter: nn.Parameter, group: int, index: int) -> Any:
+        was_trainable = parameter.requires_grad
+        # A hook can only be hung on a parameter that is trainable, and it may become so later.
+        parameter.requires_grad_(True)
+        owner = self._tell
+
+        def arrived(_: Tensor) -> None:
+            if (tell := owner()) is not None:
+                tell(group, index)
+
+        arrived.owner = owner  # type: ignore[attr-defined]
+        handle = parameter.register_post_accumulate_grad_hook(arrived)
+        hooks = parameter._post_accumulate_grad_hooks
+        self._hooks.append((hooks, handle.id, vars(parameter)))
+        parameter.requires_grad_(was_trainable)
+        return handle
+
+    def run_last(self) -> None:
+        """Puts our hooks behind those of users, which see gradients before they are collected."""
+        self.are_stepped = False
+        for hooks, own, attributes in self._hooks:
+            if _OPTIMIZERS in attributes:
+                self.are_stepped = True
+            if len(hooks) > 1 and next(reversed(hooks)) != own:
+                hooks[own] = hooks.pop(own)  # autograd does not see what move_to_end does

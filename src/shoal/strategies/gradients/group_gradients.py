@@ -7,16 +7,14 @@ moved into the group's buffer, all with one call, and the parameters drop them.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 from torch import Tensor
 
-from shoal.comm import Backend
+from shoal.comm import Backend, ReduceOp, Work
 from shoal.errors import ShoalError
 from shoal.strategies.engine.flat_group import FlatGroup
 from shoal.strategies.gradients.memory import BufferPool, GradientMemory
-from shoal.strategies.gradients.reductions import Reduction
+from shoal.strategies.gradients.reductions import AverageToAll, AverageToParts, Flagged, Flags
 from shoal.strategies.gradients.sharded.owners import GradientOwners
 from shoal.strategies.gradients.sharded.sharded_gradient import ShardedGradient
 from shoal.strategies.gradients.shown import ShownGradients
@@ -42,8 +40,7 @@ class GroupGradients:
             backend: The ranks to average over.
             owners: The ranks that hold the gradients between them afterwards.
             is_sharded: Whether only this rank's part outlives the reduction.
-            is_hidden: Whether parameters are parts themselves, so that what they would show must
-                not be taken for the whole gradient.
+            is_hidden: Whether parameters are parts themselves, and so is what they show.
         """
         self.group, self._backend, self.is_sharded = group, backend, is_sharded
         self.memory = GradientMemory(group, pool, is_sharded=is_sharded)
@@ -58,7 +55,7 @@ class GroupGradients:
         self.used: set[int] = set()
         """Parameters that have a gradient on some rank."""
         self.adds_in_place = False
-        self._reduction: Reduction | None = None
+        self._reduction: tuple[Flagged, Work[Tensor]] | None = None
         self._versions = 0
         rank = backend.rank if is_sharded else 0
         shows_parts = is_sharded or is_hidden or group.is_mixed
@@ -169,42 +166,45 @@ class GroupGradients:
                 parameter.grad = None
         self.memory.zero_all_but(self.collected)
         self.local.clear()
-        self._reduction = self._make_reduction(self.memory.take_whole())
-        self._reduction.start(self._backend, f" of gradient group {self.group.index}")
+        operation = self._make_average(self.memory.take_whole())
+        operation.carry(Flags(self.collected, len(self.group.parameters)))
+        operation.signature += f" of gradient group {self.group.index}"
+        self._reduction = operation, self._backend.start(operation)
 
-    def _make_reduction(self, whole: Tensor) -> Reduction:
-        used, count, memory = self.collected, len(self.group.parameters), self.memory
+    def _make_average(self, whole: Tensor) -> Flagged:
         if not self.is_sharded:
-            return Reduction.to_all(whole, used, count)
-        position = (self._backend.rank, self._backend.size)
+            return AverageToAll(whole, ReduceOp.AVERAGE)
+        position, memory = (self._backend.rank, self._backend.size), self.memory
         out = memory.shard_memory() if memory.shard is None else None
-        return Reduction.to_parts(whole, out, self.group.layout.sizes, position, used, count)
+        return AverageToParts(whole, ReduceOp.AVERAGE, out, self.group.layout.sizes, position)
 
     def is_reduced(self) -> bool:
         """Whether `finish_reduction` would not wait."""
-        return self._reduction is None or self._reduction.is_done()
+        return self._reduction is None or self._reduction[1].is_done()
 
     def finish_reduction(self) -> None:
         """Waits for the average."""
         if self._reduction is None:
             return
-        reduction, self._reduction = self._reduction, None
-        result, memory = reduction.finish(), self.memory
-        self.used |= reduction.used
+        (operation, work), self._reduction = self._reduction, None
+        result, memory, used = work.wait(), self.memory, operation.flags.union
+        self.used |= used
         if self.is_sharded:
             memory.shard = result if memory.shard is None else memory.shard.add_(result)
             memory.drop_whole()
             self.collected.clear()
         else:  # what others used is in the buffer as well, to be added to
-            self.collected |= reduction.used
+            self.collected |= used
 
     def average_over(self, replicas: Backend) -> None:
         """The other copies of the shards take part too."""
         held = self.memory.held()
         assert held is not None
-        reduction = Reduction.to_all(held, self.used, len(self.group.parameters))
-        reduction.run(replicas, f" of gradient group {self.group.index} over the replicas")
-        self.used |= reduction.used
+        operation = AverageToAll(held, ReduceOp.AVERAGE)
+        operation.carry(Flags(self.used, len(self.group.parameters)))
+        operation.signature += f" of gradient group {self.group.index} over the replicas"
+        replicas.run(operation)
+        self.used |= operation.flags.union
 
     def gather(self, backend: Backend) -> None:
         """Puts the whole averaged gradient where the parameters show it."""
@@ -220,14 +220,6 @@ class GroupGradients:
 
     # What is there ------------------------------------------------------------------------
 
-    def own(self) -> Tensor | None:
-        """This rank's part of the averaged gradient."""
-        return self.memory.own()
-
-    def held(self) -> Tensor | None:
-        """All that this rank holds of the averaged gradient: whole, or its part."""
-        return self.memory.held()
-
     def part(self, index: int) -> Tensor:
         """This rank's elements of a parameter's gradient, flat."""
         if self.is_sharded:
@@ -236,14 +228,13 @@ class GroupGradients:
             self.memory.take_whole().zero_()
         return self.shown.elements(index)
 
-    def check_averaged(self, indices: Collection[int]) -> None:
-        """Raises if this rank's gradients of some parameters are still only its own."""
-        if self.local and not self.local.isdisjoint(indices):
-            name = self.group.names[min(self.local.intersection(indices))]
+    def check_averaged(self, index: int) -> None:
+        """Raises if this rank's gradient of a parameter is still only its own."""
+        if index in self.local:
             raise ShoalError(
-                f"the gradient of {name} is this rank's own: it was accumulated inside of "
-                "no_sync(), or with auto_sync=False. Run the last backward before a step outside "
-                "of no_sync(), or call model.synchronize_gradients()"
+                f"the gradient of {self.group.names[index]} is this rank's own: it was accumulated "
+                "inside of no_sync(), or with auto_sync=False. Run the last backward before a step "
+                "outside of no_sync(), or call model.synchronize_gradients()"
             )
 
     def forget(self, index: int) -> None:

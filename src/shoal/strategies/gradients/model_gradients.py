@@ -1,18 +1,29 @@
-"""All gradients of a model, as users and optimizers ask for them."""
+"""All gradients of a model, as users and optimizers ask for them, and those put in by hand.
+
+[Note: by hand]
+A plain tensor that was put in the place of a gradient is this rank's own, as one from backward is,
+and is averaged with the others' when it is used: at the next backward, or at the optimizer's step.
+Nothing happens at the moment it is put in. So a rank that finds some asks the others, and a rank
+that has seen no averaged gradients since its last step asks, too: the others may have some where it
+has none. In a plain loop no rank asks.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from shoal.comm import Backend
-from shoal.errors import ShoalError
-from shoal.strategies.gradients.clipping import clip_norm, held_gradients, norm_like
+from shoal.comm.operation import Barrier
+from shoal.comm.operation.header import Header
+from shoal.errors import MismatchError, ShoalError
+from shoal.strategies.gradients.clipping import clip_norm
 from shoal.strategies.gradients.group_gradients import GroupGradients
-from shoal.strategies.gradients.hand_made import HandMade
 from shoal.strategies.gradients.memory import BufferPool
+from shoal.strategies.gradients.reductions import Flagged, Flags
 from shoal.strategies.gradients.sharded.owners import GradientOwners
 
 if TYPE_CHECKING:
@@ -23,23 +34,12 @@ class ModelGradients:
     """The gradients of one model on one rank: a `GroupGradients` for each group."""
 
     def __init__(self, engine: Engine, reduce_group: Backend, meeting: Backend) -> None:
-        """Nothing has arrived yet.
-
-        Args:
-            engine: Whose groups of parameters.
-            reduce_group: The ranks to average over.
-            meeting: The same ranks, where they meet for gradients outside of backward.
-        """
+        """``meeting``: the same ranks, where they meet for gradients outside of backward."""
         self._engine, self._meeting = engine, meeting
         settings, shard_group = engine.settings, engine.shard_group
         is_sharded = engine.sharding.gradients and shard_group.size > 1
         pool = BufferPool(shard_group, engine.account)
-        self.owners = GradientOwners(
-            engine.module,
-            meeting if is_sharded else None,
-            lambda: engine.ownership,
-            engine.progress,
-        )
+        self.owners = GradientOwners(engine, meeting if is_sharded else None)
         self.groups = [
             GroupGradients(
                 group, pool, reduce_group, self.owners, is_sharded, settings.hides_gradients
@@ -55,16 +55,16 @@ class ModelGradients:
         """Group by group."""
         return iter(self.groups)
 
-    def __getitem__(self, group: int) -> GroupGradients:
-        """Those of one group."""
-        return self.groups[group]
-
     # Around reductions --------------------------------------------------------------------
 
     def add_to(self) -> None:
         """Before more is added: what users did so far counts."""
-        self.owners.settle()
+        self._settle()
         self.hand_made.add_to()
+
+    def _settle(self) -> None:
+        if self.owners.kept:
+            self.owners.settle()
 
     def note_averaged(self) -> None:
         """Gradients were averaged, if there were any."""
@@ -78,7 +78,8 @@ class ModelGradients:
         """Lets the parameters show what they have."""
         for gradients in self.groups:
             gradients.shown.show()
-        self.owners.refresh()
+        if self.owners.kept:
+            self.owners.refresh()
 
     def adopt(self, num_averaged: int | None = None) -> None:
         """What users did to gradients counts, and what they put in by hand is averaged.
@@ -87,7 +88,7 @@ class ModelGradients:
             num_averaged: What `num_averaged` was when this was last asked for; by default at the
                 last step. Where nothing was averaged since, all ranks meet; see [Note: by hand].
         """
-        self.owners.settle()
+        self._settle()
         seen = self._num_averaged_stepped if num_averaged is None else num_averaged
         self.hand_made.average(is_due=self.num_averaged == seen)
 
@@ -105,32 +106,31 @@ class ModelGradients:
         if any(gradients.local for gradients in self.groups):
             for parameter in parameters:
                 group, index = self._engine.index_of[id(parameter)]
-                self.groups[group].check_averaged((index,))
+                self.groups[group].check_averaged(index)
 
     # What users ask for -------------------------------------------------------------------
 
     def buffers(self) -> list[Tensor]:
         """All averaged gradients that this rank holds."""
         self.adopt()
-        held = [gradients.held() for gradients in self.groups]
+        held = [gradients.memory.held() for gradients in self.groups]
         return [buffer for buffer in held if buffer is not None and buffer.numel()]
 
     def shard(self, name: str) -> Tensor | None:
         """This rank's part of a parameter's averaged gradient."""
         parameter = dict(self._engine.module.named_parameters()).get(name)
-        found = None if parameter is None else self._engine.locate(parameter)
-        if found is None:
+        if parameter is None:
             raise KeyError(f"the model has no parameter named {name!r}")
-        group, index = found
+        group, index = self._engine.index_of[id(parameter)]
         gradients, layout = self.groups[group], self._engine.groups[group].layout
-        self.owners.settle()
+        self._settle()
         self.hand_made.adopt()
         if index in gradients.shown.by_hand:
             raise ShoalError(
                 f"the gradient of {name} was put in by hand and is this rank's own: call "
                 "model.synchronize_gradients() first, which averages it over the ranks"
             )
-        own = gradients.own()
+        own = gradients.memory.own()
         if own is None or index not in gradients.used:
             return None
         for piece in layout.pieces(self._engine.shard_group.rank):
@@ -143,14 +143,7 @@ class ModelGradients:
     ) -> Tensor:
         """Scales the gradients so that their norm over all elements is at most ``max_norm``."""
         self.adopt()
-        engine = self._engine
-        held = held_gradients(engine.groups, self.groups, engine.ownership)
-        axes = [engine.shard_group] if engine.sharding.gradients else []
-        axes += engine.ownership.axes
-        like = norm_like(engine.groups, engine.backend.device)
-        norm = clip_norm(
-            held, max_norm, norm_type, axes, like, error_if_nonfinite=error_if_nonfinite
-        )
+        norm = clip_norm(self._engine, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         self.owners.refresh()
         return norm
 
@@ -180,3 +173,126 @@ class ModelGradients:
                 gradients.clear()
             else:
                 gradients.shown.forget(indices)
+
+
+class HandMade:
+    """The gradients of one model that were put in by hand."""
+
+    def __init__(
+        self, gradients: Sequence[GroupGradients], group: Backend, replicas: Backend | None
+    ) -> None:
+        """``group``: the ranks that share the gradients; ``replicas``: those with the same part."""
+        self._gradients, self._replicas = gradients, replicas
+        groups = [group] if replicas is None else [group, replicas]
+        self._groups = [each for each in groups if each.size > 1]
+        self._are_final = False
+
+    @contextlib.contextmanager
+    def final(self) -> Iterator[None]:
+        """What is put in inside of it, or there at a step inside, is the same on every rank."""
+        self.adopt()
+        before = {id(g) for each in self._gradients for g in each.shown.by_hand.values()}
+        was_final, self._are_final = self._are_final, True
+        try:
+            yield
+        finally:
+            self._are_final = was_final
+        for gradients in self._gradients:
+            shown = gradients.shown
+            shown.adopt()
+            shown.take_as_final([i for i, g in shown.by_hand.items() if id(g) not in before])
+
+    def adopt(self) -> None:
+        """Finds what users did to gradients; what needs no averaging is taken over."""
+        for gradients in self._gradients:
+            shown = gradients.shown
+            shown.adopt()
+            if shown.by_hand and (self._are_final or not self._groups):
+                shown.take_as_final([*shown.by_hand])
+
+    def add_to(self) -> None:
+        """Backward adds to what was put in, and averages it."""
+        self.adopt()
+        for gradients in self._gradients:
+            if gradients.shown.by_hand:
+                gradients.shown.take_as_local()
+
+    def average(self, *, is_due: bool) -> None:
+        """Averages them over the ranks, if any has some; see [Note: by hand].
+
+        ``is_due``: whether other ranks may have some though this one has none.
+        """
+        self.adopt()
+        own = {number for number, each in enumerate(self._gradients) if each.shown.by_hand}
+        if not self._groups or not (own or is_due):
+            return
+        for group in self._groups:
+            question = _Question(own, len(self._gradients))
+            group.run(question)
+            own = question.flags.union
+        for number in sorted(own):
+            self._average_group(self._gradients[number])
+
+    def _average_group(self, gradients: GroupGradients) -> None:
+        by_hand = set(gradients.shown.by_hand)
+        averaged = gradients.used - by_hand
+        for group in self._groups:
+            comparison = _HandMadeComparison(by_hand, averaged, gradients.group.names)
+            group.run(comparison)
+            by_hand, averaged = comparison.by_hand, comparison.averaged
+        gradients.shown.take_as_local()
+        gradients.start_reduction()
+        gradients.finish_reduction()
+        if self._replicas is not None:
+            gradients.average_over(self._replicas)
+        gradients.shown.show()
+
+
+class _Question(Flagged, Barrier):
+    """Which groups have gradients that any rank put in by hand."""
+
+    signature = "step, or another use of gradients that may have been put in by hand"
+
+    def __init__(self, own: set[int], count: int) -> None:
+        self.carry(Flags(own, count))
+
+
+class _HandMadeComparison(Flagged, Barrier):
+    """What each rank has of a group: put in by hand, or averaged already."""
+
+    def __init__(
+        self, by_hand: Collection[int], averaged: Collection[int], names: Sequence[str]
+    ) -> None:
+        self._names, self._count = names, len(names)
+        self.signature = f"average of gradients put in by hand, {names[0]} and others"
+        both = {*by_hand, *(self._count + index for index in averaged)}
+        self.carry(Flags(both, 2 * self._count))
+
+    def check(self, headers: Sequence[Header], ranks: Sequence[int]) -> None:
+        """Raises if one rank's own would be averaged with what is an average already."""
+        found = []
+        for header in headers:
+            flags = Flags(set(), 2 * self._count)
+            flags.unite([header])
+            found.append(flags.union)
+        for index, name in enumerate(self._names):
+            own = [rank for rank, each in zip(ranks, found, strict=True) if index in each]
+            others = [
+                rank for rank, each in zip(ranks, found, strict=True) if index + self._count in each
+            ]
+            if own and others:
+                raise MismatchError(
+                    f"the gradient of {name} was put in by hand on ranks {own}, but is the average "
+                    f"of a backward on ranks {others}: put it in on every rank, or change the "
+                    "averaged one in index"
+                )
+
+    @property
+    def by_hand(self) -> set[int]:
+        """Indices of parameters whose gradient some rank has put in."""
+        return {index for index in self.flags.union if index < self._count}
+
+    @property
+    def averaged(self) -> set[int]:
+        """Indices of parameters whose gradient some rank shows as averaged."""
+        return {index - self._count for index in self.flags.union if index >= self._count}

@@ -12,9 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from shoal.comm import Backend, ReduceOp, Work
+from shoal.comm import Backend
 from shoal.comm.operation import AllReduce, Operation, Payload, ReduceScatter
 from shoal.comm.operation.header import Header
 from shoal.strategies.consistency.progress import Progress
@@ -70,76 +68,12 @@ class Flagged(Operation):
         return super().prepare(headers, rank)  # type: ignore[safe-super]
 
 
-class _FlaggedAllReduce(Flagged, AllReduce):
-    """An average that every rank has whole."""
+class AverageToAll(Flagged, AllReduce):
+    """Every rank has the whole average."""
 
 
-class _FlaggedReduceScatter(Flagged, ReduceScatter):
-    """An average of which every rank has its part."""
-
-
-class Reduction:
-    """One average of a group's gradients over some ranks; see [Note: who used what].
-
-    Example:
-        >>> reduction = Reduction(AllReduce(...), used, len(parameters))
-        >>> reduction.start(backend)
-        >>> average = reduction.finish()
-        >>> used = reduction.used
-    """
-
-    def __init__(self, operation: Flagged, used: set[int], count: int) -> None:
-        """``used``: the indices, below ``count``, of parameters that this rank used."""
-        operation.carry(Flags(used, count))
-        self._operation = operation
-        self._work: Work[Tensor] | None = None
-
-    @classmethod
-    def to_all(cls, whole: Tensor, used: set[int], count: int) -> Reduction:
-        """Replaces ``whole`` by the average, on every rank."""
-        return cls(_FlaggedAllReduce(whole, ReduceOp.AVERAGE), used, count)
-
-    @classmethod
-    def to_parts(
-        cls,
-        whole: Tensor,
-        out: Tensor | None,
-        sizes: Sequence[int],
-        position: tuple[int, int],
-        used: set[int],
-        count: int,
-    ) -> Reduction:
-        """Gives every rank its part of the average, in ``out`` if there is one.
-
-        ``position`` is the rank among how many; ``sizes`` are the lengths of all parts.
-        """
-        operation = _FlaggedReduceScatter(whole, ReduceOp.AVERAGE, out, sizes, position)
-        return cls(operation, used, count)
-
-    def start(self, backend: Backend, what: str) -> None:
-        """Averages in the background; ``what`` is said in errors."""
-        self._operation.signature += what
-        self._work = backend.start(self._operation)
-
-    def is_done(self) -> bool:
-        """Whether `finish` would not wait."""
-        assert self._work is not None
-        return self._work.is_done()
-
-    def finish(self) -> Tensor:
-        """Waits for the average."""
-        assert self._work is not None
-        return self._work.wait()
-
-    def run(self, backend: Backend, what: str) -> None:
-        """Averages now."""
-        self._operation.signature += what
-        backend.run(self._operation)
-
-    @property
-    def used(self) -> set[int]:
-        """Indices of parameters that any rank used, once it is finished."""
-        return self._operation.flags.union
+class AverageToParts(Flagged, ReduceScatter):
+    """Every rank has its part of the average."""
 
 
 class Reductions:
@@ -161,7 +95,8 @@ class Reductions:
         self._gradients, self._backend, self._may_wait = gradients, backend, may_wait
         self._progress = progress
         # Backward comes by the last groups first. Integers have no gradients.
-        self._order = [g.group.index for g in reversed(gradients) if g.group.has_gradients]
+        masters = [(each.group.index, each.group.master) for each in reversed(gradients)]
+        self._order = [n for n, m in masters if m.is_floating_point() or m.is_complex()]
         self._most = _MOST_IN_FLIGHT_DIRECTLY if backend.shares_memory else _MOST_IN_FLIGHT
         self._round = Round([])
         self._complete: set[int] = set()
@@ -182,14 +117,9 @@ class Reductions:
     def complete_round(self) -> None:
         """Every backward has one round of reductions; gradients that came late want another."""
         self._take_turns(self._round.rest())
-        while self._vote():
+        doing = "the end of a backward"
+        while Vote.cast(self._backend, self._progress, doing, wish=bool(self._complete)).is_wanted:
             self.reduce_all()
-
-    def _vote(self) -> bool:
-        wish = bool(self._complete)
-        return Vote.cast(
-            self._backend, self._progress, "the end of a backward", wish=wish
-        ).is_wanted
 
     def reduce_all(self) -> None:
         """Another turn for every group."""
@@ -200,14 +130,10 @@ class Reductions:
             self._complete.discard(index)
             self._gradients[index].start_reduction()
             self._in_flight.append(self._gradients[index])
-            self._finish_oldest()
-
-    def _finish_oldest(self) -> None:
-        """Bounds what is under way."""
-        while len(self._in_flight) > self._most:
-            if not self._may_wait and not self._in_flight[0].is_reduced():
-                return
-            self._in_flight.popleft().finish_reduction()
+            while len(self._in_flight) > self._most:
+                if not self._may_wait and not self._in_flight[0].is_reduced():
+                    break
+                self._in_flight.popleft().finish_reduction()
 
     def finish(self) -> None:
         """Waits for everything."""

@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import operator
 import sys
+import weakref
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from shoal.strategies.engine.changes import num_references
 from shoal.strategies.engine.flat_group import FlatGroup
-from shoal.strategies.engine.freed_memory import num_references
 from shoal.strategies.gradients.sharded.owners import GradientOwners
+from shoal.strategies.gradients.sharded.part import GradientPart, PartLayout
 from shoal.strategies.gradients.sharded.sharded_gradient import ShardedGradient
-from shoal.strategies.gradients.sharded.views import PartViews
 
 if TYPE_CHECKING:
     from shoal.strategies.gradients.group_gradients import GroupGradients
@@ -161,7 +162,7 @@ class ShownGradients:
         """One that was computed from averaged ones is averaged."""
         if gradient.replacement is not None:
             self.by_hand[index] = gradient.replacement
-            self.parts.discard(index)
+            self.parts.views.pop(index, None)
             return
         layout = self.parts.layout_of(index)
         if gradient.part.layout.conforms(layout):
@@ -255,9 +256,69 @@ class ShownGradients:
             self._owners.note(f"group {gradients.group.index} has none")
         for parameter in self._parameters:
             parameter.grad = None
-        for index in self.parts.shown():
+        for index in list(self.parts.views):
             self.release(index)
         everything = range(len(self._parameters))
         if self._whole_views is not None and self._whole_views.are_referenced(everything):
             self._whole_views = None
             gradients.memory.leave_whole()
+
+
+class PartViews:
+    """One `ShardedGradient` for each parameter, made when it is first shown."""
+
+    def __init__(self, gradients: GroupGradients, owners: GradientOwners, rank: int) -> None:
+        """``rank``: this rank's index among those that hold the parts."""
+        self._gradients, self._owners, self._rank = gradients, owners, rank
+        self.views: dict[int, ShardedGradient] = {}
+        self._num_own_references = 0
+
+    def layout_of(self, index: int) -> PartLayout:
+        """Where the elements of a parameter's gradient are."""
+        layout = self._gradients.group.layout
+        slot = layout.slots[index]
+        cuts: tuple[int, ...] = (0, slot.stop - slot.start)
+        if self._gradients.is_sharded:
+            edges = (min(max(edge, slot.start), slot.stop) for edge in layout.bounds)
+            cuts = tuple(edge - slot.start for edge in edges)
+        return PartLayout(slot.name, slot.shape, cuts, self._rank, weakref.ref(self._owners))
+
+    def view(self, index: int) -> ShardedGradient:
+        """What a parameter shows."""
+        if index not in self.views:
+            part = GradientPart(self.layout_of(index), self._gradients, index)
+            self.views[index] = ShardedGradient(part, self._gradients.group.master)
+            del part
+            self._num_own_references = self._num_references(index)
+        view = self.views[index]
+        view.arrived = None
+        return view
+
+    def _num_references(self, index: int) -> int:
+        """How often a view is referenced, itself and the part that it stands for."""
+        view = self.views[index]
+        return sys.getrefcount(view) + sys.getrefcount(view.part)
+
+    def is_unchanged(self, index: int, gradient: Tensor) -> bool:
+        """Whether a gradient is what the parameter was shown with."""
+        view = self.views.get(index)
+        return view is gradient and view.replacement is None
+
+    def release(self, index: int, *, is_averaged: bool) -> None:
+        """What users still reference of a gradient that is gone stays what it was."""
+        if index not in self.views:
+            return
+        num_users = self._num_references(index) - self._num_own_references
+        part = self.views[index].part
+        if num_users > part.is_gathered:
+            del self.views[index]
+            if is_averaged:
+                part.leave()
+        else:
+            part.forget()
+            self.views[index].replacement = None
+
+    def make_zero(self, index: int) -> None:
+        """A parameter's gradient was made zero."""
+        if index in self.views:
+            self.views[index].part.make_zero()

@@ -9,43 +9,39 @@ so that a rank that looks at its own buffers after a step sees the average of al
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.comm import Backend
 from shoal.torch_support.raw import are_equal
 
 
-def share_buffers(module: nn.Module, backend: Backend, *, averages: bool = False) -> None:
+def share_buffers(buffers: Iterable[Tensor], backend: Backend, *, averages: bool = False) -> None:
     """Gives all ranks the same buffers, with one message for each dtype and device.
 
-    Args:
-        module: Whose buffers.
-        backend: The ranks.
-        averages: Whether floating numbers become the average over the ranks, with a second message;
-            everything else is rank 0's.
+    ``averages``: floating numbers become the average over the ranks, with a second message.
     """
     if backend.size == 1:
         return
-    for buffers in _by_kind(module):
-        own = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for buffer in buffers:
+        if buffer.numel():
+            kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    for alike in kinds.values():
+        own = torch.cat([buffer.detach().reshape(-1) for buffer in alike])
         joined = own.clone() if averages else own
         backend.broadcast(joined)
         if averages and (own.is_floating_point() or own.is_complex()):
             joined = _average(own, joined, backend)
-        parts = joined.split([buffer.numel() for buffer in buffers])
-        for buffer, part in zip(buffers, parts, strict=True):
-            _take_over(buffer, part.view(buffer.shape))
-
-
-def _by_kind(module: nn.Module) -> Iterator[list[Tensor]]:
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for buffer in module.buffers():
-        if buffer.numel():
-            kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-    yield from kinds.values()
+        parts = joined.split([buffer.numel() for buffer in alike])
+        for buffer, part in zip(alike, parts, strict=True):
+            values = part.view(buffer.shape)
+            # What is equal is left alone: a graph of an earlier forward may need it unchanged.
+            if not are_equal(buffer, values):
+                with torch.no_grad():
+                    buffer.copy_(values)
 
 
 def _average(own: Tensor, first: Tensor, backend: Backend) -> Tensor:
@@ -55,10 +51,3 @@ def _average(own: Tensor, first: Tensor, backend: Backend) -> Tensor:
     apart = torch.where(own == first, 0, own.to(wide) - first.to(wide))
     backend.all_reduce(apart)
     return (first.to(wide) + apart / backend.size).to(own.dtype)
-
-
-@torch.no_grad()
-def _take_over(buffer: Tensor, values: Tensor) -> None:
-    # What is equal is left alone: a graph of an earlier forward may still need it unchanged.
-    if not are_equal(buffer, values):
-        buffer.copy_(values)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from shoal.comm import Backend, Mesh, World
-from shoal.strategies.guards.admission import check_models
+from shoal.strategies.engine.admission import check_models
 from shoal.strategies.layers.materialization import materialize
 from shoal.strategies.model import ShardedModel, ranks_for
 from shoal.strategies.pipeline.pipeline import Pipeline
@@ -21,8 +21,7 @@ from shoal.strategies.pipeline.schedule.schedules import Pass, Tick, choose_chun
 from shoal.strategies.pipeline.schedule.simulation import Span
 from shoal.strategies.pipeline.stages.stage import Stage
 from shoal.strategies.pipeline.stages.units import cut_chain, find_units
-from shoal.strategies.ranks import Ownership
-from shoal.strategies.settings import LEVELS
+from shoal.strategies.settings import LEVELS, Ownership
 from shoal.strategies.training import LossFunction, count_items
 
 
@@ -246,7 +245,7 @@ class PipelineParallelModel(ShardedModel):
                 {key: value for key, value in state_dict.items() if key in own}, strict=False
             )
         if not missing:
-            self.engine.steps.mend()
+            self.engine.steps.is_torn = False
         return _IncompatibleKeys(missing, unexpected)
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor | None]]:

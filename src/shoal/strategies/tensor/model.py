@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from shoal.comm import Backend, Mesh, World
 from shoal.sharding.split import Split
-from shoal.strategies.guards.admission import check_models
+from shoal.strategies.engine.admission import check_models
 from shoal.strategies.layers.buffers import share_buffers
 from shoal.strategies.layers.materialization import materialize
 from shoal.strategies.model import ShardedModel, ranks_for
@@ -148,4 +148,4 @@ def share_values(module: nn.Module, backend: Backend, seed: int) -> None:
     check_models(module, backend)
     for parameter in module.parameters():
         backend.broadcast(parameter.data)
-    share_buffers(module, backend)
+    share_buffers(module.buffers(), backend)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shoal.comm import Backend
 from shoal.sharding.split import Split
-from shoal.strategies.ranks import Ownership
+from shoal.strategies.settings import Ownership
 from shoal.strategies.tensor.plan.tensor_plan import TensorPlan
 from shoal.strategies.tensor.region import TensorGroup
 

@@ -203,12 +203,16 @@ def _check_scales(gradient: PartTensor, found: Tensor, inverse: Tensor) -> None:
     owners = gradient.part.layout.all_owners()
     is_found, highest, lowest = owners.largest_anywhere(numbers.to(gradient.device), what)
     if highest != -lowest:
-        raise MismatchError(
-            f"the ranks scale their losses differently, between {1 / float(highest):g} and "
-            f"{-1 / float(lowest):g}: make the scaler with the same arguments, and load the same "
-            "state, on every rank"
-        )
+        raise different_scales(1 / float(highest), -1 / float(lowest))
     found.copy_(is_found)
+
+
+def different_scales(low: float, high: float) -> MismatchError:
+    """The error for ranks whose scalers differ."""
+    return MismatchError(
+        f"the ranks scale their losses differently, between {low:g} and {high:g}: make the scaler "
+        "with the same arguments, and load the same state, on every rank"
+    )
 
 
 NUMBERS: dict[Any, Answer] = {

@@ -20,29 +20,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.comm import Backend
 from shoal.comm.operation import AllGather
 from shoal.errors import ShoalError
-from shoal.strategies.consistency.progress import Progress
-from shoal.strategies.ranks import Ownership
 
 if TYPE_CHECKING:
+    from shoal.strategies.engine.engine import Engine
     from shoal.strategies.gradients.sharded.part import GradientPart
 
 
 @dataclass(frozen=True)
 class Combination:
-    """How numbers of parts become one.
+    """How numbers of parts become one."""
 
-    Attributes:
-        of_rows: Combines the rows of a matrix, one for each rank.
-        nothing: What a rank contributes that holds no elements.
-    """
-
-    of_rows: Callable[[Tensor], Tensor]
-    nothing: float
+    of_rows: Callable[[Tensor], Tensor]  # combines the rows of a matrix, one for each rank
+    nothing: float  # what a rank contributes that holds no elements
 
 
 SUM = Combination(lambda rows: rows.sum(0), 0.0)
@@ -53,24 +47,17 @@ SMALLEST = Combination(lambda rows: rows.amin(0), float("inf"))
 class GradientOwners:
     """Who holds the rest of the gradients of one model."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        shard_group: Backend | None,
-        ownership: Callable[[], Ownership],
-        progress: Progress,
-    ) -> None:
+    def __init__(self, engine: Engine, shard_group: Backend | None) -> None:
         """``shard_group``: ranks that gradients are divided among; None where all are whole."""
-        self._module, self._shard_group = module, shard_group
-        self._ownership, self._progress = ownership, progress
+        self._engine, self._shard_group = engine, shard_group
         self.kept: list[GradientPart] = []
         """Parts whose whole users may still write to; see [Note: gathered gradients]."""
 
     def note(self, edit: str) -> None:
         """A user has changed a gradient; see [Note: edits of gradients]."""
         # Ranks that hold other layers, or parts of them, do other things to what they hold.
-        if not self._ownership().axes:
-            self._progress.note_edit(edit)
+        if not self._engine.ownership.axes:
+            self._engine.progress.note_edit(edit)
 
     def gather(self, values: Tensor, what: str) -> Tensor:
         """The parts of all ranks in a row; all of them call it."""
@@ -81,7 +68,7 @@ class GradientOwners:
 
         All ranks call it; see [Note: numbers of gradients].
         """
-        ownership = self._ownership()
+        ownership = self._engine.ownership
         if ownership.other_layers is not None and ownership.other_layers.size > 1:
             raise ShoalError(
                 f"{what}: each rank of a pipeline has the gradients of its own layers only, so the "
@@ -99,7 +86,7 @@ class GradientOwners:
         self, axis: Backend, numbers: Tensor, names: Sequence[str], how: Combination, what: str
     ) -> Tensor:
         """Parameters that every rank of the axis has alike count once."""
-        copies = self._ownership().copies
+        copies = self._engine.ownership.copies
         if axis.rank > 0:
             is_copy = torch.tensor([copies.get(name, 1) > 1 for name in names])
             numbers = numbers.masked_fill(is_copy.to(numbers.device), how.nothing)
@@ -108,14 +95,14 @@ class GradientOwners:
     def largest_anywhere(self, numbers: Tensor, what: str) -> Tensor:
         """The largest that any rank has which holds something of the model."""
         axes = [] if self._shard_group is None else [self._shard_group]
-        for axis in (*axes, *self._ownership().axes):
+        for axis in (*axes, *self._engine.ownership.axes):
             if axis.size > 1:
                 numbers = _gathered(axis, numbers[None], what).amax(0)
         return numbers
 
     def check_none_of(self, gradients: Collection[int]) -> None:
         """Raises if plain tensors, by their id, are gradients of the model's parameters."""
-        for name, parameter in self._module.named_parameters():
+        for name, parameter in self._engine.module.named_parameters():
             if parameter.grad is not None and id(parameter.grad) in gradients:
                 raise ShoalError(
                     f"the gradient of {name} was put in by hand and is this rank's own, the others "
@@ -125,8 +112,7 @@ class GradientOwners:
 
     def settle(self) -> None:
         """Takes over what was written to gathered gradients."""
-        if self.kept:
-            self.kept = [part for part in self.kept if part.settle()]
+        self.kept = [part for part in self.kept if part.settle()]
 
     def refresh(self) -> None:
         """Gradients have changed: what was gathered of them follows, as far as it is here."""

@@ -10,34 +10,30 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.strategies.engine.freed_memory import num_references
+from shoal.strategies.engine.changes import num_references
 from shoal.strategies.gradients.sharded.owners import GradientOwners
+
+if TYPE_CHECKING:
+    from shoal.strategies.gradients.group_gradients import GroupGradients
 
 
 @dataclass(frozen=True, eq=False)
 class PartLayout:
-    """Where the elements of one gradient are.
+    """Where the elements of one gradient are."""
 
-    Attributes:
-        name: The parameter's.
-        shape: The parameter's.
-        cuts: Where each rank's elements begin in the flattened gradient, and its length.
-        rank: This rank's index among them.
-        owners: The ranks. They belong to the model, which must not live as long as a gradient.
-    """
-
-    name: str
-    shape: torch.Size
+    name: str  # the parameter's
+    shape: torch.Size  # the parameter's
+    # Where each rank's elements begin in the flattened gradient, and its length.
     cuts: tuple[int, ...]
-    rank: int
+    rank: int  # this rank's index among them
+    # The ranks. They belong to the model, which must not live as long as a gradient.
     owners: weakref.ref[GradientOwners]
 
     @property
@@ -68,24 +64,14 @@ class PartLayout:
         return owners
 
 
-class Source(Protocol):
-    """Where gradients of several parameters are."""
-
-    def part(self, index: int) -> Tensor:
-        """This rank's elements of one of them."""
-
-    def check_averaged(self, indices: Collection[int]) -> None:
-        """Raises if some are not averaged over the ranks yet."""
-
-
 class GradientPart:
     """This rank's elements of one gradient, flat, and what was gathered of the others'."""
 
-    def __init__(self, layout: PartLayout, source: Source, index: int) -> None:
+    def __init__(self, layout: PartLayout, source: GroupGradients, index: int) -> None:
         """The elements are those of the parameter of that index, wherever they are now."""
         self.layout, self._index = layout, index
         # It belongs to the model, which must not live as long as a gradient.
-        self._source: weakref.ref[Source] | None = weakref.ref(source)
+        self._source: weakref.ref[GroupGradients] | None = weakref.ref(source)
         self._own: Tensor | None = None
         self._whole: Tensor | None = None
         self._history = 0
@@ -115,7 +101,7 @@ class GradientPart:
             return self._own
         return self._averaged_by().part(self._index)
 
-    def _averaged_by(self) -> Source:
+    def _averaged_by(self) -> GroupGradients:
         source = None if self._source is None else self._source()
         if source is None:
             raise ShoalError(f"the model of {self.layout.name} is gone, and its gradients with it")
@@ -134,7 +120,7 @@ class GradientPart:
     def values(self) -> Tensor:
         """This rank's elements."""
         if self._own is None:
-            self._averaged_by().check_averaged((self._index,))
+            self._averaged_by().check_averaged(self._index)
         self.settle()
         return self._find()
 

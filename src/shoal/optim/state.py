@@ -1,12 +1,12 @@
-"""New state for an optimizer, made beside the old one, so that loading can fail without a trace.
+"""The state of optimizers: cut up and joined like its parameter, loaded, or made anew.
 
-A `Reception` names the memory that is to be filled; nothing of the optimizer changes before
-`accept`.
+State that has the parameter's shape belongs to its elements; the rest (the number of steps) to all
+of it. What is loaded is put beside the old state, so that loading can fail without a trace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,22 +14,73 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.optim.state.tensor_state import State, counts_on_device, is_per_element
+from shoal.errors import ShoalError
+from shoal.optim.proof.small_copy import similar
 from shoal.sharding.extent import Extent, overlap
 from shoal.sharding.holding import FullState, Held, HeldState
+
+State = dict[str, Any]
+
+
+_STEPS = "step"
+"""What torch's optimizers call the number of steps: one number, also for a long parameter."""
+
+
+def is_per_element(key: str, value: Any, parameter: Tensor) -> bool:
+    """Whether a piece of state has one number for each element of a parameter."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return False
+    return value.dim() > 0 or key != _STEPS
+
+
+def shared_state(state: State, parameter: Tensor) -> Hashable:
+    """What state there is, and what of it all elements share.
+
+    Tensors for which this is equal can be stepped as one.
+    """
+    return tuple(
+        (key, "" if is_per_element(key, value, parameter) else comparable(value))
+        for key, value in sorted(state.items())
+    )
+
+
+def comparable(value: Any) -> Hashable:
+    """Something that is equal for equal values, tensors among them."""
+    return tuple(value.flatten().tolist()) if isinstance(value, Tensor) else repr(value)
+
+
+def cut_state(state: State, parameter: Tensor, start: int, stop: int) -> State:
+    """The state of some elements of a parameter, flat, in the same memory."""
+    return {
+        key: value.reshape(-1)[start:stop]
+        if is_per_element(key, value, parameter)
+        else _copied(value)
+        for key, value in state.items()
+    }
+
+
+def join_states(parts: Sequence[State], parameter: Tensor) -> State:
+    """The state of a tensor that is made of parts; what they share is taken from the first."""
+    joined = {}
+    for key, value in parts[0].items():
+        if isinstance(value, Tensor) and value.dim() > 0:
+            joined[key] = torch.cat([part[key] for part in parts]).view(parameter.shape)
+        else:
+            joined[key] = value
+    return joined
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 @dataclass(frozen=True)
 class Reception:
-    """What an optimizer waits for.
+    """What an optimizer waits for."""
 
-    Attributes:
-        wanted: The state's key, and the parameter's elements with the memory for them.
-        accept: Makes the new state the optimizer's own.
-    """
-
+    # The state's key, and the parameter's elements with the memory for them.
     wanted: Sequence[tuple[str, Held]]
-    accept: Callable[[], None]
+    accept: Callable[[], None]  # makes the new state the optimizer's own
 
 
 def held_whole(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[HeldState]:
@@ -104,19 +155,15 @@ def placed(
 ) -> Any:
     """A copy of a piece of state where an optimizer with these options wants it.
 
-    Args:
-        key: The state's key.
-        value: The piece.
-        like: What the state belongs to.
-        options: The hyperparameters of its parameter group.
-        is_cast: Whether floating numbers get the dtype of ``like``.
+    ``like`` is what the state belongs to; ``is_cast``: floating numbers get its dtype.
     """
     if isinstance(value, list | tuple):
         return type(value)(placed(key, item, like, options, is_cast=is_cast) for item in value)
     if not isinstance(value, Tensor):
         return value
-    is_counter = key == "step"
-    if is_counter and not counts_on_device(options):
+    is_counter = key == _STEPS
+    # Torch's own rule: kernels that count the steps want counters where the parameters are.
+    if is_counter and not (options.get("capturable") or options.get("fused")):
         return value.clone()
     is_cast = is_cast and value.is_floating_point() and not is_counter
     return value.to(like.device, like.dtype if is_cast else value.dtype, copy=True)
@@ -138,3 +185,32 @@ def copy_held(held: Sequence[HeldState], wanted: Sequence[tuple[str, Held]]) -> 
                 for left, right, length in zip(*overlap(source.extent, target.extent), strict=True):
                     part = source.tensors[key][left : left + length]
                     target.memory[right : right + length].copy_(part)
+
+
+def renew_state(optimizer: Optimizer) -> None:
+    """Makes what is on the meta device anew; the parameters have their values by now.
+
+    Most optimizers make their state in the first step. Adagrad, for one, makes it when it is built:
+    over a model on the meta device that state has no memory either.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if _has_meta(optimizer.state.get(parameter, {})):
+                optimizer.state[parameter] = _fresh_state(optimizer, group, parameter)
+
+
+def _has_meta(state: dict[str, Any]) -> bool:
+    return any(isinstance(value, Tensor) and value.is_meta for value in state.values())
+
+
+def _fresh_state(
+    optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter
+) -> dict[str, Any]:
+    twin = nn.Parameter(parameter.detach().clone())
+    state: dict[str, Any] = dict(similar(optimizer, group, [twin]).state.get(twin, {}))
+    if state.keys() != optimizer.state[parameter].keys() or _has_meta(state):
+        raise ShoalError(
+            f"{type(optimizer).__name__} has state for parameters on the meta device that it did "
+            "not make when it was built, so it has no values: build it after the model is wrapped"
+        )
+    return state

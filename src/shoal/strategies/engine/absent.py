@@ -1,4 +1,9 @@
-"""What autograd saves of sharded parameters between forward and backward: where they lie.
+"""What stands for parameters whose values are on other ranks: for users, and for autograd.
+
+[Note: absent parameters]
+While the whole is gone, its parameters have no values, only a shape, and another class,
+`AbsentParameter`, which gathers the whole on any access that needs values. Outside of forward they
+keep it even then: autograd must not save the memory of a parameter that will soon be freed.
 
 [Note: saved parameters]
 Autograd would keep the memory of a gathered parameter alive until backward. So hooks save its
@@ -9,15 +14,89 @@ values by then is an error, as it is in plain PyTorch: each change starts a new 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from shoal.strategies.engine.flat_group import FlatGroup
+if TYPE_CHECKING:
+    from shoal.strategies.engine.flat_group import FlatGroup
+    from shoal.strategies.engine.gathering import Gathering
+
+# What can be asked of a parameter without its values.
+_HARMLESS = frozenset(
+    {
+        "grad", "requires_grad", "shape", "dtype", "device", "is_leaf", "grad_fn", "ndim",
+        "is_cuda", "is_sparse", "layout", "names", "_version", "is_meta", "is_quantized", "size",
+        "dim", "numel", "nelement", "element_size", "itemsize", "nbytes", "stride", "__len__",
+        "is_floating_point", "is_complex", "register_post_accumulate_grad_hook", "register_hook",
+        "requires_grad_", "untyped_storage", "_backward_hooks", "_post_accumulate_grad_hooks",
+        "retains_grad", "output_nr", "_base", "_is_view", "is_contiguous", "get_device",
+        "is_pinned", "is_shared",
+    }
+)  # fmt: skip
+
+
+class AbsentParameter(nn.Parameter):
+    """A parameter whose values are on other ranks right now; see [Note: absent parameters]."""
+
+    _group: FlatGroup
+    _gathering: Gathering
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved as what it is for users: a parameter with values."""
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Copied as what it is for users, too."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+    @classmethod
+    def __torch_function__(
+        cls, func: object, types: object, args: tuple[object, ...] = (), kwargs: object = None
+    ) -> object:
+        """Gathers what is absent among the arguments, then does what was asked for."""
+        keywords = dict(kwargs or {})  # type: ignore[call-overload]
+        if _asked(func) in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **keywords)  # type: ignore[operator]
+        absent = list(_absent_among((args, keywords)))
+        groups = [parameter._group for parameter in absent]
+        for group in groups:  # gathering one must not free another
+            group.pins += 1
+        try:
+            for parameter in absent:
+                if isinstance(parameter, AbsentParameter):  # not if it was gathered with another
+                    parameter._gathering.need(parameter._group)
+            watched = [parameter for parameter in absent if type(parameter) is AbsentParameter]
+            if not watched:
+                return func(*args, **keywords)  # type: ignore[operator]
+            with watched[0]._gathering.saved.watching(), torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **keywords)  # type: ignore[operator]
+        finally:
+            for group in groups:
+                group.pins -= 1
+
+
+def _asked(func: object) -> str:
+    name = getattr(func, "__name__", "")
+    return getattr(func.__self__, "__name__", "") if name in ("__get__", "__set__") else name  # type: ignore[attr-defined]
+
+
+def _absent_among(value: object) -> Iterator[AbsentParameter]:
+    if isinstance(value, AbsentParameter):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _absent_among(item)
+    elif isinstance(value, dict):
+        yield from _absent_among(tuple(value.values()))
 
 
 class SavedParameters:

@@ -38,7 +38,7 @@ def test_a_rank_that_has_all_of_it_shows_it(make: Any, monkeypatch: pytest.Monke
             assert parameter in optimizer.state
 
     shoal.run(compare, 2, "memory")
-    monkeypatch.setattr("shoal.optim.division.segment._CACHED_BYTES", 16)
+    monkeypatch.setattr("shoal.optim.division.segmentation._CACHED_BYTES", 16)
     monkeypatch.setattr("shoal.optim.stepping.kernels._HAVE_FUSED", ())
     shoal.run(compare, 2, "memory")
 

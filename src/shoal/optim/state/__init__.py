@@ -1,1 +1,0 @@
-"""The state of optimizers: whole, in parts, fresh or loaded."""

@@ -1,0 +1,146 @@
+"""What a model must be to be wrapped, and to be called afterwards.
+
+[Note: late parameters]
+Memory and communication are laid out when a model is wrapped. A parameter that comes later, by
+itself or in a new layer, would be trained by each rank alone, without a word. So every forward with
+gradients looks for late parameters: not at all names, but whether each module still has the very
+parameters and children it had, which takes a tenth of a microsecond each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain, zip_longest
+from operator import is_
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.parameter import is_lazy
+
+from shoal.comm import Backend
+from shoal.comm.operation.header import spec
+from shoal.errors import MismatchError, ShoalError
+
+
+def check_models(module: nn.Module, backend: Backend) -> None:
+    """Refuses a model that is wrapped already, on no device, or another than the other ranks'."""
+    scripted = [n for n, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+    if scripted:
+        raise TypeError(
+            f"{scripted[0] or 'the model'} was made by torch.jit.script or torch.jit.trace, and "
+            "such modules take no hooks, by which shoal sees when a model is used: wrap the plain "
+            "module (torch.compile goes with every strategy), and script what you have trained"
+        )
+    if any(map(is_lazy, module.parameters())):
+        raise ValueError(
+            "the model has lazy parameters that have no shape yet: run a batch through it before "
+            "it is wrapped, and before its optimizer is made"
+        )
+    if any(parameter.is_meta for parameter in module.parameters()):
+        raise ValueError("the model is on the meta device: give its parameters values first")
+    if any(map(_is_watched, module.parameters())):
+        raise ValueError(
+            "the model, or a part of it, is wrapped already: wrap the plain module once and use "
+            "what comes back"
+        )
+    described = [f"{n}: {spec(p.dtype, tuple(p.shape))}" for n, p in module.named_parameters()]
+    for rank, other in enumerate(backend.all_gather_object(described)):
+        for mine, theirs in zip_longest(described, other, fillvalue="nothing"):
+            if mine != theirs:
+                raise MismatchError(
+                    f"the ranks' models differ: rank {backend.rank} has {mine} where rank {rank} "
+                    f"has {theirs}. Build the same model on every rank."
+                )
+
+
+def _is_watched(parameter: nn.Parameter) -> bool:
+    """Whether the hook of an engine that still exists is on it."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    owners = [getattr(hook, "owner", None) for hook in hooks.values()]
+    return any(owner is not None and owner() is not None for owner in owners)
+
+
+def check_trains_alike(module: nn.Module, backend: Backend) -> None:
+    """Refuses layers that change their parameters in forward, by what a rank's own rows are."""
+    if backend.size == 1:
+        return
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
+            raise ShoalError(
+                f"{name or 'the model'} is an {type(layer).__name__} with max_norm: forward "
+                "shortens the rows that it looks up, on each rank those of its own batch, so the "
+                "ranks' parameters would drift apart. Build it without max_norm and shorten all "
+                "rows after each step on every rank, as in `with model.full_parameters(), "
+                "torch.no_grad(): weight.copy_(torch.renorm(weight, 2, 0, max_norm))`"
+            )
+
+
+def refuse_copy() -> NoReturn:
+    """Memory that ranks hold together cannot be copied by one of them."""
+    raise ShoalError(
+        "a wrapped model, or its module, cannot be copied or pickled: build another module and "
+        "load the wrapped model's state_dict() into it"
+    )
+
+
+class Roster:
+    """The parameters and children of all parts of a module."""
+
+    def __init__(self, module: nn.Module, is_known: Callable[[nn.Parameter], bool]) -> None:
+        """``is_known``: whether a parameter is one of those that ranks train together."""
+        self._module, self._is_known = module, is_known
+        self._note()
+
+    def _note(self) -> None:
+        parts = list(self._module.modules())
+        self._members = [
+            members.values() for part in parts for members in (part._parameters, part._modules)
+        ]
+        self._known = self._present()
+
+    def _present(self) -> list[Any]:
+        return list(chain.from_iterable(self._members))
+
+    def check(self) -> None:
+        """Raises if there is a parameter that was not there; see [Note: late parameters]."""
+        present = self._present()
+        if len(present) == len(self._known) and all(map(is_, present, self._known)):
+            return
+        found = list(self._module.named_parameters())
+        if not all(isinstance(parameter, nn.Parameter) for _, parameter in found):
+            return  # `torch.func.functional_call` has put tensors of its caller's in their place
+        late = [name for name, parameter in found if not self._is_known(parameter)]
+        if late:
+            more = f" (and {len(late) - 1} more)" if len(late) > 1 else ""
+            raise ShoalError(
+                f"the parameter {late[0]}{more} was added to the model, or put in the place of "
+                "another, after the model was wrapped: it would be trained by each rank alone. "
+                "Change the plain module first, build the optimizer, then wrap both"
+            )
+        self._note()
+
+
+def check_forward_mode(backend: Backend) -> None:
+    """Refuses forward mode where parameters are gathered: it would fail in torch, without advice.
+
+    Inside of `torch.func.jvp` nothing can be copied into parameters. The level of
+    `torch.autograd.forward_ad` is one for all threads of a process, and so for all ranks of it.
+    """
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    is_jvp = any(each.key() == torch._C._functorch.TransformType.Jvp for each in stack)
+    is_dual = forward_ad._current_level >= 0 and backend.name == "memory"
+    if is_jvp or is_dual:
+        what = "torch.func.jvp" if is_jvp else "torch.autograd.forward_ad over 'memory'"
+        raise ShoalError(
+            f"forward-mode differentiation ({what}) does not go with parameters that are gathered "
+            "while they are used: choose strategy 'ddp', 'zero1' or 'zero2', or 'zero3' over "
+            "shared memory, where nothing is gathered"
+        )
+
+
+def is_transforming() -> bool:
+    """Whether forward is inside of `torch.func.grad` or the like, which leaves no gradients."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(each.key() is not torch._C._functorch.TransformType.Vmap for each in stack)

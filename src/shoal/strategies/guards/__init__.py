@@ -1,1 +1,0 @@
-"""What keeps users from reading or doing what would be wrong."""
