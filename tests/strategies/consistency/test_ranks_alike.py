@@ -69,13 +69,25 @@ def edits_a_weight(model: Any, optimizer: Any, step: int) -> bool:
     return False
 
 
+def freezes_a_parameter(model: Any, optimizer: Any, step: int) -> bool:
+    if is_odd() and step == 1:
+        model.layers[0].weight.requires_grad_(False)
+    return False
+
+
 def does_nothing(model: Any, optimizer: Any, step: int) -> bool:
     return False
 
 
 CHANGES = {
     each.__name__: each
-    for each in (leaves_out_a_step, takes_another_rate, edits_a_gradient, edits_a_weight)
+    for each in (
+        leaves_out_a_step,
+        takes_another_rate,
+        edits_a_gradient,
+        edits_a_weight,
+        freezes_a_parameter,
+    )
 }
 
 
@@ -109,6 +121,14 @@ def test_another_learning_rate_on_one_rank(strategy: str, transport: str) -> Non
         assert "lr of parameter group 0 of the optimizer is not the same" in text
         assert "(rank 0: 0.1; rank 1: 0.05)" in text
         assert "world.agree" in text
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@distinct
+def test_a_parameter_frozen_on_one_rank(strategy: str, transport: str) -> None:
+    for text in Team(transport, 3).run(complaint, strategy, "freezes_a_parameter"):
+        assert "requires_grad of layers.0.weight is not the same on all of them" in text
+        assert "(ranks 0, 2: True; rank 1: False)" in text
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -167,6 +187,34 @@ def test_the_last_to_leave_finds_a_step_left_out(transport: str) -> None:
         pools.get(transport, 2)  # has what starts processes running before leaks are looked for
     with pytest.raises(MismatchError, match=r"has made [34] steps, and rank [01] had made [34]"):
         shoal.run(end_after_it, 2, transport, ("ddp",), timeout=20)
+
+
+def edits_the_last_gradient(model: Any, optimizer: Any, step: int) -> bool:
+    if is_odd() and step == 3:
+        model.layers[0].weight.grad.mul_(2)
+    return False
+
+
+def end_after_an_edit(strategy: str) -> None:
+    train(strategy, edits_the_last_gradient, check_every=0)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_the_last_to_leave_finds_an_edit_of_sharded_gradients(strategy: str) -> None:
+    with pytest.raises(MismatchError, match="gradients that were changed in another way"):
+        shoal.run(end_after_an_edit, 2, "memory", (strategy,), timeout=20)
+
+
+def look_after_the_last_step(strategy: str) -> None:
+    model, _ = train(strategy, does_nothing, check_every=0)
+    if is_odd():
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+
+
+@distinct
+def test_a_rank_may_freeze_its_model_after_training(strategy: str) -> None:
+    shoal.run(look_after_the_last_step, 2, "memory", (strategy,), timeout=20)
 
 
 def end_with_another_rate(rank: int) -> None:

@@ -17,12 +17,13 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.comm import Backend
 from shoal.comm.agreement import by_rank
 from shoal.errors import MismatchError
+from shoal.torch_internals.tensors import as_plain_tensors
 
 Facts = Mapping[str, str]
 """What must be the same on every rank, by what it is called in an error message."""
@@ -117,7 +118,7 @@ class Progress:
         self._known: tuple[Facts, ...] = ()
         self._fingerprint = 0
         self._is_told = False
-        self._edits = self._num_edited_steps = 0
+        self._edits = self._stepped_edits = self._num_edited_steps = 0
 
     def follow(self, record: StepRecord) -> None:
         """One more optimizer steps this model."""
@@ -131,6 +132,7 @@ class Progress:
     def note_step(self) -> None:
         """A step is over: an edit before it is another than the same edit after it."""
         self._num_edited_steps += 1
+        self._stepped_edits = self._edits
 
     def words(self) -> tuple[int, int, int]:
         """The number of all steps, a fingerprint of all options, and edits, for a header."""
@@ -170,7 +172,7 @@ class Progress:
 
     def exit_record(self) -> str:
         """What a rank leaves behind for those that leave after it: few bytes."""
-        return json.dumps(self.words()[:2])
+        return json.dumps([*self.words()[:2], self._stepped_edits])
 
     def check_exit_records(self, records: Mapping[int, str]) -> None:
         """Raises if a rank that left before has trained in another way."""
@@ -178,7 +180,7 @@ class Progress:
             return
         own = self.words()
         for rank, word in records.items():
-            steps, fingerprint = json.loads(word)
+            steps, fingerprint, edits = json.loads(word)
             if steps != own[0]:
                 raise MismatchError(
                     f"this rank has made {own[0]} steps, and rank {rank} had made {steps} when it "
@@ -189,10 +191,49 @@ class Progress:
                     f"rank {rank} made its last step with other options than this rank, which has "
                     f"{self._options()}: {_REMEDY_OPTIONS}"
                 )
+            if edits != self._stepped_edits:
+                raise MismatchError(
+                    f"rank {rank} made its last step with gradients that were changed in another "
+                    f"way than on this rank: {_REMEDY_EDITS}"
+                )
 
     def _options(self) -> str:
         chosen = [record.facts().items() for record in self._records]
         return ", ".join(f"{fact}: {value}" for facts in chosen for fact, value in facts)
+
+
+class FrozenParameters:
+    """Which parameters have no gradients on this rank: where that differs, averages are wrong.
+
+    A rank that has frozen a parameter contributes nothing to its gradient, as if it had not used
+    it, and all ranks would step it by too little.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """``parameters`` by name; whether they are frozen may change."""
+        self._names, self._parameters = list(parameters), list(parameters.values())
+        self._are_trained: list[bool] = []
+        self._fingerprint = 0
+
+    def fingerprint(self) -> int:
+        """The same number on all ranks that have frozen the same parameters."""
+        with as_plain_tensors():  # whether it is frozen can be asked of an absent parameter
+            are_trained = [parameter.requires_grad for parameter in self._parameters]
+        if are_trained != self._are_trained:
+            self._are_trained = are_trained
+            self._fingerprint = zlib.crc32(bytes(are_trained))
+        return self._fingerprint
+
+    def difference(self, group: Backend) -> MismatchError:
+        """The error for ranks whose fingerprints differ; all of them call it."""
+        everywhere = group.all_gather_object(self._are_trained)
+        by_name = zip(self._names, zip(*everywhere, strict=True), strict=True)
+        name, values = next((name, values) for name, values in by_name if len({*values}) > 1)
+        return MismatchError(
+            f"the ranks do not train alike: requires_grad of {name} is not the same on all of them "
+            f"({by_rank(list(map(str, values)), group.ranks)}); freeze and unfreeze parameters on "
+            "every rank"
+        )
 
 
 _REMEDY_STEPS = (

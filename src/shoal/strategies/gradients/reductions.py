@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from shoal.comm import Backend
 from shoal.comm.operation import AllReduce, Operation, Payload, ReduceScatter
 from shoal.comm.operation.header import Header
-from shoal.strategies.consistency.progress import Progress
+from shoal.strategies.consistency.progress import FrozenParameters, Progress
 from shoal.strategies.consistency.rounds import Round, Vote
 
 if TYPE_CHECKING:
@@ -94,6 +94,13 @@ class Reductions:
         """
         self._gradients, self._backend, self._may_wait = gradients, backend, may_wait
         self._progress = progress
+        self._frozen = FrozenParameters(
+            {
+                name: parameter
+                for each in gradients
+                for name, parameter in zip(each.group.names, each.group.parameters, strict=True)
+            }
+        )
         # Backward comes by the last groups first. Integers have no gradients.
         masters = [(each.group.index, each.group.master) for each in reversed(gradients)]
         self._order = [n for n, m in masters if m.is_floating_point() or m.is_complex()]
@@ -117,9 +124,17 @@ class Reductions:
     def complete_round(self) -> None:
         """Every backward has one round of reductions; gradients that came late want another."""
         self._take_turns(self._round.rest())
-        doing = "the end of a backward"
-        while Vote.cast(self._backend, self._progress, doing, wish=bool(self._complete)).is_wanted:
+        while self._is_another_wanted():
             self.reduce_all()
+
+    def _is_another_wanted(self) -> bool:
+        wish, frozen = bool(self._complete), self._frozen.fingerprint()
+        vote = Vote.cast(
+            self._backend, self._progress, "the end of a backward", wish=wish, numbers=[frozen]
+        )
+        if len(vote.united) > 1:  # which every rank of the group has seen
+            raise self._frozen.difference(self._backend)
+        return vote.is_wanted
 
     def reduce_all(self) -> None:
         """Another turn for every group."""
