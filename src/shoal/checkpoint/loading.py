@@ -10,16 +10,19 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.checkpoint import training_state
 from shoal.checkpoint.disk.checkpoint_folder import LATEST, MANIFEST, CheckpointFolder
 from shoal.checkpoint.disk.filesystem import DISK, FileSystem
 from shoal.checkpoint.load.matching import Misfits
-from shoal.checkpoint.load.state_dict_source import StateDictSource
-from shoal.checkpoint.load.tensor_source import TensorSource, open_checkpoint, open_path
+from shoal.checkpoint.load.tensor_source import (
+    StateDictSource,
+    TensorSource,
+    open_checkpoint,
+    open_path,
+)
 from shoal.checkpoint.load.transaction import LoadTransaction, Target
-from shoal.checkpoint.save.pending import finish_pending
-from shoal.checkpoint.state import model_state, training_state
-from shoal.checkpoint.state.training_state import Companions
-from shoal.checkpoint.together import together
+from shoal.checkpoint.together import finish_pending, together
+from shoal.checkpoint.training_state import Companions
 from shoal.comm import Backend
 from shoal.errors import CheckpointWarning, CorruptCheckpointError
 
@@ -101,7 +104,7 @@ def load(
         >>> model, optimizer = shoal.as_distributed(model, optimizer, strategy="zero3")
         >>> extra = shoal.load("run", model, optimizer)
     """
-    ranks = model_state.ranks_of(model)
+    ranks = training_state.ranks_of(model)
     finish_pending(ranks)
     optimizers = training_state.as_list(optimizer)
     target = Target(

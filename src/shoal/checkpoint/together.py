@@ -1,9 +1,11 @@
-"""Ranks that succeed together or fail together: an error of one is raised by all."""
+"""What ranks learn together: an error of one is raised by all, and how a background save ended."""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from shoal.comm import Backend
@@ -61,3 +63,54 @@ def _retold(rank: int, told: list[Any], doing: str) -> CheckpointError:
     if kind == CheckpointMismatchError.__name__:
         return CheckpointMismatchError(text)
     return CheckpointError(f"{doing} failed on rank {rank}: {kind}: {text}")
+
+
+class PendingSave:
+    """A save that may still be going on.
+
+    Example:
+        >>> saving = shoal.save("run", model, optimizer, wait=False)
+        >>> train_some_more()
+        >>> saving.wait()  # every rank calls it
+    """
+
+    def __init__(self, path: Path, finish: Callable[[], None] | None = None) -> None:
+        """``finish`` waits for the end, with all ranks, and raises what went wrong."""
+        self.path = path
+        self._finish = finish
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether all ranks know how it ended; that takes a call that all ranks make."""
+        return self._finish is None
+
+    def wait(self) -> Path:
+        """Returns once the checkpoint is safe on disk; every rank calls it.
+
+        Raises:
+            CheckpointError: On every rank, if any has failed.
+        """
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        return self.path
+
+    def __repr__(self) -> str:
+        """The path, and whether all ranks know how the save ended."""
+        return f"<PendingSave {self.path}{'' if self.is_agreed else ', not agreed on yet'}>"
+
+
+_pending: weakref.WeakKeyDictionary[object, PendingSave] = weakref.WeakKeyDictionary()
+
+
+def note_pending(ranks: Backend | None, save: PendingSave) -> PendingSave:
+    """The next `finish_pending` of these ranks waits for it."""
+    _pending[caller(ranks)] = save
+    return save
+
+
+def finish_pending(ranks: Backend | None) -> None:
+    """Waits for the save that goes on in the background, if there is one; all ranks call it."""
+    pending = _pending.pop(caller(ranks), None)
+    if pending is not None:
+        pending.wait()

@@ -15,9 +15,8 @@ from typing import Any, TypeGuard
 
 import torch
 
-from shoal.checkpoint.format import strict_json
-from shoal.checkpoint.format.checksums import CHUNK_BYTES, DIGITS, num_chunks
-from shoal.checkpoint.format.strict_json import is_count, parse
+from shoal.checkpoint.format.plain_json import is_count, parse, to_text
+from shoal.checkpoint.format.tensor_file import CHUNK_BYTES, DIGITS, num_chunks
 from shoal.sharding.extent import Extent
 from shoal.sharding.split import Split
 from shoal.torch_support.dtypes import dtype_called, dtype_name
@@ -178,7 +177,7 @@ def encode(content: Content, values: Mapping[str, Any], written_by: Mapping[str,
     """The bytes of a manifest's file, as `Manifest.parse` takes them."""
     about = {"format": FORMAT, "version": VERSION, "chunk_bytes": CHUNK_BYTES}
     rest = {"written_by": written_by, **content, "values": values}
-    return signed(strict_json.encode(about | rest))
+    return signed(to_text(about | rest))
 
 
 def _slice_json(record: SliceRecord) -> dict[str, Any]:

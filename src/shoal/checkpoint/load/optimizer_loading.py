@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shoal.checkpoint.format import values
+from shoal.checkpoint import training_state
+from shoal.checkpoint.format import plain_json
 from shoal.checkpoint.load.slice_reader import read_tensors
 from shoal.checkpoint.load.tensor_source import TensorSource
-from shoal.checkpoint.state import model_state, training_state
 from shoal.errors import CheckpointMismatchError
 from shoal.optim.state.reception import Reception
 from shoal.sharding.holding import FullState
@@ -44,8 +44,8 @@ class OptimizerLoading:
         self._check_class(optimizer)
         groups = training_state.held_groups(optimizer, model)
         known = {name for group in self.saved["groups"] for name in group["parameters"]}
-        tensors = read_tensors(self.source, values.references(self._shared_of(groups)))
-        dtypes = model_state.held_dtypes(model)
+        tensors = read_tensors(self.source, plain_json.references(self._shared_of(groups)))
+        dtypes = training_state.held_dtypes(model)
         states = {
             name: self._full_state(name, tensors, dtypes[name])
             for names, _ in groups
@@ -88,7 +88,7 @@ class OptimizerLoading:
             # State that has the parameter's own dtype follows it, where that is another now.
             follows = stored is not None and found is stored.dtype and found.is_floating_point
             dtypes[key] = dtype if follows else found
-        return FullState(dtypes, values.decode(about["shared"], tensors))
+        return FullState(dtypes, plain_json.decode(about["shared"], tensors))
 
     def _options(self, index: int, names: list[str], own: Mapping[str, Any]) -> Mapping[str, Any]:
         """Hyperparameters of the saved group that has these parameters."""
@@ -103,13 +103,13 @@ class OptimizerLoading:
         if not found and (names or index >= len(groups)):
             return own  # all of its parameters are new
         which = found.pop() if found else index
-        options = values.decode(groups[which]["options"], self._option_tensors(groups[which]))
+        options = plain_json.decode(groups[which]["options"], self._option_tensors(groups[which]))
         if not isinstance(options, dict) or "params" in options:
             raise ValueError("hyperparameters must be a dict")
         return options
 
     def _option_tensors(self, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        return read_tensors(self.source, values.references(group["options"]))
+        return read_tensors(self.source, plain_json.references(group["options"]))
 
 
 def _streams(saved: Mapping[str, Any]) -> Mapping[str, Any]:

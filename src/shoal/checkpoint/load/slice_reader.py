@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.disk.filesystem import FileSystem, Reading
-from shoal.checkpoint.format.checksums import CHUNK_BYTES, checksum, num_chunks
-from shoal.checkpoint.load.tensor_source import SliceLocation, TensorSource, unreadable
+from shoal.checkpoint.format.tensor_file import CHUNK_BYTES, checksum, num_chunks
+from shoal.checkpoint.load.tensor_source import SliceLocation, TensorSource, Wanted, unreadable
 from shoal.errors import CorruptCheckpointError
 from shoal.sharding.extent import Extent, Indices, overlap
 from shoal.system.cores import num_cores
@@ -32,15 +32,6 @@ _FEW_RUNS = 8
 _BATCH_CHUNKS = 16
 
 Bytes = npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Elements that are wanted, and contiguous CPU memory of the stored dtype for them."""
-
-    tensor: str
-    extent: Extent
-    memory: Tensor
 
 
 @dataclass(frozen=True)

@@ -8,26 +8,41 @@ from __future__ import annotations
 
 import errno
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal.checkpoint.disk.checkpoint_folder import MANIFEST, MOST_MANIFEST_BYTES
-from shoal.checkpoint.disk.filesystem import FileSystem, Reading, opened, read_all
-from shoal.checkpoint.format import safetensors as header
+from shoal.checkpoint.disk.filesystem import DISK, FileSystem, Reading, opened, read_all
 from shoal.checkpoint.format.manifest import FileRecord, Manifest, SliceRecord, TensorRecord
-from shoal.checkpoint.format.safetensors import HeaderEntry
-from shoal.checkpoint.format.strict_json import parse
+from shoal.checkpoint.format.plain_json import parse
+from shoal.checkpoint.format.tensor_file import (
+    PREFIX_BYTES,
+    HeaderEntry,
+    decode_header,
+    header_bytes,
+)
+from shoal.checkpoint.load.matching import PREFIX
 from shoal.errors import CheckpointError, CorruptCheckpointError
-from shoal.sharding.extent import Extent
+from shoal.sharding.extent import Extent, overlap
 from shoal.torch_support.dtypes import code_of, dtype_of_code
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _MOST_INDEX_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Elements that are wanted, and contiguous CPU memory of the stored dtype for them."""
+
+    tensor: str
+    extent: Extent
+    memory: Tensor
 
 
 @dataclass(frozen=True)
@@ -97,7 +112,42 @@ class TensorSource:
             head = read_header(file, record.num_bytes)
             if self.is_checked and zlib.crc32(head) != record.header_crc32:
                 raise ValueError("the checksum of its header is wrong")
-            return header.decode(head, record.num_bytes)
+            return decode_header(head, record.num_bytes)
+
+
+@dataclass
+class StateDictSource(TensorSource):
+    """Tensors that are in memory already, whole, on every rank."""
+
+    state_dict: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, state_dict: Mapping[str, Any]) -> StateDictSource:
+        """A model's ``state_dict()``, of the plain module or a wrapped one."""
+        for name, value in state_dict.items():
+            if not isinstance(value, Tensor) and not name.endswith("_extra_state"):
+                raise TypeError(
+                    f"a model's state_dict has tensors; {name!r} is a {type(value).__name__}. If "
+                    "this dict has the model's among others, pass that one."
+                )
+        tensors = {name: value for name, value in state_dict.items() if isinstance(value, Tensor)}
+        records = {
+            PREFIX + name: TensorRecord(value.dtype, value.shape, ())
+            for name, value in tensors.items()
+        }
+        source = cls(DISK, Path("the state_dict"), records, (), is_checked=False)
+        source.state_dict = tensors
+        return source
+
+    def read(self, wanted: Sequence[Wanted]) -> int:
+        """Copies what is wanted."""
+        for each in wanted:
+            full = self.state_dict[each.tensor.removeprefix(PREFIX)].detach()
+            flat = full.cpu().contiguous().view(-1)
+            runs = overlap(Extent.whole(full.shape), each.extent)
+            for left, right, length in zip(*runs, strict=True):
+                each.memory[right : right + length].copy_(flat[left : left + length])
+        return sum(each.memory.nbytes for each in wanted)
 
 
 def check_size(file: Reading, num_bytes: int) -> None:
@@ -109,9 +159,9 @@ def check_size(file: Reading, num_bytes: int) -> None:
 def read_header(file: Reading, num_bytes: int) -> bytes:
     """The first bytes of a safetensors file, up to its first tensor."""
     check_size(file, num_bytes)
-    prefix = bytearray(min(header.PREFIX_BYTES, num_bytes))
+    prefix = bytearray(min(PREFIX_BYTES, num_bytes))
     file.read_into(0, memoryview(prefix))
-    head = bytearray(header.header_bytes(bytes(prefix), num_bytes))
+    head = bytearray(header_bytes(bytes(prefix), num_bytes))
     if file.read_into(0, memoryview(head)) != len(head):
         raise ValueError("it ends early")
     return bytes(head)
@@ -193,7 +243,7 @@ def _foreign(
     for number, name in enumerate(names):
         with naming(folder / name), opened(disk, disk.followed(folder / name)) as file:
             head = read_header(file, file.num_bytes)
-            headers[number] = header.decode(head, file.num_bytes)
+            headers[number] = decode_header(head, file.num_bytes)
             files.append(FileRecord(name, file.num_bytes, "", zlib.crc32(head)))
             for key, record in _records(headers[number], number):
                 if is_wanted(name, key):

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.checkpoint import training_state
 from shoal.checkpoint.disk.checkpoint_folder import MANIFEST
-from shoal.checkpoint.format import values
+from shoal.checkpoint.format import plain_json
 from shoal.checkpoint.load import matching
 from shoal.checkpoint.load.matching import Match, Misfits
 from shoal.checkpoint.load.optimizer_loading import OptimizerLoading
-from shoal.checkpoint.load.slice_reader import Wanted, read, read_tensors
-from shoal.checkpoint.load.state_dict_source import StateDictSource
-from shoal.checkpoint.load.tensor_source import TensorSource
-from shoal.checkpoint.state import model_state
-from shoal.checkpoint.state.training_state import Companions, prepared_companions
+from shoal.checkpoint.load.slice_reader import read, read_tensors
+from shoal.checkpoint.load.tensor_source import StateDictSource, TensorSource, Wanted
+from shoal.checkpoint.training_state import Companions, prepared_companions
 from shoal.errors import CheckpointMismatchError, CorruptCheckpointError
 from shoal.sharding.extent import Extent
+from shoal.strategies import ShardedModel
 from shoal.torch_support.concurrency import run_concurrently
 from shoal.torch_support.random_state import RandomState
 
@@ -70,13 +70,13 @@ class LoadTransaction:
     def resolve(self) -> list[Any]:
         """Finds the model's names; returns what the other ranks need to know of it."""
         model = self.target.model
-        model_state.check_has_memory(model)
-        module = model_state.plain_module(model)
-        shapes = {held.name: held.extent.shape for held in model_state.held_parameters(model)}
-        shapes |= {name: buffer.shape for name, buffer in model_state.buffers(model).items()}
+        training_state.check_has_memory(model)
+        module = training_state.plain_module(model)
+        shapes = {held.name: held.extent.shape for held in training_state.held_parameters(model)}
+        shapes |= {name: buffer.shape for name, buffer in training_state.buffers(model).items()}
         stored = {key: record.shape for key, record in self.source.tensors.items()}
         with self.reading_values():
-            self.match = matching.match(shapes, model_state.aliases(module), stored, self.ties)
+            self.match = matching.match(shapes, training_state.aliases(module), stored, self.ties)
         return [self.match.keys, self.match.missing, self.match.misshapen, self.match.known]
 
     @property
@@ -112,16 +112,16 @@ class LoadTransaction:
         return wanted
 
     def _stage_parameters(self) -> Iterator[Wanted]:
-        for held in model_state.held_parameters(self.target.model):
+        for held in training_state.held_parameters(self.target.model):
             key = self.match.keys.get(held.name)
             if key is not None:
                 wanted = self._room(key, held.extent)
-                put = partial(model_state.put_parameter, self.target.model, held, wanted.memory)
+                put = partial(training_state.put_parameter, self.target.model, held, wanted.memory)
                 self._parameter_commits.append(put)
                 yield wanted
 
     def _stage_buffers(self) -> Iterator[Wanted]:
-        for name, buffer in model_state.buffers(self.target.model).items():
+        for name, buffer in training_state.buffers(self.target.model).items():
             key = self.match.keys.get(name)
             if key is not None:
                 wanted = self._room(key, Extent.whole(buffer.shape))
@@ -182,32 +182,32 @@ class LoadTransaction:
         saved = self.source.values
         states = saved.get("random", [])
         own = [states[self.target.rank % len(states)]] if self.target.with_random and states else []
-        module = model_state.plain_module(self.target.model)
-        known = dict(model_state.modules_with_extra_state(module))
+        module = training_state.plain_module(self.target.model)
+        known = dict(training_state.modules_with_extra_state(module))
         extra_state = dict(saved.get("model", {}).get("extra_state", {}))
         self._check_extra_state(set(known), set(extra_state))
         chosen = {name: saved[name] for name, _ in self.target.companions.items() if name in saved}
         tensors = read_tensors(
-            self.source, values.references([own, extra_state, chosen, saved.get("extra", {})])
+            self.source, plain_json.references([own, extra_state, chosen, saved.get("extra", {})])
         )
-        self.extra = values.decode(saved.get("extra", {}), tensors)
+        decoded = partial(plain_json.decode, tensors=tensors)
+        self.extra = decoded(saved.get("extra", {}))
         if not isinstance(self.extra, dict):
             raise ValueError("extra must be a dict")
         self.apply_companions = prepared_companions(
             self.target.companions,
-            {name: values.decode(states, tensors) for name, states in chosen.items()},
+            {name: decoded(states) for name, states in chosen.items()},
             str(self.source.folder),
             strict=self.target.strict,
         )
-        for name, state in values.decode(extra_state, tensors).items():
+        for name, state in decoded(extra_state).items():
             if name in known:
                 self._commits.append(partial(known[name].set_extra_state, state))
         if own:
-            state, rank = RandomState.from_plain(values.decode(own[0], tensors)), self.target.rank
+            state, rank = RandomState.from_plain(decoded(own[0])), self.target.rank
             is_shared = rank >= len(states)
-            self._commits.append(
-                partial(state.restore_branch, rank) if is_shared else state.restore
-            )
+            restore = partial(state.restore_branch, rank) if is_shared else state.restore
+            self._commits.append(restore)
 
     def _check_extra_state(self, known: set[str], saved: set[str]) -> None:
         if self.target.strict and self.source.is_checked and known != saved:
@@ -240,7 +240,8 @@ class LoadTransaction:
 
     def commit(self) -> None:
         """Copies what was read into the model and all else; every rank calls it."""
-        with model_state.receiving(self.target.model):
+        model = self.target.model
+        with model.receiving() if isinstance(model, ShardedModel) else torch.no_grad():
             for commit in self._parameter_commits:
                 commit()
         for commit in self._commits:

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.disk.filesystem import FileSystem, Writing
-from shoal.checkpoint.format import safetensors as header
-from shoal.checkpoint.format.checksums import CHUNK_BYTES, checksum, chunks
 from shoal.checkpoint.format.manifest import Content, FileRecord, SliceRecord, content_of
+from shoal.checkpoint.format.tensor_file import CHUNK_BYTES, checksum, chunks, encode_header
 from shoal.sharding.extent import Extent
 from shoal.torch_support.concurrency import Abandoned, run_concurrently
+from shoal.torch_support.memory import as_memory
 
 # The system gives a file memory in pieces as large as what is written at once.
 BLOCK_BYTES = 16 * CHUNK_BYTES
@@ -98,7 +98,7 @@ def write_file(
     """
     keys = [rename(each.key) for each in outgoing]
     shapes = [(key, each.dtype, each.shape) for key, each in zip(keys, outgoing, strict=True)]
-    head = header.encode(shapes, metadata or {})
+    head = encode_header(shapes, metadata or {})
     num_bytes = len(head) + sum(each.num_bytes for each in outgoing)
     sums = _Sums(head)
     file = disk.create(folder / name)
@@ -164,15 +164,6 @@ def _blocks(parts: Iterator[Tensor]) -> Iterator[memoryview]:
                 pending = bytearray()
     if pending:
         yield memoryview(pending)
-
-
-def as_memory(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor; its own memory where that is contiguous and the CPU's."""
-    if not tensor.numel():
-        return memoryview(b"")
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    flat = plain.to("cpu").contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
 
 
 class _Sums:

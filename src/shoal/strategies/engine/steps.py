@@ -21,7 +21,7 @@ from shoal.strategies.consistency.progress import Progress
 from shoal.strategies.consistency.rounds import Vote
 from shoal.strategies.engine.common_memory import CommonChanges
 from shoal.strategies.engine.flat_group import FlatGroup, Residence
-from shoal.torch_support.copying import copy
+from shoal.torch_support.memory import copy
 
 
 class Steps:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm import Backend
-from shoal.torch_support.raw import are_equal
+from shoal.torch_support.memory import are_equal
 
 
 def share_buffers(module: nn.Module, backend: Backend, *, averages: bool = False) -> None:
