@@ -17,8 +17,7 @@ from shoal.data import divide
 from shoal.errors import PeerError, ShoalError
 from shoal.launch.function.outcome import Outcome
 from shoal.launch.function.run import run_outcomes
-from shoal.launch.joining.exit import watch_exit
-from shoal.launch.joining.join import check_name, choose_for_cpu, join
+from shoal.launch.joining.join import check_name, choose_for_cpu, join, watch_exit
 from shoal.optim.registry import wrap_model, wrap_optimizer, wrap_optimizers
 from shoal.sampling import sampler as sampler
 from shoal.strategies.options import check_type

@@ -20,6 +20,8 @@ from typing import Any
 
 import cloudpickle
 
+WORKER = "shoal.launch.function.worker:main"
+"""What makes a call in another process."""
 _INSTALLED = tuple(
     os.path.join(os.path.realpath(sysconfig.get_path(name)), "")
     for name in ("stdlib", "platstdlib", "purelib", "platlib")

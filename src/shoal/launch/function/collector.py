@@ -16,15 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
-from shoal.launch.function.outcome import ERROR, Outcome, decode_frame
-from shoal.launch.function.result_frames import FrameReader
+from shoal.launch.function.outcome import ERROR, FrameReader, Outcome, decode_frame
 
 # How long the kernel gets to end a killed process before it is given up as unkillable.
 _REAP_SECONDS = 10.0
 
 
 class Process(Protocol):
-    """A process to watch; `shoal.launch.function.forkserver.child.Child` is one."""
+    """A process to watch; `shoal.launch.function.forkserver.forkserver.Child` is one."""
 
     def fileno(self) -> int:
         """A descriptor that becomes readable when the process has ended, not before."""

@@ -15,24 +15,26 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Coroutine
+import threading
+import time
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import LaunchError
 from shoal.launch.mpi.job import MpiJob
-from shoal.launch.script.config import LaunchConfig
+from shoal.launch.script.config import LaunchConfig, common_variables, own_variables
 from shoal.launch.script.guard import Guard, adopting_orphans
 from shoal.launch.script.output import FileOutput, RankOutput, ScreenOutput, console
 from shoal.launch.script.rank import Rank, start_rank
-from shoal.launch.script.signals import Signals
 from shoal.launch.script.store_process import StoreProcess, listen
 from shoal.launch.script.summary import Ending, first_failure, read_record, summarize
-from shoal.launch.script.variables import common_variables, own_variables
 
 __all__ = ["LaunchConfig", "launch"]
 
 _TERM_SECONDS = 5.0
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_STOPPING = (signal.SIGINT, signal.SIGTERM)
 _OTHER_NODES_SECONDS = 300.0
 
 
@@ -206,3 +208,54 @@ async def _first_of(*waits: Coroutine[Any, Any, object], timeout: float | None =
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Signals:
+    """Signals that reach the launcher go on to its ranks; two of them also mean the end.
+
+    Example:
+        >>> signals = Signals(ranks)
+        >>> with signals.forwarded():
+        ...     await signals.stop.wait()
+    """
+
+    def __init__(self, ranks: list[Rank]) -> None:
+        """Forwards to `ranks`, a list that may still grow."""
+        self._ranks = ranks
+        self.stopped_by: signal.Signals | None = None
+        self.stopped_at = 0.0
+        self.stop = asyncio.Event()
+        """Set by the first SIGINT or SIGTERM."""
+        self.hurry = asyncio.Event()
+        """Set by a second SIGINT: the grace period is skipped."""
+
+    @contextlib.contextmanager
+    def forwarded(self) -> Iterator[None]:
+        """Handles signals inside the block, and puts the handlers back that were there.
+
+        A signal that the launcher was started to ignore (nohup) stays ignored. Outside the main
+        thread Python delivers no signals, so there is nothing to forward.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        before = {signum: signal.getsignal(signum) for signum in _FORWARDED}
+        handled = [signum for signum in _FORWARDED if before[signum] not in (signal.SIG_IGN, None)]
+        for signum in handled:
+            loop.add_signal_handler(signum, self._on_signal, signum)
+        try:
+            yield
+        finally:
+            for signum in handled:
+                loop.remove_signal_handler(signum)
+                signal.signal(signum, before[signum])
+
+    def _on_signal(self, signum: signal.Signals) -> None:
+        for rank in self._ranks:
+            rank.send(signum)
+        if signum == signal.SIGINT and self.stop.is_set():
+            self.hurry.set()
+        if signum in _STOPPING and self.stopped_by is None:
+            self.stopped_by, self.stopped_at = signum, time.time()
+            self.stop.set()
