@@ -126,16 +126,12 @@ def _first_error(failures: Sequence[Outcome]) -> BaseException:
 
     A rank that only passes on another's failure comes after those that failed by themselves.
     """
-    first = min(failures, key=lambda outcome: (_is_echo(outcome), outcome.failed_at))
+    first = min(failures, key=lambda each: (isinstance(each.error, PeerError), each.failed_at))
     error = first.error or PeerError(first.rank, _ending(first))
     if not isinstance(error, Exception):  # SystemExit and the like would end the caller
         error = PeerError(first.rank, f"it ended by {error!r}")
     error.add_note(f"raised on rank {first.rank}; its own traceback:\n{first.traceback}")
     return error
-
-
-def _is_echo(outcome: Outcome) -> bool:
-    return isinstance(outcome.error, PeerError)
 
 
 def _ending(outcome: Outcome) -> str:
@@ -243,7 +239,6 @@ def as_distributed(
 
 
 def _as_given(model: nn.Module, *others: Any) -> Any:
-    """The model alone, or with what else there is."""
     given = [each for each in others if each is not None]
     return (model, *given) if given else model
 
@@ -289,16 +284,5 @@ def verify(
         >>> print(report)
         >>> report.raise_if_different()
     """
-    experiment = Experiment(
-        build,
-        as_distributed,
-        strategy,
-        ranks,
-        backend,
-        steps,
-        reference,
-        tolerance,
-        weight,
-        options,
-    )
-    return verify_experiment(experiment, run)
+    how = (strategy, ranks, backend, steps, reference, tolerance, weight, options)
+    return verify_experiment(Experiment(build, as_distributed, *how), run)

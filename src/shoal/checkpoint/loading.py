@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,6 @@ class Loaded(dict[str, Any]):
         path: Path | None,
         misfits: Misfits | None = None,
     ) -> None:
-        """See `load`."""
         super().__init__(extra)
         self.step, self.path = step, path
         misfits = misfits or Misfits()
@@ -154,7 +154,8 @@ def _load_first_good(
 ) -> Loaded:
     for number, name in enumerate(names):
         try:
-            return _load_from(lambda name=name: _open(disk, path, name), target, ranks)
+            opening = partial(open_checkpoint if name else open_path, disk, path / name)
+            return _load_from(opening, target, ranks)
         except CorruptCheckpointError as error:
             if not fallback or number + 1 == len(names):
                 raise
@@ -164,11 +165,9 @@ def _load_first_good(
     raise AssertionError("there is always a candidate")
 
 
-def _open(disk: FileSystem, path: Path, name: str) -> TensorSource:
-    return open_checkpoint(disk, path / name) if name else open_path(disk, path)
-
-
-def _load_from(open_source: Any, target: Target, ranks: Backend | None) -> Loaded:
+def _load_from(
+    open_source: Callable[[], TensorSource], target: Target, ranks: Backend | None
+) -> Loaded:
     """Stages on every rank, and commits if all have succeeded."""
     transactions: list[LoadTransaction] = []
 

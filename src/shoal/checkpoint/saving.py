@@ -157,12 +157,9 @@ class RunningSave:
     """One save.
 
     Attributes:
-        folder: Where to.
         ranks: Who takes part; None for a process of its own.
-        step: The step it is of.
         keep: How many checkpoints to keep.
         written_by: See `Manifest`.
-        name: Of the checkpoint.
         values: What this rank knows that is no tensor.
         keys: All tensors of the checkpoint.
         outgoing: What this rank writes.
@@ -183,7 +180,7 @@ class RunningSave:
 
     @property
     def rank(self) -> int:
-        """This rank's number."""
+        """Of this process."""
         return 0 if self.ranks is None else self.ranks.rank
 
     @property
@@ -277,14 +274,7 @@ class RunningSave:
     ) -> Content:
         draft = self.folder.draft(self.name)
         try:
-            return write_file(
-                self.folder.disk,
-                draft,
-                name,
-                outgoing,
-                metadata={"format": "pt"},
-                is_unwanted=is_unwanted,
-            )
+            return write_file(self.folder.disk, draft, name, outgoing, is_unwanted)
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"rank 0 has made {draft}, but rank {self.rank} does not find it: the folder of "

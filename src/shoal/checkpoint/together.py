@@ -23,12 +23,8 @@ def together(backend: Backend | None, action: Callable[[], T], doing: str) -> li
     """Carries out a local action on every rank and returns the results, by rank.
 
     The results travel as plain data. If the action fails on any rank, it counts as failed on all:
-    every rank raises the error of the first that failed, itself or one that names the rank.
-
-    Args:
-        backend: All ranks; None for a process of its own.
-        action: What this rank does; it may not communicate.
-        doing: What the action does, for the message.
+    every rank raises the error of the first that failed, itself or one that names the rank and what
+    it was doing. The action may not communicate. No backend is a process of its own.
     """
     if backend is None or backend.size == 1:
         return [action()]
@@ -48,7 +44,6 @@ def together(backend: Backend | None, action: Callable[[], T], doing: str) -> li
 
 
 def _told(error: Exception) -> list[Any]:
-    """An error as plain data."""
     about = None
     if isinstance(error, CorruptCheckpointError):
         about = [error.file, error.reason, error.tensor]
@@ -56,7 +51,6 @@ def _told(error: Exception) -> list[Any]:
 
 
 def _retold(rank: int, told: list[Any], doing: str) -> CheckpointError:
-    """The error of another rank, as this one raises it."""
     kind, text, about = told
     if about is not None:
         return CorruptCheckpointError(about[0], f"{about[1]} (found by rank {rank})", about[2])
@@ -96,7 +90,6 @@ class PendingSave:
         return self.path
 
     def __repr__(self) -> str:
-        """The path, and whether all ranks know how the save ended."""
         return f"<PendingSave {self.path}{'' if self.is_agreed else ', not agreed on yet'}>"
 
 

@@ -127,8 +127,7 @@ def _reshard(
         ]
         file_name = f"data-{number:05d}.safetensors"
         draft = target.draft(name)
-        part = write_file(target.disk, draft, file_name, outgoing, metadata={"format": "pt"})
-        parts.append(part)
+        parts.append(write_file(target.disk, draft, file_name, outgoing))
     content = joined(parts, source.tensors)
     return target.commit(name, encode(content, source.values, source.written_by))
 
@@ -145,16 +144,8 @@ def export(
 
     Tied parameters are written once, under their first name.
 
-    Args:
-        source: The checkpoint.
-        folder: Where to.
-        dtype: What numbers with a fraction are converted to; they stay as they are by default.
-        most_bytes: The most bytes of tensors in one file; one file by default.
-        progress: Told of the bytes that were read.
-        disk: Where the folder is.
-
-    Returns:
-        The files.
+    Numbers with a fraction are converted to ``dtype``. A file has at most ``most_bytes`` of
+    tensors; by default there is one. Returns the files.
     """
     keys = [key for key in source.tensors if key.startswith(PREFIX)]
     _check_dtypes(source, keys)
@@ -167,8 +158,7 @@ def export(
     names = [_file_name(number, len(files)) for number in range(len(files))]
     for name, own in zip(names, files, strict=True):
         unfinished = f".{name}.new"
-        metadata = {"format": "pt"}
-        write_file(disk, folder, unfinished, own, lambda key: key.removeprefix(PREFIX), metadata)
+        write_file(disk, folder, unfinished, own)
         disk.rename(folder / unfinished, folder / name)
     if len(files) > 1:
         names.append(INDEX)
@@ -206,11 +196,7 @@ def _filled(outgoing: Sequence[Outgoing], most_bytes: int | None) -> list[list[O
 
 
 def _index(names: Sequence[str], files: Sequence[Sequence[Outgoing]]) -> bytes:
-    weights = {
-        each.tensor.removeprefix(PREFIX): name
-        for name, own in zip(names, files, strict=False)
-        for each in own
-    }
+    weights = {each.tensor: name for name, own in zip(names, files, strict=False) for each in own}
     total = sum(each.num_bytes for own in files for each in own)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2).encode()
 
@@ -220,10 +206,10 @@ def _whole(
 ) -> Outgoing:
     record = source.tensors[key]
     extent = Extent.whole(record.shape)
-    parts = _reading(source, key, extent, progress)
+    parts, name = _reading(source, key, extent, progress), key.removeprefix(PREFIX)
     if dtype is None or not record.dtype.is_floating_point:
-        return Outgoing(key, record.dtype, extent, parts)
-    return Outgoing(key, dtype, extent, lambda: (part.to(dtype) for part in parts()))
+        return Outgoing(name, record.dtype, extent, parts)
+    return Outgoing(name, dtype, extent, lambda: (part.to(dtype) for part in parts()))
 
 
 def _reading(

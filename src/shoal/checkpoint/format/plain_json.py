@@ -31,12 +31,7 @@ TensorSink = Callable[[str, Tensor], str]
 
 
 def encode(value: Any, path: str, put: TensorSink) -> Any:
-    """The value as JSON.
-
-    Args:
-        value: What to write.
-        path: What it is called; keys of tensors inside begin with it.
-        put: Takes the tensors that are not small.
+    """The value as JSON; ``put`` takes tensors inside, whose keys begin with the value's path.
 
     Raises:
         TypeError: If something in it is neither plain nor a tensor.

@@ -33,14 +33,7 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class HeaderEntry:
-    """One tensor of a file.
-
-    Attributes:
-        dtype: Of its elements.
-        shape: Of the tensor.
-        begin: Where in the file its bytes begin.
-        end: Where they end.
-    """
+    """One tensor of a file, and where in the file its bytes begin and end."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,16 +58,7 @@ class SliceLocation:
 
 @dataclass
 class TensorSource:
-    """Tensors that can be read.
-
-    Attributes:
-        disk: Where the files are.
-        folder: The folder of the files.
-        tensors: By key, as in a manifest.
-        files: The names of the files, by number, and what is known of them.
-        values: See `Manifest`; empty for files of others.
-        written_by: See `Manifest`.
-    """
+    """Tensors that can be read, by key; see `Manifest`. Files of others have no values."""
 
     disk: FileSystem
     folder: Path
@@ -177,20 +169,15 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
     )
 
 
-class naming:
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
     """Inside, errors count as damage of a file, and name it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        """Nothing to do."""
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, OSError):
-            raise unreadable(self._path, error) from error
-        if isinstance(error, ValueError):
-            raise CorruptCheckpointError(str(self._path), str(error)) from error
+    try:
+        yield
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except ValueError as error:
+        raise CorruptCheckpointError(str(path), str(error)) from error
 
 
 # Opening ------------------------------------------------------------------------------------
@@ -211,12 +198,7 @@ def open_checkpoint(disk: FileSystem, folder: Path) -> TensorSource:
     )
 
 
-def open_safetensors(disk: FileSystem, path: Path) -> TensorSource:
-    """A single safetensors file of a model's parameters and buffers."""
-    return _foreign(disk, path.parent, [path.name], lambda name, key: True)
-
-
-def open_index(disk: FileSystem, path: Path) -> TensorSource:
+def _open_index(disk: FileSystem, path: Path) -> TensorSource:
     """Several safetensors files with an index, as Hugging Face writes large models."""
     with naming(path):
         content = parse(read_all(disk, disk.followed(path), _MOST_INDEX_BYTES))
@@ -235,7 +217,10 @@ def open_index(disk: FileSystem, path: Path) -> TensorSource:
 
 
 def _foreign(
-    disk: FileSystem, folder: Path, names: list[str], is_wanted: Callable[[str, str], bool]
+    disk: FileSystem,
+    folder: Path,
+    names: list[str],
+    is_wanted: Callable[[str, str], bool] = lambda name, key: True,
 ) -> TensorSource:
     files: list[FileRecord] = []
     headers: dict[int, dict[str, HeaderEntry]] = {}
@@ -245,34 +230,26 @@ def _foreign(
             head = read_header(file, file.num_bytes)
             headers[number] = decode_header(head, file.num_bytes)
             files.append(FileRecord(name, file.num_bytes, "", zlib.crc32(head)))
-            for key, record in _records(headers[number], number):
+            for key, entry in headers[number].items():
                 if is_wanted(name, key):
                     if f"model/{key}" in tensors:
                         raise ValueError(f"tensor {key!r} is in another file as well")
-                    tensors[f"model/{key}"] = record
+                    shape = torch.Size(entry.shape)
+                    part = SliceRecord(Extent.whole(shape), number, key, ())
+                    tensors[f"model/{key}"] = TensorRecord(entry.dtype, shape, (part,))
     return TensorSource(disk, folder, tensors, tuple(files), is_checked=False, _headers=headers)
 
 
-def _records(entries: Mapping[str, HeaderEntry], number: int) -> Iterator[tuple[str, TensorRecord]]:
-    for key, entry in entries.items():
-        shape = torch.Size(entry.shape)
-        part = SliceRecord(Extent.whole(shape), number, key, ())
-        yield key, TensorRecord(entry.dtype, shape, (part,))
-
-
-def open_foreign(disk: FileSystem, path: Path) -> TensorSource | None:
-    """What others have written at a path, if it is something that can be read.
-
-    Links are followed: the cache of Hugging Face consists of them.
-    """
+def _open_foreign(disk: FileSystem, path: Path) -> TensorSource | None:
+    """Links are followed: the cache of Hugging Face consists of them."""
     if path.name.endswith(".index.json"):
-        return open_index(disk, path)
+        return _open_index(disk, path)
     if path.suffix == ".safetensors" and not disk.is_folder(disk.followed(path)):
-        return open_safetensors(disk, path)
+        return _foreign(disk, path.parent, [path.name])
     if disk.is_file(disk.followed(path / INDEX)):
-        return open_index(disk, path / INDEX)
+        return _open_index(disk, path / INDEX)
     if disk.is_file(disk.followed(path / SINGLE)):
-        return open_safetensors(disk, path / SINGLE)
+        return _foreign(disk, path, [SINGLE])
     if disk.is_file(disk.followed(path)):
         _refuse_pickle(disk, path)
     return None
@@ -286,7 +263,7 @@ def open_path(disk: FileSystem, path: Path) -> TensorSource:
     """
     if disk.is_file(path / MANIFEST):
         return open_checkpoint(disk, path)
-    source = open_foreign(disk, path)
+    source = _open_foreign(disk, path)
     if source is None:
         raise CheckpointError(
             f"there is no checkpoint at {path}: neither one of shoal nor a model.safetensors"

@@ -7,7 +7,7 @@ an optimizer becomes its own without another copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,29 +22,23 @@ from shoal.checkpoint.disk.checkpoint_folder import MANIFEST
 from shoal.checkpoint.format import plain_json
 from shoal.checkpoint.load import matching
 from shoal.checkpoint.load.matching import Match, Misfits
-from shoal.checkpoint.load.optimizer_loading import OptimizerLoading
 from shoal.checkpoint.load.slice_reader import read, read_tensors
 from shoal.checkpoint.load.tensor_source import StateDictSource, TensorSource, Wanted
 from shoal.checkpoint.training_state import Companions, prepared_companions
 from shoal.errors import CheckpointMismatchError, CorruptCheckpointError
+from shoal.optim.state.reception import Reception
 from shoal.sharding.extent import Extent
+from shoal.sharding.holding import FullState
 from shoal.strategies import ShardedModel
 from shoal.torch_support.concurrency import run_concurrently
 from shoal.torch_support.random_state import RandomState
 
+_NONSENSE = LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError
+
 
 @dataclass(frozen=True)
 class Target:
-    """What is loaded into.
-
-    Attributes:
-        model: The model.
-        optimizers: Its optimizers.
-        companions: Schedulers and the like.
-        strict: Whether everything must fit.
-        with_random: Whether random generators are restored.
-        rank: This rank's number.
-    """
+    """What is loaded into, on this rank; `strict` if everything must fit."""
 
     model: nn.Module
     optimizers: Sequence[Optimizer]
@@ -221,18 +215,9 @@ class LoadTransaction:
         """Inside, values that are not what they should be count as damage."""
         try:
             yield
-        except (CheckpointMismatchError, CorruptCheckpointError):
+        except (CheckpointMismatchError, CorruptCheckpointError, torch.OutOfMemoryError):
             raise
-        except torch.OutOfMemoryError:
-            raise
-        except (
-            LookupError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            RuntimeError,
-            OverflowError,
-        ) as error:
+        except _NONSENSE as error:
             reason = f"its values make no sense: {type(error).__name__}: {str(error)[:200]}"
             raise CorruptCheckpointError(str(self.source.folder / MANIFEST), reason) from error
 
@@ -251,3 +236,102 @@ class LoadTransaction:
 @torch.no_grad()
 def _overwrite(memory: Tensor, values: Tensor) -> None:
     memory.copy_(values.view(memory.shape))
+
+
+@dataclass
+class OptimizerLoading:
+    """One optimizer's saved state.
+
+    Attributes:
+        saved: What the source's manifest says of this optimizer.
+        number: Which of the checkpoint's optimizers it is.
+        strict: Whether it must be of the same class.
+        ties: From a name here to the one in the checkpoint, where they differ.
+        new: Names of parameters that are not those of the checkpoint: they keep their state.
+    """
+
+    source: TensorSource
+    saved: Mapping[str, Any]
+    number: int
+    strict: bool
+    ties: Mapping[str, str] = field(default_factory=dict)
+    new: Collection[str] = ()
+
+    def receive(self, optimizer: Optimizer, model: nn.Module) -> Reception:
+        """Makes room for the state."""
+        self._check_class(optimizer)
+        groups = training_state.held_groups(optimizer, model)
+        known = {name for group in self.saved["groups"] for name in group["parameters"]}
+        tensors = read_tensors(self.source, plain_json.references(self._shared_of(groups)))
+        dtypes = training_state.held_dtypes(model)
+        states = {
+            name: self._full_state(name, tensors, dtypes[name])
+            for names, _ in groups
+            for name in names
+            if self._saved_name(name) in known and name not in self.new
+        }
+        options = [self._options(which, *group) for which, group in enumerate(groups)]
+        return training_state.receive(optimizer, model, states, options, _streams(self.saved))
+
+    def _saved_name(self, name: str) -> str:
+        return self.ties.get(name, name)
+
+    def key(self, name: str, state_key: str) -> str:
+        """Where the files have what each element of a parameter has."""
+        return f"optimizer/{self.number}/{self._saved_name(name)}/{state_key}"
+
+    def _check_class(self, optimizer: Optimizer) -> None:
+        wanted, found = training_state.class_name(optimizer), self.saved["class"]
+        if self.strict and found != wanted:
+            raise CheckpointMismatchError(
+                f"{self.source.folder} has the state of {found} where {wanted} is to be loaded; "
+                "pass strict=False if one can go on with the other's state"
+            )
+
+    def _shared_of(self, groups: training_state.Groups) -> list[Any]:
+        names = {self._saved_name(name) for own, _ in groups for name in own}
+        states = [about["shared"] for name, about in self.saved["state"].items() if name in names]
+        return [states, [group["options"] for group in self.saved["groups"]]]
+
+    def _full_state(
+        self, name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype
+    ) -> FullState:
+        about = self.saved["state"].get(self._saved_name(name))
+        if about is None:
+            return FullState()
+        stored = self.source.tensors.get(f"model/{self._saved_name(name)}")
+        dtypes = {}
+        for key in about["elements"]:
+            found = self.source.tensors[self.key(name, key)].dtype
+            # State that has the parameter's own dtype follows it, where that is another now.
+            follows = stored is not None and found is stored.dtype and found.is_floating_point
+            dtypes[key] = dtype if follows else found
+        return FullState(dtypes, plain_json.decode(about["shared"], tensors))
+
+    def _options(self, index: int, names: list[str], own: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Hyperparameters of the saved group that has these parameters."""
+        groups = self.saved["groups"]
+        members = {name: which for which, own in enumerate(groups) for name in own["parameters"]}
+        found = {members[self._saved_name(n)] for n in names if self._saved_name(n) in members}
+        if len(found) > 1:
+            raise CheckpointMismatchError(
+                f"parameter group {index} of the optimizer has parameters of the groups "
+                f"{sorted(found)} of {self.source.folder}: build it with the same groups"
+            )
+        if not found and (names or index >= len(groups)):
+            return own  # all of its parameters are new
+        which = found.pop() if found else index
+        saved = groups[which]["options"]  # read for each: groups must not share tensors
+        options = plain_json.decode(saved, read_tensors(self.source, plain_json.references(saved)))
+        if not isinstance(options, dict) or "params" in options:
+            raise ValueError("hyperparameters must be a dict")
+        return options
+
+
+def _streams(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where random draws go on, in the form that `training_state.streams` gives it."""
+    found = saved.get("streams", {})
+    numbers = [number for each in found.values() for number in each.values()]
+    if not all(type(number) is int for number in numbers):
+        raise ValueError("what an optimizer draws from must be given in whole numbers")
+    return found  # type: ignore[no-any-return]

@@ -36,12 +36,8 @@ _DIVIDED_BYTES = 1 << 18
 class Claim:
     """What one rank holds of a tensor.
 
-    Attributes:
-        dtype: Of its elements.
-        shape: Of the full tensor.
-        extents: What the rank holds of it.
-        is_divisible: Whether all holders are known to have the same values; if not, the first
-            rank's count.
+    It is divisible if all holders are known to have the same values; if not, the first rank's
+    count.
     """
 
     dtype: torch.dtype
@@ -124,9 +120,8 @@ def _by_split(
 
 def _divide(ranges: Sequence[_Range], itemsize: int, load: Sequence[int]) -> list[_Range]:
     """Runs without overlap as (rank, start, stop); neighbours of one rank are joined."""
-    if all(
-        start == stop for start, stop, _ in ranges
-    ):  # empty, but a rank must record that it exists
+    if all(start == stop for start, stop, _ in ranges):
+        # Empty, but a rank must record that it exists.
         start, _, rank = ranges[0]
         return [(rank, start, start)]
     edges = sorted({edge for start, stop, _ in ranges for edge in (start, stop)})
@@ -161,13 +156,7 @@ def _share(
 
 @dataclass(frozen=True)
 class Division:
-    """Which rank writes what.
-
-    Attributes:
-        keys: All tensors that any rank holds.
-        assigned: What each rank writes.
-        digest: Of what each rank holds.
-    """
+    """All tensors that any rank holds, what each rank writes, a digest of what each holds."""
 
     keys: Sequence[str]
     assigned: Sequence[Assigned]
@@ -186,13 +175,9 @@ def digests(ranks: Backend | None, claims: Claims) -> tuple[str, str]:
 def divide(
     ranks: Backend | None, claims: Claims, shown: Sequence[tuple[str, str]], doing: str
 ) -> Division:
-    """Divides what all ranks hold among them; see [Note: the same as last time].
+    """Divides what all ranks hold among them, from what this one claims and each rank's `digests`.
 
-    Args:
-        ranks: Who takes part; None for a process of its own.
-        claims: What this rank holds.
-        shown: The `digests` of each rank.
-        doing: For messages.
+    See [Note: the same as last time].
     """
     digest = _digest("".join(own for own, _ in shown))
     if all(known == digest for _, known in shown):

@@ -56,16 +56,8 @@ def run_command(
 
     A rank that ended without a report has the end of the command's standard error for a traceback.
 
-    Args:
-        command: Starts the program it is given on each rank: `["mpiexec", "-n", "4"]`. The program
-            is appended.
-        env: The command's whole environment.
-        fn: Any function that cloudpickle can carry.
-        args: Its arguments, the same for every rank.
-        ranks: How many ranks the command starts.
-        grace: How long ranks may run on after the first failure before they are killed.
-        entry: Called on each rank as `entry(channel, payload)`.
-        connect_timeout: How long the ranks may take to start.
+    The program that each rank runs is appended to the command, as in `["mpiexec", "-n", "4"]`. Else
+    as `run_processes`.
 
     Raises:
         LaunchError: The command did not start all ranks, and none of them said why.
@@ -76,7 +68,9 @@ def run_command(
         request = Request.of_caller(entry, {})
         listener = RankListener(collector, ranks, request, encode_call(fn, args))
         stack.callback(listener.close)
-        launcher = stack.enter_context(_start([*command, *_program(listener.path)], env, stderr))
+        # It can be imported wherever this process found it.
+        program = [sys.executable, "-c", _BOOTSTRAP, _SOURCE, listener.path]
+        launcher = stack.enter_context(_start([*command, *program], env, stderr))
         stack.callback(_stop, launcher)
         _watch_command(collector, launcher, stderr)
         complaint = _await_ranks(collector, launcher, command, connect_timeout)
@@ -84,11 +78,6 @@ def run_command(
         _await_end(collector, launcher, grace)
         stderr.drain()
         return _complete(outcomes, ranks, stderr, complaint)
-
-
-def _program(path: str) -> list[str]:
-    """What each rank runs; it can be imported wherever this process found it."""
-    return [sys.executable, "-c", _BOOTSTRAP, _SOURCE, path]
 
 
 def _start(command: list[str], env: Mapping[str, str], stderr: CapturedStderr) -> Child:
@@ -156,7 +145,6 @@ def _await_end(collector: Collector, launcher: Child, grace: float) -> None:
 
 
 def _stop(launcher: Child) -> None:
-    """Asks the command to end and clean up; insists after a while."""
     launcher.kill(signal.SIGTERM)
     if launcher.wait(_STOP_SECONDS) is None:
         launcher.kill()
@@ -213,7 +201,6 @@ class CapturedStderr:
     """
 
     def __init__(self) -> None:
-        """Opens the pipe."""
         self._read_end, self.write_end = os.pipe()
         os.set_blocking(self._read_end, False)
         self._kept = b""

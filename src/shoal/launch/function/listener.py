@@ -54,7 +54,6 @@ class RankListener:
         self._resources.close()
 
     def _accept(self) -> None:
-        """Accepts the connection of the next rank."""
         connection, _ = self._listener.accept()
         with contextlib.ExitStack() as stack:
             stack.enter_context(connection)
@@ -73,7 +72,6 @@ class RankListener:
             self.close()
 
     def _check(self, rank: int, size: int) -> int:
-        """Makes sure that the command started what was asked for."""
         if size != self._ranks:
             raise LaunchError(
                 f"{self._ranks} ranks were asked for, and rank {rank} finds itself in a world of "
@@ -100,7 +98,6 @@ class ConnectedProcess:
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        """Asks the kernel who connected."""
         option = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         self.pid: int = _CREDENTIALS.unpack(option)[0]
         self._fd = os.pidfd_open(self.pid)

@@ -95,7 +95,6 @@ def decode_frame(rank: int, frame: Frame) -> Outcome:
 
 
 def _name_of(error: BaseException) -> str:
-    """The exception's type, as a traceback names it."""
     kind = type(error)
     known = kind.__module__ in ("builtins", "__main__")
     return kind.__qualname__ if known else f"{kind.__module__}.{kind.__qualname__}"
@@ -132,7 +131,6 @@ class FrameReader:
     """
 
     def __init__(self) -> None:
-        """Starts before the header."""
         self.frame: Frame | None = None
         self._kind = 0
         self._in_header = True
@@ -156,7 +154,6 @@ class FrameReader:
         return count > 0
 
     def _expect(self, size: int) -> None:
-        """Makes room for the next part."""
         self._buffer = bytearray(size)
         self._view = memoryview(self._buffer)
         self._filled = 0

@@ -107,8 +107,8 @@ def run_processes(
 
     Args:
         fn: Any function that cloudpickle can carry.
-        args: Its arguments, the same for every rank.
-        ranks: How many processes to start.
+        args: The same for every rank.
+        ranks: How many.
         entry: Called in each process as `entry(channel, payload)`: decodes the call, makes it and
             reports with `send_value` or `send_error`.
         env_for: The variables that a rank sees over those of this process.

@@ -69,7 +69,6 @@ class _Dialect:
     derived: Callable[[Environment], dict[str, str]] = lambda env: {}
 
     def is_spoken(self, env: Environment) -> bool:
-        """Whether this launcher started the process."""
         if self.spoken is not None:
             return self.spoken(env)
         return any(env.get(name) for name in self.marks)
@@ -159,12 +158,6 @@ def discover(env: Environment = os.environ) -> RankInfo:
     Ranks without local numbers are taken to share a host when the master is on loopback or not
     named, and to have a host each otherwise.
 
-    Args:
-        env: The variables to read.
-
-    Returns:
-        The numbers, checked: ranks lie inside their sizes and ports exist.
-
     Raises:
         LaunchError: If variables are missing, no numbers, out of range or contradict each other.
     """
@@ -234,7 +227,6 @@ class _EnvironmentReader:
         return int(text)
 
     def needed(self, names: tuple[str, ...], *, lowest: int = 0, below: int = 2**31) -> int:
-        """Like `number`, where nothing set is an error."""
         value = self.number(names, lowest=lowest, below=below)
         if value is None:
             raise self.missing(names)

@@ -189,7 +189,6 @@ def _leave_world() -> None:
 
 
 def _leave_record(error: BaseException) -> None:
-    """Leaves the launcher a note of the failure, where it asked for one."""
     folder = os.environ.get("SHOAL_ERROR_DIR")
     if folder is None:
         return

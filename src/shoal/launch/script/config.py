@@ -47,7 +47,6 @@ class LaunchConfig:
     port: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be started, before anything has been touched."""
         _refuse_counts(self)
         _refuse_backend(self)
         if self.nodes > 1 and self.master is None:

@@ -51,7 +51,6 @@ class Guard:
             self._shell.stdin.flush()
 
     def __enter__(self) -> Guard:
-        """Returns the guard itself."""
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -41,9 +41,6 @@ _OTHER_NODES_SECONDS = 300.0
 def launch(config: LaunchConfig) -> int:
     """Starts the ranks of this node and waits for them.
 
-    Args:
-        config: What to start.
-
     Returns:
         0 if all ranks ended with 0, the code of the first that failed otherwise: 128 + n where
         signal n ended it, or the launcher itself.
@@ -78,12 +75,11 @@ class _Launch:
         self._out, self._err = console(sys.stdout, sys.stderr)
 
     async def run(self, listener: socket.socket | None) -> int:
-        """Starts everything, waits, reports, and leaves nothing behind."""
         signals = Signals(self._ranks)
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(signals.forwarded())
             stack.push_async_callback(self._clean_up)
-            await self._start(self._config.port if listener is None else _port_of(listener))
+            await self._start(self._config.port if listener is None else listener.getsockname()[1])
             store = StoreProcess(self._config, listener, self._folder / "store.log")
             stack.callback(store.close)
             if listener is not None:
@@ -183,11 +179,6 @@ def _make_folder(path: Path) -> None:
             f"--log-dir must be a folder to write to, but {str(path)!r} cannot be made: "
             f"{error.strerror}. Choose another."
         ) from error
-
-
-def _port_of(listener: socket.socket) -> int:
-    port: int = listener.getsockname()[1]
-    return port
 
 
 async def _all_ended(codes: list[asyncio.Future[int]]) -> None:

@@ -30,7 +30,6 @@ class Rank:
     """
 
     def __init__(self, number: int, pid: int, output: RankOutput) -> None:
-        """Takes over a running process, the leader of its group."""
         self.number = number
         self.pid = pid
         self.output = output

@@ -44,7 +44,6 @@ def run(descriptors: Descriptors, server: int) -> NoReturn:
 
 
 def _call_entry(descriptors: Descriptors, server: int) -> int:
-    """Takes on the caller's environment and streams, and calls the entry point."""
     die_with_parent(server)
     _adopt_streams(descriptors.stdin, descriptors.stdout, descriptors.stderr)
     _reset_signals()
@@ -67,7 +66,6 @@ def _reset_signals() -> None:
 
 
 def _take_context(request: Request, cwd: int) -> None:
-    """Sets environment, directory, import path and arguments to those of the caller."""
     os.environ.clear()
     os.environ.update(request.env)
     os.fchdir(cwd)
@@ -108,7 +106,6 @@ def resolve(entry: str) -> Entry:
 
 
 def _read_and_close(fd: int) -> bytes:
-    """All of a memory file that only this child still needs."""
     try:
         return MemoryFile.read(fd)
     finally:
@@ -116,7 +113,6 @@ def _read_and_close(fd: int) -> bytes:
 
 
 def _code_of(error: SystemExit) -> int:
-    """The exit code that the interpreter would make of it."""
     if error.code is None or isinstance(error.code, int):
         return error.code or 0
     print(error.code, file=sys.stderr)

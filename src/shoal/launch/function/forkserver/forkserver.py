@@ -66,13 +66,9 @@ class Child:
         send_signal: Callable[[int], None],
         on_lost: Callable[[], None],
     ) -> None:
-        """Wraps the caller's ends; `await_pid` completes it.
+        """Wraps the caller's ends of channel and status pipe; `await_pid` completes it.
 
-        Args:
-            channel: The caller's end of the child's channel.
-            status: The read end of the child's status pipe.
-            send_signal: Signals the child by way of the server.
-            on_lost: Called when it shows that the server itself is gone.
+        ``on_lost`` is called when it shows that the server itself is gone.
         """
         self.channel = channel
         self.pid = 0
@@ -118,7 +114,6 @@ class Child:
         self._status.close()
 
     def _readable(self, timeout: float | None) -> bool:
-        """Whether the status pipe has something to say before the time is over."""
         poll = select.poll()
         poll.register(self._status, select.POLLIN)
         return bool(poll.poll(None if timeout is None else max(0.0, timeout) * 1000))
@@ -133,11 +128,9 @@ class Child:
         return number
 
     def __enter__(self) -> Self:
-        """Itself, closed at the end of the block."""
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Closes the handle."""
         self.close()
 
 
@@ -211,7 +204,9 @@ class ForkServer:
             request = Request.of_caller(entry, env)
             fds = _descriptors(theirs, request, payload, streams, stack)
             self._send(Packet(SPAWN, serial, descriptors=fds))
-        return _started(child)
+        with _closing_on_error(child):
+            child.await_pid(_START_TIMEOUT)
+        return child
 
     def close(self) -> None:
         """Ends the server and with it every child; does nothing in a forked process."""
@@ -242,7 +237,6 @@ class ForkServer:
             self._send(Packet(SIGNAL, serial, signal=number))
 
     def _send(self, packet: Packet) -> None:
-        """Sends, or says that the server is gone."""
         try:
             send_packet(self._control, packet)
         except OSError as error:
@@ -251,7 +245,6 @@ class ForkServer:
 
 
 def _start(control: int, preload: Iterable[str]) -> subprocess.Popen[bytes]:
-    """Starts the server's process with one end of the socket pair."""
     arguments = [str(control), str(os.getpid()), " ".join(preload), *import_path()]
     command = [sys.executable, "-c", _BOOTSTRAP, *arguments]
     # Thread counts are each child's own affair (OMP_NUM_THREADS at its start); here they would be
@@ -295,16 +288,8 @@ def _usable(fd: int, stack: contextlib.ExitStack) -> int:
     return fd
 
 
-def _started(child: Child) -> Child:
-    """The child once it has a pid."""
-    with _closing_on_error(child):
-        child.await_pid(_START_TIMEOUT)
-    return child
-
-
 @contextlib.contextmanager
 def _closing_on_error(resource: Child | socket.socket) -> Iterator[None]:
-    """Closes `resource` if the block fails."""
     try:
         yield
     except BaseException:
