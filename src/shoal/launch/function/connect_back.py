@@ -189,16 +189,7 @@ def main() -> int:
 
 
 class CapturedStderr:
-    """A pipe whose write end a command gets as its standard error.
-
-    Example:
-        >>> stderr = CapturedStderr()
-        >>> os.write(stderr.write_end, b"oops")
-        4
-        >>> stderr.drain()
-        >>> stderr.text
-        'oops'
-    """
+    """A pipe whose write end a command gets as its standard error."""
 
     def __init__(self) -> None:
         self._read_end, self.write_end = os.pipe()

@@ -27,10 +27,6 @@ class RankListener:
 
     Only the same user can connect: the directory is closed to all others. It is removed as soon as
     all ranks are connected, so that there is little time in which a kill could leave it behind.
-
-    Example:
-        >>> listener = RankListener(collector, ranks=4, request=request, payload=payload)
-        >>> subprocess.Popen([..., listener.path])
     """
 
     def __init__(self, collector: Collector, ranks: int, request: Request, payload: bytes) -> None:
@@ -90,11 +86,6 @@ class ConnectedProcess:
     """Watches and kills the process that made a connection; its exit code cannot be known.
 
     Holds a pidfd, so that a later process with the same pid is never taken for it.
-
-    Example:
-        >>> process = ConnectedProcess(connection)
-        >>> process.kill()
-        >>> process.wait(1.0)
     """
 
     def __init__(self, connection: socket.socket) -> None:

@@ -30,10 +30,6 @@ class Outcome:
     A rank that ended without a word (it was killed, or left by `os._exit`) has neither value nor
     error, only an exit code. `failed_at` is set exactly if no value came; it is a time of the
     host's monotonic clock, so the smallest one belongs to the rank that failed first.
-
-    Example:
-        >>> Outcome(rank=1, exit_code=-9, failed_at=time.monotonic()).failed
-        True
     """
 
     rank: int
@@ -122,13 +118,7 @@ def send_frame(channel: socket.socket, kind: int, body: bytes) -> None:
 
 
 class FrameReader:
-    """Reads one frame from a non-blocking socket, in as many pieces as it comes in.
-
-    Example:
-        >>> reader = FrameReader()
-        >>> while reader.frame is None and reader.advance(channel):
-        ...     pass
-    """
+    """Reads one frame from a non-blocking socket, in as many pieces as it comes in."""
 
     def __init__(self) -> None:
         self.frame: Frame | None = None

@@ -29,11 +29,6 @@ class MpiJob:
 
     Each rank has a helper beside it (`rank_helper.py`) that dials in here, is given the rank's
     streams and variables, and reports two numbers: the rank's pid and, later, its return code.
-
-    Example:
-        >>> job = MpiJob(config, folder)
-        >>> await job.start(env, own_output, make_output, ranks.append)
-        >>> await job.close()
     """
 
     def __init__(self, config: LaunchConfig, folder: Path) -> None:

@@ -202,13 +202,7 @@ async def _first_of(*waits: Coroutine[Any, Any, object], timeout: float | None =
 
 
 class Signals:
-    """Signals that reach the launcher go on to its ranks; two of them also mean the end.
-
-    Example:
-        >>> signals = Signals(ranks)
-        >>> with signals.forwarded():
-        ...     await signals.stop.wait()
-    """
+    """Signals that reach the launcher go on to its ranks; two of them also mean the end."""
 
     def __init__(self, ranks: list[Rank]) -> None:
         """Forwards to `ranks`, a list that may still grow."""
