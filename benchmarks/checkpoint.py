@@ -39,8 +39,8 @@ from timing import readable_time
 from torch import Tensor, nn
 
 import shoal
-from shoal.checkpoint.disk import removal
 from shoal.checkpoint.disk.checkpoint_folder import CheckpointFolder
+from shoal.checkpoint.disk.filesystem import wait_until_freed
 from shoal.comm import Backend
 
 RESULTS = Path(__file__).parent / "results" / "checkpoint.json"
@@ -110,7 +110,7 @@ class Contest:
 
     def time(self, action: Callable[[], object]) -> float:
         """Until the slowest rank is done."""
-        removal.wait()  # what is removed in the background is nobody else's concern
+        wait_until_freed()  # what is removed in the background is nobody else's concern
         self.backend.barrier()
         begin = time.perf_counter()
         action()

@@ -17,8 +17,7 @@ from shoal.data import divide
 from shoal.errors import PeerError, ShoalError
 from shoal.launch.function.outcome import Outcome
 from shoal.launch.function.run import run_outcomes
-from shoal.launch.joining.exit import watch_exit
-from shoal.launch.joining.join import check_name, choose_for_cpu, join
+from shoal.launch.joining.join import check_name, choose_for_cpu, join, watch_exit
 from shoal.optim.registry import wrap_model, wrap_optimizer, wrap_optimizers
 from shoal.sampling import sampler as sampler
 from shoal.strategies.options import check_type
@@ -127,16 +126,12 @@ def _first_error(failures: Sequence[Outcome]) -> BaseException:
 
     A rank that only passes on another's failure comes after those that failed by themselves.
     """
-    first = min(failures, key=lambda outcome: (_is_echo(outcome), outcome.failed_at))
+    first = min(failures, key=lambda each: (isinstance(each.error, PeerError), each.failed_at))
     error = first.error or PeerError(first.rank, _ending(first))
     if not isinstance(error, Exception):  # SystemExit and the like would end the caller
         error = PeerError(first.rank, f"it ended by {error!r}")
     error.add_note(f"raised on rank {first.rank}; its own traceback:\n{first.traceback}")
     return error
-
-
-def _is_echo(outcome: Outcome) -> bool:
-    return isinstance(outcome.error, PeerError)
 
 
 def _ending(outcome: Outcome) -> str:
@@ -244,7 +239,6 @@ def as_distributed(
 
 
 def _as_given(model: nn.Module, *others: Any) -> Any:
-    """The model alone, or with what else there is."""
     given = [each for each in others if each is not None]
     return (model, *given) if given else model
 
@@ -290,16 +284,5 @@ def verify(
         >>> print(report)
         >>> report.raise_if_different()
     """
-    experiment = Experiment(
-        build,
-        as_distributed,
-        strategy,
-        ranks,
-        backend,
-        steps,
-        reference,
-        tolerance,
-        weight,
-        options,
-    )
-    return verify_experiment(experiment, run)
+    how = (strategy, ranks, backend, steps, reference, tolerance, weight, options)
+    return verify_experiment(Experiment(build, as_distributed, *how), run)

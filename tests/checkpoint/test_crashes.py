@@ -12,7 +12,7 @@ from torch import nn
 import shoal
 from checkpoint.memory_disk import MemoryDisk
 from checkpoint.training import assert_same, on_ranks, state, train, wrap
-from shoal.checkpoint.tools.inspection import open_any, verify
+from shoal.checkpoint.tools import open_any, verify
 from shoal.errors import CheckpointError, PeerError
 
 ROOT = Path("run")

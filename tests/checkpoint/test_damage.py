@@ -18,11 +18,11 @@ import shoal
 from checkpoint.memory_disk import MemoryDisk
 from checkpoint.training import assert_same, build, on_ranks, state, train, wrap
 from shoal.checkpoint.disk.filesystem import FileSystem
-from shoal.checkpoint.format.checksums import CHUNK_BYTES
 from shoal.checkpoint.format.manifest import Manifest, signed
+from shoal.checkpoint.format.tensor_file import CHUNK_BYTES
 from shoal.checkpoint.load.slice_reader import Wanted, _plan, read_tensors
 from shoal.checkpoint.load.tensor_source import open_checkpoint
-from shoal.checkpoint.tools.inspection import open_any, verify
+from shoal.checkpoint.tools import open_any, verify
 from shoal.errors import CheckpointError, CheckpointWarning, CorruptCheckpointError
 from shoal.sharding.extent import Extent
 

@@ -23,7 +23,7 @@ from checkpoint.test_layouts import (
     write,
 )
 from checkpoint.training import assert_same, on_ranks, state
-from shoal.checkpoint.save import running_save
+from shoal.checkpoint import saving
 from shoal.torch_support.random_state import RandomState
 from strategies.models import moved
 
@@ -81,10 +81,10 @@ def save_and_go_on(path: Path, strategy: str) -> dict[str, Any]:
     """Training overwrites what is being saved."""
     model, optimizer = on_gpu(strategy)
     go_on(model, optimizer, 3)
-    saving = shoal.save(path, model, optimizer, step=3, wait=False)
+    pending = shoal.save(path, model, optimizer, step=3, wait=False)
     held = state(model, optimizer)
     go_on(model, optimizer, 5)
-    saving.wait()
+    pending.wait()
     return moved(held, "cpu")
 
 
@@ -118,16 +118,16 @@ def test_saved_in_the_background(tmp_path: Path, strategy: str) -> None:
 @pytest.mark.parametrize("wait", [True, False])
 def test_saved_on_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool) -> None:
     """Threads that copy work on the stream of whoever saves, and not before it is through."""
-    monkeypatch.setattr(running_save, "own_cores", lambda: frozenset(range(4)))
-    monkeypatch.setattr(running_save, "_LEAST_BYTES", 1 << 20)
+    monkeypatch.setattr(saving, "own_cores", lambda: frozenset(range(4)))
+    monkeypatch.setattr(saving, "_LEAST_BYTES", 1 << 20)
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8))).cuda()
     shoal.save(tmp_path, model, wait=wait).wait()
     with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():  # type: ignore[no-untyped-call]
         torch.cuda._sleep(300_000_000)
         for parameter in model.parameters():
             parameter.fill_(2)
-        saving = shoal.save(tmp_path, model, wait=wait)
-    saving.wait()
+        pending = shoal.save(tmp_path, model, wait=wait)
+    pending.wait()
     shoal.load(tmp_path, model)
     assert all((parameter == 2).all() for parameter in model.parameters())
 

@@ -18,8 +18,7 @@ import shoal
 from checkpoint.training import assert_same, on_ranks, state, wrap
 from shoal.checkpoint.disk import checkpoint_folder
 from shoal.checkpoint.disk.checkpoint_folder import CheckpointFolder
-from shoal.checkpoint.tools.conversion import export
-from shoal.checkpoint.tools.inspection import open_any, verify
+from shoal.checkpoint.tools import export, open_any, verify
 from shoal.errors import CheckpointError, CheckpointMismatchError
 
 

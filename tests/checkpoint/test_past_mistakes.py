@@ -24,7 +24,7 @@ from checkpoint.training import (
 )
 from shoal.checkpoint.disk.filesystem import FileSystem
 from shoal.checkpoint.load import slice_reader, transaction
-from shoal.checkpoint.tools.inspection import open_any
+from shoal.checkpoint.tools import open_any
 from shoal.errors import CheckpointMismatchError
 
 

@@ -14,7 +14,7 @@ import shoal
 from faults.worlds import assert_blames, outcomes, site_of, world
 from shoal.errors import DeadlineError, PeerError
 from shoal.launch.function.forkserver.forkserver import fork_server
-from shoal.launch.function.run import _run_processes, _settings
+from shoal.launch.function.run import _run_processes, _settings, run_processes
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -119,8 +119,6 @@ def test_a_rank_that_never_comes_is_named_at_the_deadline(
 
 
 def start_all_but_one(fn: Any, args: Any, options: Any) -> Any:
-    from shoal.launch.function.rank_processes import run_processes
-
     return run_processes(fn, args, 2, **options)
 
 

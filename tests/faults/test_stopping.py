@@ -24,7 +24,7 @@ from faults.worlds import (
 )
 from shoal.errors import PeerError
 from shoal.launch.function.outcome import Outcome
-from shoal.launch.function.rank_processes import run_processes
+from shoal.launch.function.run import run_processes
 
 pytestmark = pytest.mark.timeout(60)
 

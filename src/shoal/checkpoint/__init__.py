@@ -1,7 +1,7 @@
 """State on disk: one format for every strategy and every number of ranks."""
 
 from shoal.checkpoint.loading import Loaded, load
-from shoal.checkpoint.save.pending import PendingSave
 from shoal.checkpoint.saving import save
+from shoal.checkpoint.together import PendingSave
 
 __all__ = ["Loaded", "PendingSave", "load", "save"]

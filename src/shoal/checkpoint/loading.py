@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.checkpoint import training_state
 from shoal.checkpoint.disk.checkpoint_folder import LATEST, MANIFEST, CheckpointFolder
 from shoal.checkpoint.disk.filesystem import DISK, FileSystem
 from shoal.checkpoint.load.matching import Misfits
-from shoal.checkpoint.load.state_dict_source import StateDictSource
-from shoal.checkpoint.load.tensor_source import TensorSource, open_checkpoint, open_path
+from shoal.checkpoint.load.tensor_source import (
+    StateDictSource,
+    TensorSource,
+    open_checkpoint,
+    open_path,
+)
 from shoal.checkpoint.load.transaction import LoadTransaction, Target
-from shoal.checkpoint.save.pending import finish_pending
-from shoal.checkpoint.state import model_state, training_state
-from shoal.checkpoint.state.training_state import Companions
-from shoal.checkpoint.together import together
+from shoal.checkpoint.together import finish_pending, together
+from shoal.checkpoint.training_state import Companions
 from shoal.comm import Backend
 from shoal.errors import CheckpointWarning, CorruptCheckpointError
 
@@ -47,7 +51,6 @@ class Loaded(dict[str, Any]):
         path: Path | None,
         misfits: Misfits | None = None,
     ) -> None:
-        """See `load`."""
         super().__init__(extra)
         self.step, self.path = step, path
         misfits = misfits or Misfits()
@@ -101,7 +104,7 @@ def load(
         >>> model, optimizer = shoal.as_distributed(model, optimizer, strategy="zero3")
         >>> extra = shoal.load("run", model, optimizer)
     """
-    ranks = model_state.ranks_of(model)
+    ranks = training_state.ranks_of(model)
     finish_pending(ranks)
     optimizers = training_state.as_list(optimizer)
     target = Target(
@@ -151,7 +154,8 @@ def _load_first_good(
 ) -> Loaded:
     for number, name in enumerate(names):
         try:
-            return _load_from(lambda name=name: _open(disk, path, name), target, ranks)
+            opening = partial(open_checkpoint if name else open_path, disk, path / name)
+            return _load_from(opening, target, ranks)
         except CorruptCheckpointError as error:
             if not fallback or number + 1 == len(names):
                 raise
@@ -161,11 +165,9 @@ def _load_first_good(
     raise AssertionError("there is always a candidate")
 
 
-def _open(disk: FileSystem, path: Path, name: str) -> TensorSource:
-    return open_checkpoint(disk, path / name) if name else open_path(disk, path)
-
-
-def _load_from(open_source: Any, target: Target, ranks: Backend | None) -> Loaded:
+def _load_from(
+    open_source: Callable[[], TensorSource], target: Target, ranks: Backend | None
+) -> Loaded:
     """Stages on every rank, and commits if all have succeeded."""
     transactions: list[LoadTransaction] = []
 

@@ -1,9 +1,11 @@
-"""Ranks that succeed together or fail together: an error of one is raised by all."""
+"""What ranks learn together: an error of one is raised by all, and how a background save ended."""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from shoal.comm import Backend
@@ -21,12 +23,8 @@ def together(backend: Backend | None, action: Callable[[], T], doing: str) -> li
     """Carries out a local action on every rank and returns the results, by rank.
 
     The results travel as plain data. If the action fails on any rank, it counts as failed on all:
-    every rank raises the error of the first that failed, itself or one that names the rank.
-
-    Args:
-        backend: All ranks; None for a process of its own.
-        action: What this rank does; it may not communicate.
-        doing: What the action does, for the message.
+    every rank raises the error of the first that failed, itself or one that names the rank and what
+    it was doing. The action may not communicate. No backend is a process of its own.
     """
     if backend is None or backend.size == 1:
         return [action()]
@@ -46,7 +44,6 @@ def together(backend: Backend | None, action: Callable[[], T], doing: str) -> li
 
 
 def _told(error: Exception) -> list[Any]:
-    """An error as plain data."""
     about = None
     if isinstance(error, CorruptCheckpointError):
         about = [error.file, error.reason, error.tensor]
@@ -54,10 +51,59 @@ def _told(error: Exception) -> list[Any]:
 
 
 def _retold(rank: int, told: list[Any], doing: str) -> CheckpointError:
-    """The error of another rank, as this one raises it."""
     kind, text, about = told
     if about is not None:
         return CorruptCheckpointError(about[0], f"{about[1]} (found by rank {rank})", about[2])
     if kind == CheckpointMismatchError.__name__:
         return CheckpointMismatchError(text)
     return CheckpointError(f"{doing} failed on rank {rank}: {kind}: {text}")
+
+
+class PendingSave:
+    """A save that may still be going on.
+
+    Example:
+        >>> saving = shoal.save("run", model, optimizer, wait=False)
+        >>> train_some_more()
+        >>> saving.wait()  # every rank calls it
+    """
+
+    def __init__(self, path: Path, finish: Callable[[], None] | None = None) -> None:
+        """``finish`` waits for the end, with all ranks, and raises what went wrong."""
+        self.path = path
+        self._finish = finish
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether all ranks know how it ended; that takes a call that all ranks make."""
+        return self._finish is None
+
+    def wait(self) -> Path:
+        """Returns once the checkpoint is safe on disk; every rank calls it.
+
+        Raises:
+            CheckpointError: On every rank, if any has failed.
+        """
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        return self.path
+
+    def __repr__(self) -> str:
+        return f"<PendingSave {self.path}{'' if self.is_agreed else ', not agreed on yet'}>"
+
+
+_pending: weakref.WeakKeyDictionary[object, PendingSave] = weakref.WeakKeyDictionary()
+
+
+def note_pending(ranks: Backend | None, save: PendingSave) -> PendingSave:
+    """The next `finish_pending` of these ranks waits for it."""
+    _pending[caller(ranks)] = save
+    return save
+
+
+def finish_pending(ranks: Backend | None) -> None:
+    """Waits for the save that goes on in the background, if there is one; all ranks call it."""
+    pending = _pending.pop(caller(ranks), None)
+    if pending is not None:
+        pending.wait()

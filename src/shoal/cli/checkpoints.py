@@ -32,9 +32,8 @@ def inspect_command(
     """Show what is in a checkpoint and who wrote it; --verify checks that nothing is damaged."""
     from rich.console import Console
 
-    from shoal.checkpoint.tools.conversion import total_bytes
-    from shoal.checkpoint.tools.inspection import open_any
-    from shoal.checkpoint.tools.inspection import verify as verify_all
+    from shoal.checkpoint.tools import open_any, total_bytes
+    from shoal.checkpoint.tools import verify as verify_all
 
     console = Console(highlight=False)
     source = open_any(path)
@@ -60,8 +59,7 @@ def reshard_command(
     from rich.console import Console
 
     from shoal.checkpoint.disk.checkpoint_folder import CheckpointFolder
-    from shoal.checkpoint.tools.conversion import reshard, total_bytes
-    from shoal.checkpoint.tools.inspection import open_any
+    from shoal.checkpoint.tools import open_any, reshard, total_bytes
 
     if files < 1:
         raise typer.BadParameter("must be at least 1", param_hint="--files")
@@ -86,8 +84,7 @@ def export_command(
     from rich.console import Console
 
     from shoal.checkpoint.load.matching import PREFIX
-    from shoal.checkpoint.tools.conversion import export
-    from shoal.checkpoint.tools.inspection import open_any
+    from shoal.checkpoint.tools import export, open_any
 
     wanted = _dtype(dtype)
     most_bytes = None if max_shard_size is None else _num_bytes(max_shard_size)

@@ -1,22 +1,25 @@
-"""The front of the `shoal` command: its options, its subcommands, and how errors look.
+"""The front of the `shoal` command: its options and subcommands, launch and demo among them.
 
 Nothing here imports torch, so that `shoal --help` is quick.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal import __version__
 from shoal.cli.checkpoints import export_command, inspect_command, reshard_command
-from shoal.cli.demo.command import demo_command
-from shoal.cli.launch import launch_command
 from shoal.cli.verify import verify_command
 from shoal.errors import ShoalError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 app = typer.Typer(
     name="shoal",
@@ -29,7 +32,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"shoal {_version()}")
+        typer.echo(f"shoal {__version__}")
         raise typer.Exit
 
 
@@ -43,6 +46,82 @@ def _options(
     ] = False,
 ) -> None:
     """Distributed training for PyTorch."""
+
+
+def launch_command(
+    script: Annotated[str, typer.Argument(help="The script, or with -m the module.")],
+    args: Annotated[
+        list[str] | None, typer.Argument(help="Its arguments, passed on exactly.")
+    ] = None,
+    ranks: Annotated[
+        int, typer.Option("-n", "--ranks", "--nproc-per-node", help="Ranks on this node.")
+    ] = 1,
+    module: Annotated[bool, typer.Option("-m", "--module", help="Run a module.")] = False,
+    backend: Annotated[
+        str | None, typer.Option(help="auto, shm, gloo, nccl or mpi; default: the script's.")
+    ] = None,
+    nodes: Annotated[int, typer.Option("--nodes", "--nnodes", help="Number of nodes.")] = 1,
+    node_rank: Annotated[int, typer.Option(help="Which of them this is, from 0.")] = 0,
+    master: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where nodes meet: a port of node 0.")
+    ] = None,
+    log_dir: Annotated[
+        Path | None, typer.Option(help="Write rank-K.log files here instead of the screen.")
+    ] = None,
+    grace: Annotated[
+        float, typer.Option(help="Seconds others have to end after a failure or an interrupt.")
+    ] = 10.0,
+) -> None:
+    """Start ranks of a script: shoal launch -n 4 train.py --its arguments."""
+    from shoal.launch.script.launcher import LaunchConfig, launch
+
+    config = LaunchConfig(
+        script=script,
+        args=tuple(args or ()),
+        ranks=ranks,
+        module=module,
+        backend=backend,
+        nodes=nodes,
+        node_rank=node_rank,
+        master=master,
+        log_dir=log_dir,
+        grace=grace,
+    )
+    raise typer.Exit(launch(config))
+
+
+class Tour(StrEnum):
+    """What there is to see."""
+
+    TRAINING = "training"
+    COMMUNICATION = "comm"
+
+
+def demo_command(
+    tour: Annotated[
+        Tour, typer.Option(help="A small GPT under every strategy, or every collective.")
+    ] = Tour.TRAINING,
+    steps: Annotated[int, typer.Option(min=3, help="Steps of training.")] = 15,
+) -> None:
+    """Train a small GPT on four ranks under every strategy, and compare with one process."""
+    console = _console()
+    if tour is Tour.COMMUNICATION:
+        from shoal.cli.demo.communication import show_communication
+
+        show_communication(console)
+    else:
+        from shoal.cli.demo.training import show_training
+
+        if not show_training(console, steps):
+            raise typer.Exit(1)
+
+
+def _console() -> Console:
+    """Where output goes to a file there is no width to respect."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=110)
 
 
 app.command(
@@ -59,20 +138,9 @@ app.command("export", no_args_is_help=True)(export_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command; a user's error is one message and exit code 2, not a traceback.
-
-    Args:
-        arguments: What to run instead of the words of the command line.
-    """
+    """Runs the command; a user's error is one message and exit code 2, not a traceback."""
     try:
         app(args=None if arguments is None else list(arguments), prog_name="shoal")
     except ShoalError as error:
         print(f"shoal: {error}", file=sys.stderr)
         sys.exit(2)
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("shoal")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"

@@ -103,17 +103,14 @@ def _load(target: str) -> Callable[[], Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
-        module = _load_file(module_name) if module_name.endswith(".py") else _import(module_name)
+        load = _load_file if module_name.endswith(".py") else importlib.import_module
+        module = load(module_name)
         build = getattr(module, name)
     except (ModuleNotFoundError, FileNotFoundError, AttributeError) as error:
         raise typer.BadParameter(f"cannot load {target!r}: {error}") from error
     if not callable(build):
         raise typer.BadParameter(f"{target!r} is a {type(build).__name__}, not a function")
     return build  # type: ignore[no-any-return]
-
-
-def _import(name: str) -> Any:
-    return importlib.import_module(name)
 
 
 def _load_file(name: str) -> Any:
@@ -156,7 +153,7 @@ def _table(reports: list[Report], refused: Iterable[str]) -> Table:
 
 
 def _row(report: Report) -> tuple[str, ...]:
-    from shoal.verification.report import describe
+    from shoal.verification.experiment import describe
 
     verdict = "[green]yes[/green]" if report.equal else "[red]no[/red]"
     sizes = (f"{report.largest[kind]:.0e}" for kind in ("loss", "gradient", "parameter"))

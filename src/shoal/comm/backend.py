@@ -32,8 +32,7 @@ from shoal.comm.lanes import Lanes
 from shoal.comm.operation.reduction import ReduceOp
 from shoal.comm.work import Work
 from shoal.errors import ClosedError, ShoalError
-from shoal.torch_support.private_view import PrivateView
-from shoal.torch_support.raw import as_bytes
+from shoal.torch_support.memory import PrivateView, as_bytes
 
 DEFAULT_TIMEOUT_S = 600.0
 RunCached = Callable[[str, object, Tensor, Tensor, Callable[[], ops.Operation]], Tensor | None]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import UntrustedPickleError
-from shoal.torch_support.raw import as_bytes
+from shoal.torch_support.memory import as_bytes
 
 _PLAIN, _PICKLED = b"P", b"C"
 _LENGTH = struct.Struct("<Q")

@@ -25,19 +25,16 @@ T = TypeVar("T")
 _END: Any = object()
 
 
-class Generators:
+class _Generators:
     """torch's, numpy's and Python's own generators on the CPU, and some of the user's."""
 
     def __init__(self, own: Sequence[torch.Generator]) -> None:
-        """``own`` are the user's."""
         self.own = list(own)
 
     def capture(self) -> Any:
-        """Their states, for `restore`."""
         return RandomState.capture(with_cuda=False), self.own_states()
 
     def restore(self, state: Any) -> None:
-        """Puts all of them back."""
         self.restore_common(state)
         self.restore_own(state[1])
 
@@ -46,21 +43,17 @@ class Generators:
         state[0].restore()
 
     def to_plain(self) -> dict[str, Any]:
-        """Their states as plain values, to be sent and saved."""
         common = RandomState.capture(with_cuda=False).to_plain()
         return {**common, "own": self.own_states()}
 
     def own_states(self) -> list[torch.Tensor]:
-        """The states of the user's generators."""
         return [each.get_state() for each in self.own]
 
     def restore_plain(self, state: dict[str, Any]) -> None:
-        """Takes over what `to_plain` gave."""
         RandomState.from_plain(state).restore()
         self.restore_own(state["own"])
 
     def restore_own(self, states: Sequence[torch.Tensor]) -> None:
-        """Gives the user's generators saved states."""
         for each, saved in zip(self.own, states, strict=True):
             each.set_state(saved)
 
@@ -70,7 +63,7 @@ class Draws:
 
     def __init__(self, generators: Sequence[torch.Generator], ranks: Backend) -> None:
         """``ranks`` are all that iterate; all of them call it."""
-        self._generators, self._ranks = Generators(generators), ranks.lane(self)
+        self._generators, self._ranks = _Generators(generators), ranks.lane(self)
         self._is_resumed = False
         self.start: dict[str, Any] | None = None
         """The states at the beginning of the last epoch, or of the one that is to be resumed."""
@@ -91,12 +84,17 @@ class Draws:
 
     def drawn(self, make: Callable[[], Iterator[T]]) -> Iterator[T]:
         """What an iterator gives if every rank draws alike; ``make`` begins it."""
-        with self._beginning():
+        is_resumed, self._is_resumed = self._is_resumed, False
+        with self._drawing(is_own=not is_resumed):
+            own = self.start if is_resumed else self._generators.to_plain()
+            self.start = self._ranks.broadcast_object(own)
+            self._generators.restore_plain(self.start)
             iterator = make()
             item = next(iterator, _END)
         while item is not _END:
             yield item
-            with self._going_on():
+            with self._drawing():
+                self._generators.restore(self._stream)
                 item = next(iterator, _END)
 
     def compare(self, what: str, found: str) -> None:
@@ -112,27 +110,15 @@ class Draws:
             )
 
     @contextlib.contextmanager
-    def _beginning(self) -> Iterator[None]:
-        before, is_resumed = self._generators.capture(), self._is_resumed
-        self._is_resumed = False
-        own = self.start if is_resumed else self._generators.to_plain()
-        start: dict[str, Any] = self._ranks.broadcast_object(own)
-        self.start = start
-        self._generators.restore_plain(start)
-        yield
-        self._stream = self._generators.capture()
-        if self._ranks.rank:
-            self._generators.restore(before)
-        elif is_resumed:  # the rest of the script goes on where it is
-            self._generators.restore_common(before)
+    def _drawing(self, *, is_own: bool = False) -> Iterator[None]:
+        """Around draws; afterwards the rest of the script goes on where it was.
 
-    @contextlib.contextmanager
-    def _going_on(self) -> Iterator[None]:
+        Unless the draws were rank 0's own: there it goes on from what was drawn.
+        """
         before = self._generators.capture()
-        self._generators.restore(self._stream)
         yield
         self._stream = self._generators.capture()
         if self._ranks.rank:
             self._generators.restore(before)
-        else:
+        elif not is_own:
             self._generators.restore_common(before)

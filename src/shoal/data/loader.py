@@ -87,7 +87,6 @@ class DividedLoader(DataLoader[T]):
 
     @property
     def _same_order(self) -> SameOrderSampler:
-        """What gives the indices."""
         sampler: Any = self.sampler if self.batch_sampler is None else self.batch_sampler
         return cast(SameOrderSampler, sampler)
 
@@ -137,12 +136,7 @@ def divide(loader: Any, model: ShardedModel) -> Any:
 
 
 def _divide(loader: DataLoader[T], model: ShardedModel) -> DataLoader[T]:
-    """Gives each rank its part of a loader's batches; see [Note: a loader's batches].
-
-    Args:
-        loader: Any; it is not changed. One that is divided already comes back as it is.
-        model: Whose ``data_group`` sees different data. All of its ranks call this.
-    """
+    """A copy that gives each rank its part; see [Note: a loader's batches]. All ranks call it."""
     if not isinstance(loader, DataLoader):
         raise TypeError(
             f"loader must be a torch DataLoader, or a list of them; got a {type(loader).__name__}. "
@@ -156,15 +150,8 @@ def _divide(loader: DataLoader[T], model: ShardedModel) -> DataLoader[T]:
     draws = Draws(_generators(loader), model.all_ranks)
     divided = copy.copy(loader)
     divided.__class__ = _divided_class(cast(Any, type(loader)))
-    changes = {
-        "_model": weakref.ref(model),
-        "_draws": draws,
-        "_position": position,
-        "_iterator": None,
-    }
-    vars(divided).update(
-        changes | _changes(loader, draws, position)
-    )  # setattr refuses some of them
+    own = {"_model": weakref.ref(model), "_draws": draws, "_position": position, "_iterator": None}
+    vars(divided).update(own | _changes(loader, draws, position))  # setattr refuses some of them
     return divided
 
 
@@ -185,7 +172,6 @@ def _is_stream(loader: DataLoader[Any]) -> bool:
 
 @cache
 def _divided_class(kind: Any) -> Any:
-    """The user's class, iterated over in parts."""
     return type(f"Divided{kind.__name__}", (DividedLoader, kind), {})
 
 

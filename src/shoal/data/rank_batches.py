@@ -31,7 +31,6 @@ class SameOrderSampler(Sampler[Any]):
     """A user's sampler whose order is the same on every rank."""
 
     def __init__(self, inner: Iterable[Any], draws: Draws) -> None:
-        """Draws as rank 0 does."""
         self.inner, self._draws = inner, draws
         self.num_to_skip = 0
         """How many items the next iteration leaves out: what was trained on before."""
@@ -52,7 +51,6 @@ class SameOrderSampler(Sampler[Any]):
         return num_given
 
     def __len__(self) -> int:
-        """The length of the user's sampler."""
         return len(self.inner)  # type: ignore[arg-type]
 
 

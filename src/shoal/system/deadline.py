@@ -103,6 +103,14 @@ def start_text(waited: float, what: str) -> str:
     )
 
 
+def save_text(waited: float, folder: object) -> str:
+    """A folder of checkpoints that another save has locked."""
+    return (
+        f"another save to {folder} has been going on for {waited:.0f} s, of another process or "
+        "another model: save to another folder"
+    )
+
+
 def turn_text(waited: float, rank: int, waits: str, runner: int, runs: Callable[[], str]) -> str:
     """A rank that is a thread, while another one keeps running."""
     return (

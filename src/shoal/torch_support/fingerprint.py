@@ -36,16 +36,13 @@ def fingerprint_number(value: Any, most_elements: int = _MOST_ELEMENTS) -> int:
     return int(fingerprint(value, most_elements) or "0", 16) >> 1
 
 
-def _is_readable(tensor: Tensor) -> bool:
-    return not tensor.is_meta and not tensor.is_nested and tensor.layout is torch.strided
-
-
 def _bytes_of(leaf: Any, most_elements: int | None) -> bytes:
     """Shape and elements of a tensor, other things as they print; nothing of unknown kinds."""
     if isinstance(leaf, np.ndarray) and leaf.dtype != object:
         leaf = torch.frombuffer(bytearray(leaf.tobytes()), dtype=torch.uint8) if leaf.size else None
     if isinstance(leaf, Tensor):
-        return _elements_of(leaf, most_elements) if _is_readable(leaf) else b""
+        is_hidden = leaf.is_meta or leaf.is_nested or leaf.layout is not torch.strided
+        return b"" if is_hidden else _elements_of(leaf, most_elements)
     return repr(leaf).encode() if isinstance(leaf, _PLAIN) else b""
 
 

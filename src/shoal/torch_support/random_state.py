@@ -29,12 +29,8 @@ class RandomState:
     ) -> None:
         """Use `capture`.
 
-        Args:
-            torch_cpu: Of torch's generator for the CPU.
-            torch_cuda: One for each GPU; none leave CUDA's generators alone. None if CUDA was not
-                in use, so that restoring makes them what its first use would have found.
-            numpy: As numpy gives it.
-            python: As Python gives it.
+        No states of GPUs leave CUDA's generators alone. None means that CUDA was not in use, so
+        that restoring makes them what its first use would have found.
         """
         self._torch_cpu, self._torch_cuda = torch_cpu, torch_cuda
         self._numpy, self._python = numpy, python

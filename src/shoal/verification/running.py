@@ -18,8 +18,7 @@ from shoal.strategies.layers.precision import parse_precision
 from shoal.verification.comparison import Comparison, Difference, default_tolerance
 from shoal.verification.diagnosis.causes import likely_cause
 from shoal.verification.diagnosis.replay import Replay
-from shoal.verification.experiment import Experiment, Findings
-from shoal.verification.report import Report
+from shoal.verification.experiment import Experiment, Findings, Report
 from shoal.verification.trainers.distributed import DistributedTrainer
 from shoal.verification.trainers.one_process import SplitBatch, WholeBatch
 
@@ -112,7 +111,6 @@ def _tolerance(experiment: Experiment, trainer: DistributedTrainer) -> float:
 def _observe(
     step: int, reference: WholeBatch | None, trainer: DistributedTrainer, comparison: Comparison
 ) -> bool:
-    """One step; on rank 0 compared with the reference."""
     if reference is not None:
         return comparison.compare(step, reference.observe(step), trainer.observe(step))
     for _ in trainer.observe(step):

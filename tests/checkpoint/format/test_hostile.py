@@ -17,11 +17,11 @@ from torch import nn
 
 import shoal
 from checkpoint.memory_disk import MemoryDisk
-from shoal.checkpoint.format import safetensors as header
 from shoal.checkpoint.format.manifest import Manifest, signed
-from shoal.checkpoint.format.strict_json import parse
+from shoal.checkpoint.format.plain_json import parse
+from shoal.checkpoint.format.tensor_file import decode_header, header_bytes
 from shoal.checkpoint.load.slice_reader import read_tensors
-from shoal.checkpoint.tools.inspection import open_any, verify
+from shoal.checkpoint.tools import open_any, verify
 from shoal.errors import CheckpointError
 
 ROOT = Path("run")
@@ -134,7 +134,7 @@ class Attack:
         self.data = self.disk._find(self.path / DATA)
         self.good = bytes(self.manifest.data), bytes(self.data.data)
         self.tree = parse(b"{" + self.good[0].partition(b"\n")[2])
-        self.head = header.header_bytes(self.good[1], len(self.good[1]))
+        self.head = header_bytes(self.good[1], len(self.good[1]))
 
     def manifest_tree(self, dice: random.Random) -> None:
         text = json.dumps(mutate_tree(self.tree, dice)).encode()
@@ -232,7 +232,7 @@ def test_bombs(name: str) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match=r"."):
-            header.decode(head, len(head))
+            decode_header(head, len(head))
         with pytest.raises(ValueError, match=r"."):
             Manifest.parse(signed(text))
         assert tracemalloc.get_traced_memory()[1] < 4 * len(head) + FREE_BYTES
@@ -262,7 +262,7 @@ def test_headers_that_lie(tensors: dict[str, Any], complaint: str) -> None:
     text = json.dumps(content).encode()
     head = len(text).to_bytes(8, "little") + text
     with pytest.raises(ValueError, match=complaint):
-        header.decode(head, len(head) + 16)
+        decode_header(head, len(head) + 16)
 
 
 def test_a_tensor_that_no_file_has_all_of() -> None:

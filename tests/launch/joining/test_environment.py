@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import LaunchError
-from shoal.launch.joining.environment import ALONE, RankInfo, discover
-from shoal.launch.joining.slurm import expand_counts, first_host
+from shoal.launch.joining.environment import ALONE, RankInfo, discover, expand_counts, first_host
 
 TORCHRUN = {
     "RANK": "5",

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import pools
 import shoal
-from shoal.verification.trainers.global_batches import share
+from shoal.verification.trainers.trainer import share
 
 
 class Codebook(nn.Module):

@@ -16,12 +16,13 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.checkpoint.disk.filesystem import DISK, FileSystem, read_all, remove_tree, write_all
 from shoal.errors import CheckpointError, CheckpointWarning
+from shoal.system.deadline import save_text
 
 MANIFEST = "manifest.json"
 LATEST = "LATEST"
@@ -82,10 +83,7 @@ class CheckpointFolder:
                 return self.disk.lock(self.root)
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise CheckpointError(
-                        f"another save to {self.root} has been going on for {_LOCK_PATIENCE_S:.0f} "
-                        "s, of another process or another model: save to another folder"
-                    ) from None
+                    raise CheckpointError(save_text(_LOCK_PATIENCE_S, self.root)) from None
                 time.sleep(_LOOK_AGAIN_S)
 
     def begin(self, step: int | None) -> str:
@@ -99,13 +97,11 @@ class CheckpointFolder:
 
     def _make_root(self) -> None:
         """The folder must survive as well: its name is in the folder above, and so on."""
-        missing = [path for path in (self.root, *self.root.parents) if not self._is_there(path)]
-        self.disk.make_folder(self.root)
+        disk, above = self.disk, (self.root, *self.root.parents)
+        missing = [path for path in above if not disk.is_folder(path) and not disk.names(path)]
+        disk.make_folder(self.root)
         for path in missing:
-            self.disk.sync_folder(path.parent)
-
-    def _is_there(self, path: Path) -> bool:
-        return self.disk.is_folder(path) or self.disk.names(path) != []
+            disk.sync_folder(path.parent)
 
     def draft(self, name: str) -> Path:
         """Where a checkpoint is until it is finished; see [Note: never half]."""
@@ -147,19 +143,16 @@ class CheckpointFolder:
         latest = self.latest()
         old = [name for name in self.names()[:-keep] if name != latest]
         try:
-            self._remove(old)
+            for name in old:
+                aside = self.root / f".old-{name}"
+                self.disk.rename(self.root / name, aside)
+                remove_tree(self.disk, aside)
         except OSError as error:
             warnings.warn(
                 f"old checkpoints in {self.root} could not be removed: {error}",
                 CheckpointWarning,
                 stacklevel=2,
             )
-
-    def _remove(self, names: Sequence[str]) -> None:
-        for name in names:
-            aside = self.root / f".old-{name}"
-            self.disk.rename(self.root / name, aside)
-            remove_tree(self.disk, aside)
 
 
 def _number(name: str) -> int:

@@ -7,23 +7,22 @@ or loses power at any moment.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
-from shoal.checkpoint.disk import removal
 from shoal.system import libc
 
 Buffer = memoryview | bytes
 # As much is written before the disk begins with it, so that there is little to wait for in the end.
 _EARLY_BYTES = 1 << 24
-_FALLOC_FL_KEEP_SIZE = 1
-_SYNC_FILE_RANGE_WRITE = 2
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# A process may open only so many files.
+_MOST_OPEN = 32
 
 
 class Writing(Protocol):
@@ -101,7 +100,7 @@ class FileSystem:
 
     def remove_folder_with(self, path: Path, files: Sequence[Path]) -> None:
         """Removes a folder and the files in it: names now, what they take up in the background."""
-        with removal.kept_open(files):
+        with kept_open(files):
             for file in files:
                 self.remove_file(file)
             with contextlib.suppress(OSError):  # network file systems keep the names of open files
@@ -112,7 +111,7 @@ class FileSystem:
 
     def settle(self) -> None:
         """Returns once what was removed has given its room back."""
-        removal.wait()
+        wait_until_freed()
 
     def lock(self, path: Path) -> Callable[[], None]:
         """Locks a folder until the process ends; returns what gives the lock back.
@@ -141,17 +140,11 @@ class FileSystem:
 
     def is_folder(self, path: Path) -> bool:
         """Whether a path is a folder itself, not a link to one."""
-        try:
-            return stat.S_ISDIR(os.lstat(path).st_mode)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+        return stat.S_ISDIR(_mode(path))
 
     def is_file(self, path: Path) -> bool:
         """Whether a path is a file itself, not a link to one."""
-        try:
-            return stat.S_ISREG(os.lstat(path).st_mode)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+        return stat.S_ISREG(_mode(path))
 
     def absolute(self, path: Path) -> Path:
         """A path that a change of the working folder does not change."""
@@ -174,6 +167,13 @@ DISK = FileSystem()
 """The disk of this machine."""
 
 
+def _mode(path: Path) -> int:
+    try:
+        return os.lstat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+
+
 def _unlock(descriptor: int) -> None:
     """Unlocks explicitly: a forked child may have the descriptor, so closing is not enough."""
     with contextlib.suppress(OSError):
@@ -181,10 +181,19 @@ def _unlock(descriptor: int) -> None:
     os.close(descriptor)
 
 
-class _WrittenFile:
+class _OpenFile:
+    def __init__(self, path: Path, flags: int) -> None:
+        self._descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            os.close(descriptor)
+
+
+class _WrittenFile(_OpenFile):
     def __init__(self, path: Path) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._descriptor = os.open(path, flags, 0o644)
+        super().__init__(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         self._num_bytes = self._num_begun = 0
 
     def reserve(self, num_bytes: int) -> None:
@@ -204,17 +213,11 @@ class _WrittenFile:
     def sync(self) -> None:
         os.fsync(self._descriptor)
 
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            descriptor, self._descriptor = self._descriptor, -1
-            os.close(descriptor)
 
-
-class _ReadFile:
+class _ReadFile(_OpenFile):
     def __init__(self, path: Path) -> None:
         # A pipe would be waited for without end if it were opened to block.
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        self._descriptor = os.open(path, flags)
+        super().__init__(path, os.O_RDONLY | os.O_NONBLOCK)
         status = os.fstat(self._descriptor)
         self.num_bytes = status.st_size
         if not stat.S_ISREG(status.st_mode):
@@ -229,15 +232,6 @@ class _ReadFile:
                 break
             done += count
         return done
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            descriptor, self._descriptor = self._descriptor, -1
-            os.close(descriptor)
-
-
-# Hints to Linux that Python's `os` does not have. Where the system or the file system does not know
-# them, nothing happens.
 
 
 @contextlib.contextmanager
@@ -282,3 +276,68 @@ def remove_tree(disk: FileSystem, path: Path) -> None:
     for folder in folders:
         remove_tree(disk, folder)
     disk.remove_folder_with(path, [inner for inner in inside if inner not in folders])
+
+
+# Removal ------------------------------------------------------------------------------------
+#
+# Freeing a large file takes the system a while: memory pages and disk blocks are freed one after
+# the other. But a file that is open is freed only when it is closed. So files are opened before
+# their names are removed, and a thread closes them: the names are gone at once, and training goes
+# on.
+
+_held: set[int] = set()
+_threads: set[threading.Thread] = set()
+
+
+@contextlib.contextmanager
+def kept_open(paths: Sequence[Path]) -> Iterator[None]:
+    """Inside, removing these files is quick; a thread closes them afterwards."""
+    found = [_hold(path) for path in islice(paths, _MOST_OPEN)]
+    try:
+        yield
+    finally:
+        _close_in_thread([descriptor for descriptor in found if descriptor is not None])
+
+
+def wait_until_freed() -> None:
+    """Returns once all files are closed."""
+    for thread in list(_threads):
+        thread.join()
+        _threads.discard(thread)
+
+
+def _hold(path: Path) -> int | None:
+    """Opens a file, link or pipe only as a name: nothing is followed or waited for."""
+    with contextlib.suppress(OSError, AttributeError):  # systems other than Linux
+        descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        _held.add(descriptor)
+        return descriptor
+    return None
+
+
+def _close_in_thread(descriptors: Sequence[int]) -> None:
+    if not descriptors:
+        return
+    thread = threading.Thread(target=_close, args=(descriptors,), name="shoal-free", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the process may not start more threads
+        _close(descriptors)
+    else:
+        _threads.add(thread)  # only now: a thread that has not started cannot be joined
+
+
+def _close(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        _held.discard(descriptor)  # first: once closed, the number may be another file's
+        os.close(descriptor)
+
+
+def _close_in_child() -> None:
+    """Descriptors that a forked child inherits would keep the files' room for its lifetime."""
+    _threads.clear()
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_close_in_child)

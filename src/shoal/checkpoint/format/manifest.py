@@ -15,9 +15,8 @@ from typing import Any, TypeGuard
 
 import torch
 
-from shoal.checkpoint.format import strict_json
-from shoal.checkpoint.format.checksums import CHUNK_BYTES, DIGITS, num_chunks
-from shoal.checkpoint.format.strict_json import is_count, parse
+from shoal.checkpoint.format.plain_json import is_count, parse, to_text
+from shoal.checkpoint.format.tensor_file import CHUNK_BYTES, DIGITS, num_chunks
 from shoal.sharding.extent import Extent
 from shoal.sharding.split import Split
 from shoal.torch_support.dtypes import dtype_called, dtype_name
@@ -32,14 +31,7 @@ _FIRST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One safetensors file of a checkpoint.
-
-    Attributes:
-        name: Of the file.
-        num_bytes: Its size.
-        sha256: Of all of it.
-        header_crc32: Of its header, the length in front included.
-    """
+    """One safetensors file of a checkpoint; its header's length counts for the header's crc32."""
 
     name: str
     num_bytes: int
@@ -49,14 +41,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class SliceRecord:
-    """Some elements of a tensor, in a file.
-
-    Attributes:
-        extent: Which elements.
-        file: The number of the file.
-        key: What they are called there.
-        checksums: One for each `CHUNK_BYTES` of them.
-    """
+    """Some elements of a tensor under a key of a file, with a checksum for each `CHUNK_BYTES`."""
 
     extent: Extent
     file: int
@@ -83,9 +68,8 @@ class Manifest:
     """What a checkpoint holds.
 
     Attributes:
-        files: The files.
         tensors: All tensors by their key, as in "model/layer.weight".
-        values: What is no tensor: the step, hyperparameters, extras, ...; see `values`.
+        values: What is no tensor: the step, hyperparameters, extras, ...; see `plain_json`.
         written_by: Who wrote it with what; for information only, a loader never looks at it.
     """
 
@@ -178,7 +162,7 @@ def encode(content: Content, values: Mapping[str, Any], written_by: Mapping[str,
     """The bytes of a manifest's file, as `Manifest.parse` takes them."""
     about = {"format": FORMAT, "version": VERSION, "chunk_bytes": CHUNK_BYTES}
     rest = {"written_by": written_by, **content, "values": values}
-    return signed(strict_json.encode(about | rest))
+    return signed(to_text(about | rest))
 
 
 def _slice_json(record: SliceRecord) -> dict[str, Any]:

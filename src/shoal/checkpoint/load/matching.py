@@ -37,14 +37,7 @@ def match(
     stored: Mapping[str, torch.Size],
     stored_ties: Mapping[str, str],
 ) -> Match:
-    """Finds each tensor of the model, under any of its names.
-
-    Args:
-        shapes: The full shapes of the model's tensors, by first name.
-        ties: The model's further names, each with the first.
-        stored: The full shapes in the checkpoint, by key.
-        stored_ties: The checkpoint's further names, each with the first.
-    """
+    """Finds each tensor of the model, under any of its names; ties are further names of a first."""
     result = Match(known=[*shapes, *ties])
     further: dict[str, list[str]] = {}
     for alias, first in ties.items():
@@ -105,13 +98,7 @@ class Misfits:
 def compare(
     matches: Sequence[Match], stored: Iterable[str], stored_ties: Mapping[str, str]
 ) -> Misfits:
-    """What does not fit on any rank.
-
-    Args:
-        matches: Of all ranks: a rank of a pipeline knows a part of the names only.
-        stored: The checkpoint's keys.
-        stored_ties: The checkpoint's further names, each with the first.
-    """
+    """What does not fit on any rank: one of a pipeline knows a part of the names only."""
     known = {name for each in matches for name in each.known}
     found = {key for each in matches for key in each.keys.values()}
     used = found | {PREFIX + name for each in matches for name, _, _ in each.misshapen}

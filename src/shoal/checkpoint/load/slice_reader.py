@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.disk.filesystem import FileSystem, Reading
-from shoal.checkpoint.format.checksums import CHUNK_BYTES, checksum, num_chunks
-from shoal.checkpoint.load.tensor_source import SliceLocation, TensorSource, unreadable
+from shoal.checkpoint.format.tensor_file import CHUNK_BYTES, checksum, num_chunks
+from shoal.checkpoint.load.tensor_source import SliceLocation, TensorSource, Wanted, unreadable
 from shoal.errors import CorruptCheckpointError
 from shoal.sharding.extent import Extent, Indices, overlap
 from shoal.system.cores import num_cores
@@ -35,24 +35,8 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Elements that are wanted, and contiguous CPU memory of the stored dtype for them."""
-
-    tensor: str
-    extent: Extent
-    memory: Tensor
-
-
-@dataclass(frozen=True)
 class _Part:
-    """Runs of a slice's bytes that are wanted, in their order, and where they go.
-
-    Attributes:
-        target: Bytes of the memory they go to.
-        sources: Where in the slice each run begins.
-        offsets: Where in the memory each goes.
-        lengths: How long each is.
-    """
+    """Runs of a slice's bytes that are wanted, from ``sources`` to ``offsets`` of the target."""
 
     target: Bytes
     sources: Indices
@@ -67,7 +51,6 @@ class _Part:
         return int(self.sources[0]), int(self.offsets[0]), int(self.lengths[0])
 
     def chunks(self) -> Sequence[int]:
-        """The numbers of the chunks that have some of it."""
         if self.single is not None:
             source, _, length = self.single
             return range(source // CHUNK_BYTES, num_chunks(source + length))
@@ -107,14 +90,11 @@ def _spelled_out(starts: Indices, lengths: Indices) -> Indices:
 
 @dataclass(frozen=True)
 class _Slice:
-    """A stored slice, and what is wanted of it."""
-
     tensor: str
     location: SliceLocation
     parts: list[_Part]
 
     def chunks(self) -> Sequence[int]:
-        """The numbers of the chunks of which anything is wanted."""
         if len(self.parts) == 1:
             return self.parts[0].chunks()
         return sorted({number for part in self.parts for number in part.chunks()})
@@ -151,12 +131,7 @@ class _Slice:
 def read(
     source: TensorSource, wanted: Sequence[Wanted], is_unwanted: threading.Event | None = None
 ) -> int:
-    """Fills the memory of all that is wanted; returns how many bytes were read.
-
-    Args:
-        source: What is read.
-        wanted: What is wanted of it.
-        is_unwanted: Once it is set, the rest is not read.
+    """Fills the memory of all that is wanted, while it is; returns how many bytes were read.
 
     Raises:
         CorruptCheckpointError: Naming file and tensor, if anything is wrong; then the memory's

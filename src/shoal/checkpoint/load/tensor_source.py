@@ -8,26 +8,42 @@ from __future__ import annotations
 
 import errno
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal.checkpoint.disk.checkpoint_folder import MANIFEST, MOST_MANIFEST_BYTES
-from shoal.checkpoint.disk.filesystem import FileSystem, Reading, opened, read_all
-from shoal.checkpoint.format import safetensors as header
+from shoal.checkpoint.disk.filesystem import DISK, FileSystem, Reading, opened, read_all
 from shoal.checkpoint.format.manifest import FileRecord, Manifest, SliceRecord, TensorRecord
-from shoal.checkpoint.format.safetensors import HeaderEntry
-from shoal.checkpoint.format.strict_json import parse
+from shoal.checkpoint.format.plain_json import parse
+from shoal.checkpoint.format.tensor_file import (
+    PREFIX_BYTES,
+    HeaderEntry,
+    decode_header,
+    header_bytes,
+)
+from shoal.checkpoint.load.matching import PREFIX
 from shoal.errors import CheckpointError, CorruptCheckpointError
-from shoal.sharding.extent import Extent
+from shoal.sharding.extent import Extent, overlap
 from shoal.torch_support.dtypes import code_of, dtype_of_code
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _MOST_INDEX_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Elements that are wanted, and contiguous CPU memory of the stored dtype for them."""
+
+    tensor: str
+    extent: Extent
+    memory: Tensor
 
 
 @dataclass(frozen=True)
@@ -42,16 +58,7 @@ class SliceLocation:
 
 @dataclass
 class TensorSource:
-    """Tensors that can be read.
-
-    Attributes:
-        disk: Where the files are.
-        folder: The folder of the files.
-        tensors: By key, as in a manifest.
-        files: The names of the files, by number, and what is known of them.
-        values: See `Manifest`; empty for files of others.
-        written_by: See `Manifest`.
-    """
+    """Tensors that can be read, by key; see `Manifest`. Files of others have no values."""
 
     disk: FileSystem
     folder: Path
@@ -97,7 +104,42 @@ class TensorSource:
             head = read_header(file, record.num_bytes)
             if self.is_checked and zlib.crc32(head) != record.header_crc32:
                 raise ValueError("the checksum of its header is wrong")
-            return header.decode(head, record.num_bytes)
+            return decode_header(head, record.num_bytes)
+
+
+@dataclass
+class StateDictSource(TensorSource):
+    """Tensors that are in memory already, whole, on every rank."""
+
+    state_dict: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, state_dict: Mapping[str, Any]) -> StateDictSource:
+        """A model's ``state_dict()``, of the plain module or a wrapped one."""
+        for name, value in state_dict.items():
+            if not isinstance(value, Tensor) and not name.endswith("_extra_state"):
+                raise TypeError(
+                    f"a model's state_dict has tensors; {name!r} is a {type(value).__name__}. If "
+                    "this dict has the model's among others, pass that one."
+                )
+        tensors = {name: value for name, value in state_dict.items() if isinstance(value, Tensor)}
+        records = {
+            PREFIX + name: TensorRecord(value.dtype, value.shape, ())
+            for name, value in tensors.items()
+        }
+        source = cls(DISK, Path("the state_dict"), records, (), is_checked=False)
+        source.state_dict = tensors
+        return source
+
+    def read(self, wanted: Sequence[Wanted]) -> int:
+        """Copies what is wanted."""
+        for each in wanted:
+            full = self.state_dict[each.tensor.removeprefix(PREFIX)].detach()
+            flat = full.cpu().contiguous().view(-1)
+            runs = overlap(Extent.whole(full.shape), each.extent)
+            for left, right, length in zip(*runs, strict=True):
+                each.memory[right : right + length].copy_(flat[left : left + length])
+        return sum(each.memory.nbytes for each in wanted)
 
 
 def check_size(file: Reading, num_bytes: int) -> None:
@@ -109,9 +151,9 @@ def check_size(file: Reading, num_bytes: int) -> None:
 def read_header(file: Reading, num_bytes: int) -> bytes:
     """The first bytes of a safetensors file, up to its first tensor."""
     check_size(file, num_bytes)
-    prefix = bytearray(min(header.PREFIX_BYTES, num_bytes))
+    prefix = bytearray(min(PREFIX_BYTES, num_bytes))
     file.read_into(0, memoryview(prefix))
-    head = bytearray(header.header_bytes(bytes(prefix), num_bytes))
+    head = bytearray(header_bytes(bytes(prefix), num_bytes))
     if file.read_into(0, memoryview(head)) != len(head):
         raise ValueError("it ends early")
     return bytes(head)
@@ -127,20 +169,15 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
     )
 
 
-class naming:
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
     """Inside, errors count as damage of a file, and name it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        """Nothing to do."""
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, OSError):
-            raise unreadable(self._path, error) from error
-        if isinstance(error, ValueError):
-            raise CorruptCheckpointError(str(self._path), str(error)) from error
+    try:
+        yield
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except ValueError as error:
+        raise CorruptCheckpointError(str(path), str(error)) from error
 
 
 # Opening ------------------------------------------------------------------------------------
@@ -161,12 +198,7 @@ def open_checkpoint(disk: FileSystem, folder: Path) -> TensorSource:
     )
 
 
-def open_safetensors(disk: FileSystem, path: Path) -> TensorSource:
-    """A single safetensors file of a model's parameters and buffers."""
-    return _foreign(disk, path.parent, [path.name], lambda name, key: True)
-
-
-def open_index(disk: FileSystem, path: Path) -> TensorSource:
+def _open_index(disk: FileSystem, path: Path) -> TensorSource:
     """Several safetensors files with an index, as Hugging Face writes large models."""
     with naming(path):
         content = parse(read_all(disk, disk.followed(path), _MOST_INDEX_BYTES))
@@ -185,7 +217,10 @@ def open_index(disk: FileSystem, path: Path) -> TensorSource:
 
 
 def _foreign(
-    disk: FileSystem, folder: Path, names: list[str], is_wanted: Callable[[str, str], bool]
+    disk: FileSystem,
+    folder: Path,
+    names: list[str],
+    is_wanted: Callable[[str, str], bool] = lambda name, key: True,
 ) -> TensorSource:
     files: list[FileRecord] = []
     headers: dict[int, dict[str, HeaderEntry]] = {}
@@ -193,36 +228,28 @@ def _foreign(
     for number, name in enumerate(names):
         with naming(folder / name), opened(disk, disk.followed(folder / name)) as file:
             head = read_header(file, file.num_bytes)
-            headers[number] = header.decode(head, file.num_bytes)
+            headers[number] = decode_header(head, file.num_bytes)
             files.append(FileRecord(name, file.num_bytes, "", zlib.crc32(head)))
-            for key, record in _records(headers[number], number):
+            for key, entry in headers[number].items():
                 if is_wanted(name, key):
                     if f"model/{key}" in tensors:
                         raise ValueError(f"tensor {key!r} is in another file as well")
-                    tensors[f"model/{key}"] = record
+                    shape = torch.Size(entry.shape)
+                    part = SliceRecord(Extent.whole(shape), number, key, ())
+                    tensors[f"model/{key}"] = TensorRecord(entry.dtype, shape, (part,))
     return TensorSource(disk, folder, tensors, tuple(files), is_checked=False, _headers=headers)
 
 
-def _records(entries: Mapping[str, HeaderEntry], number: int) -> Iterator[tuple[str, TensorRecord]]:
-    for key, entry in entries.items():
-        shape = torch.Size(entry.shape)
-        part = SliceRecord(Extent.whole(shape), number, key, ())
-        yield key, TensorRecord(entry.dtype, shape, (part,))
-
-
-def open_foreign(disk: FileSystem, path: Path) -> TensorSource | None:
-    """What others have written at a path, if it is something that can be read.
-
-    Links are followed: the cache of Hugging Face consists of them.
-    """
+def _open_foreign(disk: FileSystem, path: Path) -> TensorSource | None:
+    """Links are followed: the cache of Hugging Face consists of them."""
     if path.name.endswith(".index.json"):
-        return open_index(disk, path)
+        return _open_index(disk, path)
     if path.suffix == ".safetensors" and not disk.is_folder(disk.followed(path)):
-        return open_safetensors(disk, path)
+        return _foreign(disk, path.parent, [path.name])
     if disk.is_file(disk.followed(path / INDEX)):
-        return open_index(disk, path / INDEX)
+        return _open_index(disk, path / INDEX)
     if disk.is_file(disk.followed(path / SINGLE)):
-        return open_safetensors(disk, path / SINGLE)
+        return _foreign(disk, path, [SINGLE])
     if disk.is_file(disk.followed(path)):
         _refuse_pickle(disk, path)
     return None
@@ -236,7 +263,7 @@ def open_path(disk: FileSystem, path: Path) -> TensorSource:
     """
     if disk.is_file(path / MANIFEST):
         return open_checkpoint(disk, path)
-    source = open_foreign(disk, path)
+    source = _open_foreign(disk, path)
     if source is None:
         raise CheckpointError(
             f"there is no checkpoint at {path}: neither one of shoal nor a model.safetensors"

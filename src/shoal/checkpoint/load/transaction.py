@@ -7,7 +7,7 @@ an optimizer becomes its own without another copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,34 +17,28 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.checkpoint import training_state
 from shoal.checkpoint.disk.checkpoint_folder import MANIFEST
-from shoal.checkpoint.format import values
+from shoal.checkpoint.format import plain_json
 from shoal.checkpoint.load import matching
 from shoal.checkpoint.load.matching import Match, Misfits
-from shoal.checkpoint.load.optimizer_loading import OptimizerLoading
-from shoal.checkpoint.load.slice_reader import Wanted, read, read_tensors
-from shoal.checkpoint.load.state_dict_source import StateDictSource
-from shoal.checkpoint.load.tensor_source import TensorSource
-from shoal.checkpoint.state import model_state
-from shoal.checkpoint.state.training_state import Companions, prepared_companions
+from shoal.checkpoint.load.slice_reader import read, read_tensors
+from shoal.checkpoint.load.tensor_source import StateDictSource, TensorSource, Wanted
+from shoal.checkpoint.training_state import Companions, prepared_companions
 from shoal.errors import CheckpointMismatchError, CorruptCheckpointError
+from shoal.optim.state import Reception
 from shoal.sharding.extent import Extent
+from shoal.sharding.holding import FullState
+from shoal.strategies import ShardedModel
 from shoal.torch_support.concurrency import run_concurrently
 from shoal.torch_support.random_state import RandomState
+
+_NONSENSE = LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is loaded into.
-
-    Attributes:
-        model: The model.
-        optimizers: Its optimizers.
-        companions: Schedulers and the like.
-        strict: Whether everything must fit.
-        with_random: Whether random generators are restored.
-        rank: This rank's number.
-    """
+    """What is loaded into, on this rank; `strict` if everything must fit."""
 
     model: nn.Module
     optimizers: Sequence[Optimizer]
@@ -70,13 +64,13 @@ class LoadTransaction:
     def resolve(self) -> list[Any]:
         """Finds the model's names; returns what the other ranks need to know of it."""
         model = self.target.model
-        model_state.check_has_memory(model)
-        module = model_state.plain_module(model)
-        shapes = {held.name: held.extent.shape for held in model_state.held_parameters(model)}
-        shapes |= {name: buffer.shape for name, buffer in model_state.buffers(model).items()}
+        training_state.check_has_memory(model)
+        module = training_state.plain_module(model)
+        shapes = {held.name: held.extent.shape for held in training_state.held_parameters(model)}
+        shapes |= {name: buffer.shape for name, buffer in training_state.buffers(model).items()}
         stored = {key: record.shape for key, record in self.source.tensors.items()}
         with self.reading_values():
-            self.match = matching.match(shapes, model_state.aliases(module), stored, self.ties)
+            self.match = matching.match(shapes, training_state.aliases(module), stored, self.ties)
         return [self.match.keys, self.match.missing, self.match.misshapen, self.match.known]
 
     @property
@@ -112,16 +106,16 @@ class LoadTransaction:
         return wanted
 
     def _stage_parameters(self) -> Iterator[Wanted]:
-        for held in model_state.held_parameters(self.target.model):
+        for held in training_state.held_parameters(self.target.model):
             key = self.match.keys.get(held.name)
             if key is not None:
                 wanted = self._room(key, held.extent)
-                put = partial(model_state.put_parameter, self.target.model, held, wanted.memory)
+                put = partial(training_state.put_parameter, self.target.model, held, wanted.memory)
                 self._parameter_commits.append(put)
                 yield wanted
 
     def _stage_buffers(self) -> Iterator[Wanted]:
-        for name, buffer in model_state.buffers(self.target.model).items():
+        for name, buffer in training_state.buffers(self.target.model).items():
             key = self.match.keys.get(name)
             if key is not None:
                 wanted = self._room(key, Extent.whole(buffer.shape))
@@ -182,32 +176,32 @@ class LoadTransaction:
         saved = self.source.values
         states = saved.get("random", [])
         own = [states[self.target.rank % len(states)]] if self.target.with_random and states else []
-        module = model_state.plain_module(self.target.model)
-        known = dict(model_state.modules_with_extra_state(module))
+        module = training_state.plain_module(self.target.model)
+        known = dict(training_state.modules_with_extra_state(module))
         extra_state = dict(saved.get("model", {}).get("extra_state", {}))
         self._check_extra_state(set(known), set(extra_state))
         chosen = {name: saved[name] for name, _ in self.target.companions.items() if name in saved}
         tensors = read_tensors(
-            self.source, values.references([own, extra_state, chosen, saved.get("extra", {})])
+            self.source, plain_json.references([own, extra_state, chosen, saved.get("extra", {})])
         )
-        self.extra = values.decode(saved.get("extra", {}), tensors)
+        decoded = partial(plain_json.decode, tensors=tensors)
+        self.extra = decoded(saved.get("extra", {}))
         if not isinstance(self.extra, dict):
             raise ValueError("extra must be a dict")
         self.apply_companions = prepared_companions(
             self.target.companions,
-            {name: values.decode(states, tensors) for name, states in chosen.items()},
+            {name: decoded(states) for name, states in chosen.items()},
             str(self.source.folder),
             strict=self.target.strict,
         )
-        for name, state in values.decode(extra_state, tensors).items():
+        for name, state in decoded(extra_state).items():
             if name in known:
                 self._commits.append(partial(known[name].set_extra_state, state))
         if own:
-            state, rank = RandomState.from_plain(values.decode(own[0], tensors)), self.target.rank
+            state, rank = RandomState.from_plain(decoded(own[0])), self.target.rank
             is_shared = rank >= len(states)
-            self._commits.append(
-                partial(state.restore_branch, rank) if is_shared else state.restore
-            )
+            restore = partial(state.restore_branch, rank) if is_shared else state.restore
+            self._commits.append(restore)
 
     def _check_extra_state(self, known: set[str], saved: set[str]) -> None:
         if self.target.strict and self.source.is_checked and known != saved:
@@ -221,18 +215,9 @@ class LoadTransaction:
         """Inside, values that are not what they should be count as damage."""
         try:
             yield
-        except (CheckpointMismatchError, CorruptCheckpointError):
+        except (CheckpointMismatchError, CorruptCheckpointError, torch.OutOfMemoryError):
             raise
-        except torch.OutOfMemoryError:
-            raise
-        except (
-            LookupError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            RuntimeError,
-            OverflowError,
-        ) as error:
+        except _NONSENSE as error:
             reason = f"its values make no sense: {type(error).__name__}: {str(error)[:200]}"
             raise CorruptCheckpointError(str(self.source.folder / MANIFEST), reason) from error
 
@@ -240,7 +225,8 @@ class LoadTransaction:
 
     def commit(self) -> None:
         """Copies what was read into the model and all else; every rank calls it."""
-        with model_state.receiving(self.target.model):
+        model = self.target.model
+        with model.receiving() if isinstance(model, ShardedModel) else torch.no_grad():
             for commit in self._parameter_commits:
                 commit()
         for commit in self._commits:
@@ -250,3 +236,102 @@ class LoadTransaction:
 @torch.no_grad()
 def _overwrite(memory: Tensor, values: Tensor) -> None:
     memory.copy_(values.view(memory.shape))
+
+
+@dataclass
+class OptimizerLoading:
+    """One optimizer's saved state.
+
+    Attributes:
+        saved: What the source's manifest says of this optimizer.
+        number: Which of the checkpoint's optimizers it is.
+        strict: Whether it must be of the same class.
+        ties: From a name here to the one in the checkpoint, where they differ.
+        new: Names of parameters that are not those of the checkpoint: they keep their state.
+    """
+
+    source: TensorSource
+    saved: Mapping[str, Any]
+    number: int
+    strict: bool
+    ties: Mapping[str, str] = field(default_factory=dict)
+    new: Collection[str] = ()
+
+    def receive(self, optimizer: Optimizer, model: nn.Module) -> Reception:
+        """Makes room for the state."""
+        self._check_class(optimizer)
+        groups = training_state.held_groups(optimizer, model)
+        known = {name for group in self.saved["groups"] for name in group["parameters"]}
+        tensors = read_tensors(self.source, plain_json.references(self._shared_of(groups)))
+        dtypes = training_state.held_dtypes(model)
+        states = {
+            name: self._full_state(name, tensors, dtypes[name])
+            for names, _ in groups
+            for name in names
+            if self._saved_name(name) in known and name not in self.new
+        }
+        options = [self._options(which, *group) for which, group in enumerate(groups)]
+        return training_state.receive(optimizer, model, states, options, _streams(self.saved))
+
+    def _saved_name(self, name: str) -> str:
+        return self.ties.get(name, name)
+
+    def key(self, name: str, state_key: str) -> str:
+        """Where the files have what each element of a parameter has."""
+        return f"optimizer/{self.number}/{self._saved_name(name)}/{state_key}"
+
+    def _check_class(self, optimizer: Optimizer) -> None:
+        wanted, found = training_state.class_name(optimizer), self.saved["class"]
+        if self.strict and found != wanted:
+            raise CheckpointMismatchError(
+                f"{self.source.folder} has the state of {found} where {wanted} is to be loaded; "
+                "pass strict=False if one can go on with the other's state"
+            )
+
+    def _shared_of(self, groups: training_state.Groups) -> list[Any]:
+        names = {self._saved_name(name) for own, _ in groups for name in own}
+        states = [about["shared"] for name, about in self.saved["state"].items() if name in names]
+        return [states, [group["options"] for group in self.saved["groups"]]]
+
+    def _full_state(
+        self, name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype
+    ) -> FullState:
+        about = self.saved["state"].get(self._saved_name(name))
+        if about is None:
+            return FullState()
+        stored = self.source.tensors.get(f"model/{self._saved_name(name)}")
+        dtypes = {}
+        for key in about["elements"]:
+            found = self.source.tensors[self.key(name, key)].dtype
+            # State that has the parameter's own dtype follows it, where that is another now.
+            follows = stored is not None and found is stored.dtype and found.is_floating_point
+            dtypes[key] = dtype if follows else found
+        return FullState(dtypes, plain_json.decode(about["shared"], tensors))
+
+    def _options(self, index: int, names: list[str], own: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Hyperparameters of the saved group that has these parameters."""
+        groups = self.saved["groups"]
+        members = {name: which for which, own in enumerate(groups) for name in own["parameters"]}
+        found = {members[self._saved_name(n)] for n in names if self._saved_name(n) in members}
+        if len(found) > 1:
+            raise CheckpointMismatchError(
+                f"parameter group {index} of the optimizer has parameters of the groups "
+                f"{sorted(found)} of {self.source.folder}: build it with the same groups"
+            )
+        if not found and (names or index >= len(groups)):
+            return own  # all of its parameters are new
+        which = found.pop() if found else index
+        saved = groups[which]["options"]  # read for each: groups must not share tensors
+        options = plain_json.decode(saved, read_tensors(self.source, plain_json.references(saved)))
+        if not isinstance(options, dict) or "params" in options:
+            raise ValueError("hyperparameters must be a dict")
+        return options
+
+
+def _streams(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where random draws go on, in the form that `training_state.streams` gives it."""
+    found = saved.get("streams", {})
+    numbers = [number for each in found.values() for number in each.values()]
+    if not all(type(number) is int for number in numbers):
+        raise ValueError("what an optimizer draws from must be given in whole numbers")
+    return found  # type: ignore[no-any-return]

@@ -1,4 +1,7 @@
-"""Which rank writes what, as all ranks know it; remembered from one save to the next.
+"""Which rank writes what: each element once, and all ranks about as many bytes.
+
+Ranks may hold the same elements (replicas), parts of them, or parts that were cut otherwise than
+other ranks' parts. What several hold is divided among them.
 
 [Note: the same as last time]
 From one save to the next ranks seldom hold anything else. So each shows the others a digest of what
@@ -11,23 +14,149 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
-from shoal.checkpoint.save.assignment import Assigned, Claim, Claims, assign
+import torch
+
+from shoal.checkpoint.format.manifest import extent_json, parse_extent, parse_shape
 from shoal.checkpoint.together import caller, together
 from shoal.comm import Backend
+from shoal.sharding.extent import Extent
+from shoal.sharding.split import Split
+from shoal.torch_support.dtypes import dtype_called, dtype_name
+
+# Smaller tensors are not worth cutting: the rank that has the least to write gets them.
+_DIVIDED_BYTES = 1 << 18
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What one rank holds of a tensor.
+
+    It is divisible if all holders are known to have the same values; if not, the first rank's
+    count.
+    """
+
+    dtype: torch.dtype
+    shape: torch.Size
+    extents: tuple[Extent, ...]
+    is_divisible: bool = True
+
+    def to_json(self) -> list[Any]:
+        """As plain data, to be sent."""
+        extents = [extent_json(each) for each in self.extents]
+        return [dtype_name(self.dtype), list(self.shape), extents, self.is_divisible]
+
+    @classmethod
+    def from_json(cls, content: Sequence[Any]) -> Claim:
+        """The inverse of `to_json`."""
+        dtype, sizes, extents, is_divisible = content
+        shape = parse_shape(sizes)
+        parsed = tuple(parse_extent(each, shape) for each in extents)
+        return cls(dtype_called(dtype), shape, parsed, is_divisible)
+
+
+Claims = Mapping[str, Claim]
+"""What one rank holds, by the key of the tensor."""
+Assigned = dict[str, list[Extent]]
+"""What one rank writes, by the key of the tensor."""
+
+
+def assign(claims: Sequence[Claims]) -> list[Assigned]:
+    """What each rank writes, from what each rank holds, by rank.
+
+    Raises:
+        ValueError: If ranks hold tensors of one name that differ in shape or dtype.
+    """
+    load = [0] * len(claims)
+    work: list[Assigned] = [{} for _ in claims]
+    keys = dict.fromkeys(key for own in claims for key in own)
+    for key in sorted(keys, key=lambda key: -_num_bytes(claims, key)):
+        holders = [rank for rank, own in enumerate(claims) if key in own]
+        first = claims[holders[0]][key]
+        _check_same(key, first, holders, claims)
+        if not first.is_divisible:
+            holders = holders[:1]
+        for split, ranges in _by_split(key, holders, claims).items():
+            for rank, start, stop in _divide(ranges, first.dtype.itemsize, load):
+                load[rank] += (stop - start) * first.dtype.itemsize
+                extent = Extent(first.shape, start, stop, split)
+                work[rank].setdefault(key, []).append(extent)
+    return [{key: own[key] for key in keys if key in own} for own in work]
+
+
+def _num_bytes(claims: Sequence[Claims], key: str) -> int:
+    claim = next(own[key] for own in claims if key in own)
+    return claim.shape.numel() * claim.dtype.itemsize
+
+
+def _check_same(key: str, first: Claim, holders: Sequence[int], claims: Sequence[Claims]) -> None:
+    for rank in holders:
+        other = claims[rank][key]
+        if (other.dtype, other.shape) != (first.dtype, first.shape):
+            raise ValueError(
+                f"ranks hold different tensors as {key}: {first.dtype} of shape "
+                f"{tuple(first.shape)} on rank {holders[0]}, {other.dtype} of shape "
+                f"{tuple(other.shape)} on rank {rank}"
+            )
+
+
+_Range = tuple[int, int, int]
+
+
+def _by_split(
+    key: str, holders: Sequence[int], claims: Sequence[Claims]
+) -> dict[Split | None, list[_Range]]:
+    """Runs of each part, with the rank that holds them: (start, stop, rank)."""
+    found: dict[Split | None, list[_Range]] = {}
+    for rank in holders:
+        for extent in claims[rank][key].extents:
+            found.setdefault(extent.split, []).append((extent.start, extent.stop, rank))
+    return found
+
+
+def _divide(ranges: Sequence[_Range], itemsize: int, load: Sequence[int]) -> list[_Range]:
+    """Runs without overlap as (rank, start, stop); neighbours of one rank are joined."""
+    if all(start == stop for start, stop, _ in ranges):
+        # Empty, but a rank must record that it exists.
+        start, _, rank = ranges[0]
+        return [(rank, start, start)]
+    edges = sorted({edge for start, stop, _ in ranges for edge in (start, stop)})
+    extra = [0] * len(load)
+    result: list[_Range] = []
+    for low, high in pairwise(edges):
+        ranks = sorted({rank for start, stop, rank in ranges if start <= low and high <= stop})
+        for rank, start, stop in _share(low, high, ranks, itemsize, load, extra):
+            extra[rank] += (stop - start) * itemsize
+            if result and result[-1][0] == rank and result[-1][2] == start:
+                result[-1] = (rank, result[-1][1], stop)
+            else:
+                result.append((rank, start, stop))
+    return result
+
+
+def _share(
+    low: int,
+    high: int,
+    ranks: Sequence[int],
+    itemsize: int,
+    load: Sequence[int],
+    extra: Sequence[int],
+) -> list[_Range]:
+    if not ranks:
+        return []
+    if len(ranks) > 1 and (high - low) * itemsize >= _DIVIDED_BYTES * len(ranks):
+        edges = [low + (high - low) * i // len(ranks) for i in range(len(ranks) + 1)]
+        return [(rank, edges[i], edges[i + 1]) for i, rank in enumerate(ranks)]
+    return [(min(ranks, key=lambda rank: load[rank] + extra[rank]), low, high)]
 
 
 @dataclass(frozen=True)
 class Division:
-    """Which rank writes what.
-
-    Attributes:
-        keys: All tensors that any rank holds.
-        assigned: What each rank writes.
-        digest: Of what each rank holds.
-    """
+    """All tensors that any rank holds, what each rank writes, a digest of what each holds."""
 
     keys: Sequence[str]
     assigned: Sequence[Assigned]
@@ -46,13 +175,9 @@ def digests(ranks: Backend | None, claims: Claims) -> tuple[str, str]:
 def divide(
     ranks: Backend | None, claims: Claims, shown: Sequence[tuple[str, str]], doing: str
 ) -> Division:
-    """Divides what all ranks hold among them; see [Note: the same as last time].
+    """Divides what all ranks hold among them, from what this one claims and each rank's `digests`.
 
-    Args:
-        ranks: Who takes part; None for a process of its own.
-        claims: What this rank holds.
-        shown: The `digests` of each rank.
-        doing: For messages.
+    See [Note: the same as last time].
     """
     digest = _digest("".join(own for own, _ in shown))
     if all(known == digest for _, known in shown):

@@ -13,18 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.checkpoint.format import values
-from shoal.checkpoint.save.assignment import Claim
+from shoal.checkpoint import training_state
+from shoal.checkpoint.format import plain_json
+from shoal.checkpoint.save.division import Claim
 from shoal.checkpoint.save.writing import Outgoing
-from shoal.checkpoint.state import model_state, training_state
-from shoal.checkpoint.state.training_state import Companions, companion_state
+from shoal.checkpoint.training_state import Companions
 from shoal.sharding.extent import Extent
+from shoal.strategies import ShardedModel
 from shoal.torch_support.random_state import RandomState
 
 
@@ -70,7 +72,7 @@ class RankState:
 
     def add(self, key: str, extent: Extent, memory: Tensor, *, is_divisible: bool) -> None:
         """Takes note of elements of a tensor."""
-        values.checked_dtype(memory, key)  # an error now, and not on the way
+        plain_json.checked_dtype(memory, key)  # an error now, and not on the way
         known = self.tensors.get(key)
         if known is None:
             known = self.tensors[key] = HeldTensor(memory.dtype, extent.shape, [], is_divisible)
@@ -78,13 +80,13 @@ class RankState:
 
     def add_whole(self, key: str, tensor: Tensor) -> None:
         """Takes note of a whole tensor, of which the first rank's values count."""
-        values.checked_dtype(tensor, key)
+        plain_json.checked_dtype(tensor, key)
         flat = tensor.detach().reshape(-1)
         self.add(key, Extent.whole(tensor.shape), flat, is_divisible=False)
 
     def encode(self, value: Any, path: str) -> Any:
         """A plain value as JSON; tensors inside are taken note of."""
-        return values.encode(value, path, self._add_inner)
+        return plain_json.encode(value, path, self._add_inner)
 
     def _add_inner(self, path: str, tensor: Tensor) -> str:
         """Keys with a slash in them make equal paths of different tensors: "a/b", "a" and "b"."""
@@ -102,14 +104,11 @@ class RankState:
     def outgoing(self, work: Mapping[str, Sequence[Extent]]) -> list[Outgoing]:
         """What this rank writes, once that is assigned."""
         return [
-            Outgoing(key, self.tensors[key].dtype, extent, _parts_of(self.tensors[key], extent))
+            Outgoing(key, held.dtype, extent, partial(held.parts, extent))
             for key, extents in work.items()
+            for held in [self.tensors[key]]
             for extent in extents
         ]
-
-
-def _parts_of(held: HeldTensor, extent: Extent) -> Any:
-    return lambda: held.parts(extent)
 
 
 def collect(
@@ -120,10 +119,10 @@ def collect(
     rank: int,
 ) -> RankState:
     """Looks at everything there is to save; copies nothing."""
-    model_state.check_steps(model)
+    if isinstance(model, ShardedModel):
+        model.engine.steps.check()
     state = RankState()
-    module = model_state.plain_module(model)
-    _add_model(state, model, module)
+    _add_model(state, model)
     state.values["optimizers"] = [
         _add_optimizer(state, number, optimizer, model)
         for number, optimizer in enumerate(optimizers)
@@ -131,7 +130,8 @@ def collect(
     # The first rank's count; others' are refused for the same reasons, and may differ.
     of_run = state if rank == 0 else RankState()
     for name, objects in companions.items():
-        states = [companion_state(each) for each in objects]
+        # A state that the caller has taken is saved as it is.
+        states = [each if isinstance(each, Mapping) else each.state_dict() for each in objects]
         of_run.values[name] = of_run.encode(states, name)
     of_run.values["extra"] = of_run.encode(dict(extra), "extra")
     state.values["random"] = state.encode(RandomState.capture().to_plain(), f"random/{rank}")
@@ -139,15 +139,20 @@ def collect(
     return state
 
 
-def _add_model(state: RankState, model: nn.Module, module: nn.Module) -> None:
-    is_divisible = model_state.is_same_everywhere(model)
-    for held in model_state.held_parameters(model):
+def _add_model(state: RankState, model: nn.Module) -> None:
+    module = training_state.plain_module(model)
+    is_divisible = training_state.is_same_everywhere(model)
+    for held in training_state.held_parameters(model):
         state.add(f"model/{held.name}", held.extent, held.memory, is_divisible=is_divisible)
-    for name, buffer in model_state.buffers(model).items():
+    for name, buffer in training_state.buffers(model).items():
         state.add_whole(f"model/{name}", buffer)
+    extra = {
+        name: inner.get_extra_state()
+        for name, inner in training_state.modules_with_extra_state(module)
+    }
     state.values["model"] = {
-        "aliases": model_state.aliases(module),
-        "extra_state": state.encode(model_state.extra_states(module), "extra_state"),
+        "aliases": training_state.aliases(module),
+        "extra_state": state.encode(extra, "extra_state"),
     }
 
 
@@ -162,7 +167,7 @@ def _add_optimizer(
         for which, (names, options) in enumerate(training_state.held_groups(optimizer, model))
     ]
     states: dict[str, Any] = {}
-    is_divisible = model_state.is_same_everywhere(model)
+    is_divisible = training_state.is_same_everywhere(model)
     for held in training_state.held_state(optimizer, model):
         path = f"optimizer/{number}/{held.name}"
         for key, memory in held.tensors.items():

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.disk.filesystem import FileSystem, Writing
-from shoal.checkpoint.format import safetensors as header
-from shoal.checkpoint.format.checksums import CHUNK_BYTES, checksum, chunks
 from shoal.checkpoint.format.manifest import Content, FileRecord, SliceRecord, content_of
+from shoal.checkpoint.format.tensor_file import CHUNK_BYTES, checksum, chunks, encode_header
 from shoal.sharding.extent import Extent
 from shoal.torch_support.concurrency import Abandoned, run_concurrently
+from shoal.torch_support.memory import as_memory
 
 # The system gives a file memory in pieces as large as what is written at once.
 BLOCK_BYTES = 16 * CHUNK_BYTES
@@ -35,14 +35,7 @@ Parts = Callable[[], Iterator[Tensor]]
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A slice that is about to be written.
-
-    Attributes:
-        tensor: The key of the full tensor.
-        dtype: Of its elements.
-        extent: Which elements.
-        parts: Gives the elements.
-    """
+    """A slice that is about to be written; ``tensor`` is the key of the full one."""
 
     tensor: str
     dtype: torch.dtype
@@ -54,8 +47,10 @@ class Outgoing:
         """What it is called in the file: its tensor's key, and which elements unless all."""
         if self.extent.is_whole:
             return self.tensor
-        split = self.extent.split
-        part = "" if split is None else f"[{split.dim}:{_runs_text(split.runs)}]"
+        part, split = "", self.extent.split
+        if split is not None:
+            runs = ",".join(f"{start}-{stop}" for start, stop in split.runs)
+            part = f"[{split.dim}:{runs}]"
         return f"{self.tensor}{part}[{self.extent.start}:{self.extent.stop}]"
 
     @property
@@ -69,36 +64,20 @@ class Outgoing:
         return self.extent.num_elements * self.dtype.itemsize
 
 
-def _runs_text(runs: Sequence[tuple[int, int]]) -> str:
-    return ",".join(f"{start}-{stop}" for start, stop in runs)
-
-
 def write_file(
     disk: FileSystem,
     folder: Path,
     name: str,
     outgoing: Sequence[Outgoing],
-    rename: Callable[[str], str] = lambda key: key,
-    metadata: dict[str, str] | None = None,
     is_unwanted: threading.Event | None = None,
 ) -> Content:
     """Writes and syncs a file, and returns what is in it; the folder's entry is not synced.
 
-    Args:
-        disk: The disk.
-        folder: Where.
-        name: The file's.
-        outgoing: What is written, in this order.
-        rename: What a slice is called in the file.
-        metadata: For the header.
-        is_unwanted: Once it is set, the rest is not written.
-
     Raises:
-        Abandoned: If the event was set.
+        Abandoned: Once the event is set; the rest is not written.
     """
-    keys = [rename(each.key) for each in outgoing]
-    shapes = [(key, each.dtype, each.shape) for key, each in zip(keys, outgoing, strict=True)]
-    head = header.encode(shapes, metadata or {})
+    shapes = [(each.key, each.dtype, each.shape) for each in outgoing]
+    head = encode_header(shapes, {"format": "pt"})
     num_bytes = len(head) + sum(each.num_bytes for each in outgoing)
     sums = _Sums(head)
     file = disk.create(folder / name)
@@ -112,8 +91,8 @@ def write_file(
         file.close()
     record = FileRecord(name, num_bytes, sums.sha256, zlib.crc32(head))
     slices = [
-        (each.tensor, each.dtype, SliceRecord(each.extent, 0, key, tuple(own)))
-        for key, each, own in zip(keys, outgoing, sums.checksums, strict=True)
+        (each.tensor, each.dtype, SliceRecord(each.extent, 0, each.key, tuple(own)))
+        for each, own in zip(outgoing, sums.checksums, strict=True)
     ]
     return content_of(record, slices)
 
@@ -164,15 +143,6 @@ def _blocks(parts: Iterator[Tensor]) -> Iterator[memoryview]:
                 pending = bytearray()
     if pending:
         yield memoryview(pending)
-
-
-def as_memory(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor; its own memory where that is contiguous and the CPU's."""
-    if not tensor.numel():
-        return memoryview(b"")
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    flat = plain.to("cpu").contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
 
 
 class _Sums:

@@ -55,7 +55,6 @@ class GPT(nn.Module):
     """Predicts the next byte; the last layer shares its weight with the first."""
 
     def __init__(self, shape: GPTShape) -> None:
-        """Small random weights."""
         super().__init__()
         self.bytes = nn.Embedding(VOCABULARY, shape.width)
         self.positions = nn.Embedding(shape.context, shape.width)

@@ -77,7 +77,8 @@ def show_all(backend: Backend) -> list[TourStep]:
 
 def _show(call: str, value: Any, operation: Callable[[Any], Any]) -> TourStep:
     given = _text(value)
-    return TourStep(call, given, _text(operation(value.clone() if _is_tensor(value) else value)))
+    value = value.clone() if isinstance(value, Tensor) else value
+    return TourStep(call, given, _text(operation(value)))
 
 
 def _pass_on(backend: Backend, tensor: Tensor) -> Tensor:
@@ -86,10 +87,6 @@ def _pass_on(backend: Backend, tensor: Tensor) -> Tensor:
     received: Tensor = backend.recv(src=(backend.rank - 1) % backend.size, tag=7)
     work.wait()
     return received
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
 
 
 def _text(value: Any) -> str:

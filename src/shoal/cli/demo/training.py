@@ -74,8 +74,6 @@ def _progress(console: Console) -> Progress:
 
 
 class _Line:
-    """One line of the display."""
-
     def __init__(self, progress: Progress, title: str, num_steps: int) -> None:
         self._progress = progress
         self._task = progress.add_task(title, total=num_steps, loss="...")
@@ -158,7 +156,6 @@ def _formula(alone: Learned, strategy: str) -> str:
 
 
 def _distance(alone: Learned, ranks: list[Learned]) -> float:
-    """The largest difference of any parameter after training."""
     trained = ranks[0].parameters
     return max(float((p - trained[name]).abs().max()) for name, p in alone.parameters.items())
 

@@ -31,8 +31,7 @@ from shoal.comm.shm.segments import Arena, Location, Peer
 from shoal.comm.shm.transfers import Transfers
 from shoal.comm.work import ThreadedWork, Work
 from shoal.system.site import call_site
-from shoal.torch_support.copying import copy
-from shoal.torch_support.private_view import PrivateView
+from shoal.torch_support.memory import PrivateView, copy
 
 
 class SharedMemoryBackend(ProcessBackend):

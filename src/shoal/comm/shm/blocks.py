@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from shoal.comm.operation.reduction import ReduceOp, reduce_into
-from shoal.torch_support.copying import copy
+from shoal.torch_support.memory import copy
 
 # Small enough for the cache: what was just reduced is still there when it is handed out.
 _BLOCK_BYTES = 256 << 10

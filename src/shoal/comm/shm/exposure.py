@@ -33,7 +33,7 @@ from shoal.comm.shm.routing import (
 )
 from shoal.comm.shm.segments import Arena, Location, Peer
 from shoal.comm.shm.staging import Staging
-from shoal.torch_support.copying import copy
+from shoal.torch_support.memory import copy
 from shoal.torch_support.process_memory import is_readable, read_into
 
 _MOST_WHOLES = 1024

@@ -28,8 +28,8 @@ from shoal.comm.shm.exposure import Exposer
 from shoal.comm.shm.pending import PendingOperations
 from shoal.comm.shm.routing import NOTHING, SMALL_BYTES, ShmRoute, Shown, Way, decode_shown
 from shoal.system.site import call_frame
-from shoal.torch_support.copying import copy
 from shoal.torch_support.dtypes import PLAIN
+from shoal.torch_support.memory import copy
 from shoal.torch_support.process_memory import read_into
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.torch_support.private_view import PrivateView
-from shoal.torch_support.raw import as_bytes, of_dtype
+from shoal.torch_support.memory import PrivateView, as_bytes, of_dtype
 
 _ALIGNMENT = 128
 _SLAB_BYTES = 8 << 20

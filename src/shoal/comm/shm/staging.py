@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shoal.comm.shm.routing import HALF_BYTES, WINDOW_BYTES
 from shoal.comm.shm.segments import Arena
-from shoal.torch_support.raw import of_dtype
+from shoal.torch_support.memory import of_dtype
 
 
 class Staging:

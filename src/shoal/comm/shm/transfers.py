@@ -15,7 +15,7 @@ from shoal.comm.operation.reduction import reduce_into
 from shoal.comm.shm.blocks import reduce_and_hand_out, reduce_in_blocks
 from shoal.comm.shm.exposure import Exposer, Window, windows_of
 from shoal.comm.shm.routing import NOTHING, ShmRoute, Shown, Way, decode_shown, route
-from shoal.torch_support.copying import copy
+from shoal.torch_support.memory import copy
 
 
 class Transfers:

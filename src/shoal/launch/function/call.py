@@ -20,6 +20,8 @@ from typing import Any
 
 import cloudpickle
 
+WORKER = "shoal.launch.function.worker:main"
+"""What makes a call in another process."""
 _INSTALLED = tuple(
     os.path.join(os.path.realpath(sysconfig.get_path(name)), "")
     for name in ("stdlib", "platstdlib", "purelib", "platlib")
@@ -50,13 +52,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Finds out about a module when the first thing from it is pickled: most never are."""
 
     def __init__(self, file: io.BytesIO) -> None:
-        """Knows no module yet."""
         super().__init__(file)
         self._seen: set[str] = set()
         self._registered: list[types.ModuleType] = []
 
     def reducer_override(self, obj: Any) -> Any:
-        """Registers the object's module if need be, then lets cloudpickle decide."""
         if isinstance(obj, types.ModuleType):
             self._look_at(obj)
         elif isinstance(obj, type | types.FunctionType):
@@ -66,12 +66,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
     def unregister(self) -> None:
-        """Leaves cloudpickle's registry as it was found."""
         for module in self._registered:
             cloudpickle.unregister_pickle_by_value(module)
 
     def _look_at(self, module: types.ModuleType) -> None:
-        """Decides once for each module."""
         name = module.__name__
         if name in self._seen:
             return

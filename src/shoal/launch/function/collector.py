@@ -9,40 +9,26 @@ from __future__ import annotations
 import contextlib
 import functools
 import selectors
-import signal
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self, TypeAlias
 
-from shoal.launch.function.outcome import ERROR, Outcome, decode_frame
-from shoal.launch.function.result_frames import FrameReader
+from shoal.launch.function.outcome import ERROR, FrameReader, Outcome, decode_frame
+
+if TYPE_CHECKING:
+    from shoal.launch.function.forkserver.forkserver import Child
+    from shoal.launch.function.listener import ConnectedProcess
+
+    Process: TypeAlias = "Child | ConnectedProcess"
 
 # How long the kernel gets to end a killed process before it is given up as unkillable.
 _REAP_SECONDS = 10.0
 
 
-class Process(Protocol):
-    """A process to watch; `shoal.launch.function.forkserver.child.Child` is one."""
-
-    def fileno(self) -> int:
-        """A descriptor that becomes readable when the process has ended, not before."""
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        """Waits for the end; the exit code, or None if it runs on or the code is not known."""
-
-    def kill(self, number: int = signal.SIGKILL) -> None:
-        """Signals the process, if it still runs."""
-
-    def close(self) -> None:
-        """Gives the descriptors back."""
-
-
 @dataclass(eq=False)
 class _Member:
-    """One rank and what is known of it."""
-
     rank: int
     channel: socket.socket
     process: Process
@@ -140,7 +126,6 @@ class Collector:
         self._selector.close()
 
     def _read(self, member: _Member) -> None:
-        """Takes in a piece of a rank's frame."""
         if member.ended:  # its end was seen in the same round
             return
         with contextlib.suppress(BlockingIOError):
@@ -151,7 +136,6 @@ class Collector:
             self._heard(member)
 
     def _heard(self, member: _Member) -> None:
-        """Notes a complete frame."""
         self.unwatch(member.channel)
         if member.reader.frame is not None and member.reader.frame.kind == ERROR:
             self.expect_end()
@@ -191,9 +175,7 @@ class Collector:
         self._deadline = time.monotonic() + _REAP_SECONDS
 
     def __enter__(self) -> Self:
-        """Itself, closed at the end of the block."""
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Leaves nothing running."""
         self.close()

@@ -1,20 +1,26 @@
-"""What became of a rank, and how it tells: one frame with a value or with an exception."""
+"""What became of a rank, and how it tells: one frame with a value or with an exception.
+
+A frame is a header that says kind and length, then bytes, over a stream socket.
+"""
 
 from __future__ import annotations
 
 import pickle
 import socket
+import struct
 import time
 import traceback
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 
-from shoal.errors import RemoteError
-from shoal.launch.function.result_frames import Frame, send_frame
+from shoal.errors import LaunchError, RemoteError
 
 VALUE, ERROR = 1, 2
+_MAGIC = b"shoal"
+_HEADER = struct.Struct("=5sBQ")
+_PIECE_BYTES = 1 << 20
 
 
 @dataclass
@@ -24,10 +30,6 @@ class Outcome:
     A rank that ended without a word (it was killed, or left by `os._exit`) has neither value nor
     error, only an exit code. `failed_at` is set exactly if no value came; it is a time of the
     host's monotonic clock, so the smallest one belongs to the rank that failed first.
-
-    Example:
-        >>> Outcome(rank=1, exit_code=-9, failed_at=time.monotonic()).failed
-        True
     """
 
     rank: int
@@ -89,7 +91,6 @@ def decode_frame(rank: int, frame: Frame) -> Outcome:
 
 
 def _name_of(error: BaseException) -> str:
-    """The exception's type, as a traceback names it."""
     kind = type(error)
     known = kind.__module__ in ("builtins", "__main__")
     return kind.__qualname__ if known else f"{kind.__module__}.{kind.__qualname__}"
@@ -101,3 +102,64 @@ def _message_of(error: BaseException) -> str:
         return str(error)
     except Exception as problem:
         return f"<no message: {type(problem).__name__} in __str__>"
+
+
+class Frame(NamedTuple):
+    """A whole message."""
+
+    kind: int
+    body: bytearray
+
+
+def send_frame(channel: socket.socket, kind: int, body: bytes) -> None:
+    """Sends one frame, waiting as long as the reader needs."""
+    channel.sendall(_HEADER.pack(_MAGIC, kind, len(body)))
+    channel.sendall(body)
+
+
+class FrameReader:
+    """Reads one frame from a non-blocking socket, in as many pieces as it comes in."""
+
+    def __init__(self) -> None:
+        self.frame: Frame | None = None
+        self._kind = 0
+        self._in_header = True
+        self._expect(_HEADER.size)
+
+    def advance(self, channel: socket.socket) -> bool:
+        """Reads once; False when there is nothing more to come.
+
+        Raises:
+            BlockingIOError: Nothing is there now.
+            LaunchError: Something other than a frame is there.
+        """
+        piece = self._view[self._filled : self._filled + _PIECE_BYTES]
+        try:
+            count = channel.recv_into(piece)
+        except ConnectionError:  # the writer ended without reading all that was sent to it
+            return False
+        self._filled += count
+        if count and self._filled == len(self._buffer):
+            self._complete()
+        return count > 0
+
+    def _expect(self, size: int) -> None:
+        self._buffer = bytearray(size)
+        self._view = memoryview(self._buffer)
+        self._filled = 0
+
+    def _complete(self) -> None:
+        """Goes from the header to the body, or from the body to the frame."""
+        if not self._in_header:
+            self.frame = Frame(self._kind, self._buffer)
+            return
+        magic, self._kind, size = _HEADER.unpack(self._buffer)
+        if magic != _MAGIC:
+            raise LaunchError(
+                f"a rank's channel should start with {_MAGIC!r}, and starts with {magic!r}; "
+                "does something else write to that descriptor?"
+            )
+        self._in_header = False
+        self._expect(size)
+        if size == 0:
+            self._complete()

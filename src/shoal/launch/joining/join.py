@@ -1,11 +1,20 @@
-"""Joins the world that this process's environment speaks of."""
+"""Joins the world that this process's environment speaks of, and leaves it at the end.
+
+No other rank may be left waiting for a process that has ended, however it came to that.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import json
 import os
 import sys
+import time
+import traceback
 from datetime import timedelta
+from functools import cache
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from shoal.comm.backend import Backend
@@ -13,7 +22,8 @@ from shoal.comm.bootstrap.connect import NAMES, connect_backend
 from shoal.comm.bootstrap.store import Bootstrap, StoreBootstrap, host_store, report_failure
 from shoal.comm.control.page.page import is_supported
 from shoal.comm.memory.backend import InMemoryBackend
-from shoal.errors import BackendUnavailableError, LaunchError
+from shoal.comm.world import find_current
+from shoal.errors import BackendUnavailableError, LaunchError, MismatchError, PeerError
 from shoal.launch.joining.environment import RankInfo, discover
 from shoal.system.site import describe
 
@@ -147,3 +157,52 @@ def _tcp_store(host: str, port: int, timeout: float, is_master: bool) -> Store:
     if is_master and host in ("127.0.0.1", "localhost"):  # else it would listen everywhere
         return host_store("127.0.0.1", port, timeout)[0]
     return TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=wait)
+
+
+@cache
+def watch_exit() -> None:
+    """Has an uncaught exception reach all ranks, and a normal end count as leaving."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        world = find_current()
+        if world is not None:
+            world.fail(error.with_traceback(trace))
+        _leave_record(error)
+        previous(kind, error, trace)
+
+    sys.excepthook = hook
+    atexit.register(_leave_world)
+
+
+def _leave_world() -> None:
+    world = find_current()
+    if world is None:
+        return
+    try:
+        world.shutdown()
+    except MismatchError as error:  # at this point an exception would not change the exit code
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _leave_record(error: BaseException) -> None:
+    folder = os.environ.get("SHOAL_ERROR_DIR")
+    if folder is None:
+        return
+    rank = discover().rank
+    record = {
+        "rank": rank,
+        "time": time.time(),
+        "type": type(error).__name__,
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+        "primary": not isinstance(error, PeerError),
+    }
+    try:
+        with open(os.path.join(folder, f"rank-{rank}.json"), "w") as file:
+            json.dump(record, file)
+    except OSError as problem:
+        print(f"shoal: cannot leave a record of the failure: {problem}", file=sys.stderr)

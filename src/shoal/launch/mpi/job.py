@@ -14,11 +14,10 @@ from pathlib import Path
 
 from shoal.errors import LaunchError
 from shoal.launch.mpi import mpiexec
-from shoal.launch.script.config import LaunchConfig
+from shoal.launch.script.config import LaunchConfig, own_variables
 from shoal.launch.script.guard import spawn
 from shoal.launch.script.output import RankOutput
 from shoal.launch.script.rank import Rank, exit_of
-from shoal.launch.script.variables import own_variables
 
 _RANK_SCRIPT = Path(__file__).with_name("rank_helper.py")
 _START_SECONDS = 60.0
@@ -30,11 +29,6 @@ class MpiJob:
 
     Each rank has a helper beside it (`rank_helper.py`) that dials in here, is given the rank's
     streams and variables, and reports two numbers: the rank's pid and, later, its return code.
-
-    Example:
-        >>> job = MpiJob(config, folder)
-        >>> await job.start(env, own_output, make_output, ranks.append)
-        >>> await job.close()
     """
 
     def __init__(self, config: LaunchConfig, folder: Path) -> None:

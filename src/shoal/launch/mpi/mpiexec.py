@@ -14,18 +14,15 @@ from shoal.errors import LaunchError
 _VERSION_TIMEOUT = 60.0
 
 
-def command(ranks: int, *, keep_survivors: bool = True) -> tuple[list[str], dict[str, str]]:
+def command(ranks: int) -> tuple[list[str], dict[str, str]]:
     """The beginning of a command line that starts `ranks` processes on this host.
 
     More ranks than cores are allowed, none is bound to a core, waiting ranks yield, root may run
     them, and the environment of `mpiexec` is that of the ranks (both implementations pass all of
     it on to processes of their own host).
 
-    Args:
-        ranks: The number of processes.
-        keep_survivors: Whether the others go on when a rank dies, so that they can say why they
-            stop. MPICH tells them with SIGUSR1, which kills a process that does not expect it: let
-            them ignore that signal.
+    When a rank dies the others go on, so that they can say why they stop. MPICH tells them with
+    SIGUSR1, which kills a process that does not expect it: let them ignore that signal.
 
     Returns:
         The words before the program's own, and variables to set for `mpiexec`.
@@ -36,9 +33,9 @@ def command(ranks: int, *, keep_survivors: bool = True) -> tuple[list[str], dict
     program = find()
     version = _version(program)
     if match := re.search(r"\((?:Open MPI|OpenRTE)\)\s+(\d+)", version):
-        words, variables = _open_mpi(int(match[1]), keep_survivors)
+        words, variables = _open_mpi(int(match[1]))
     elif "HYDRA" in version.upper() or "Intel(R) MPI" in version:
-        words, variables = _hydra(keep_survivors)
+        words, variables = ["-launcher", "fork", "-bind-to", "none", "-disable-auto-cleanup"], {}
     else:
         raise LaunchError(
             f"mpiexec must be Open MPI's or MPICH's, but {program} --version says "
@@ -59,16 +56,10 @@ def find() -> str:
     return program
 
 
-def _open_mpi(major: int, keep_survivors: bool) -> tuple[list[str], dict[str, str]]:
+def _open_mpi(major: int) -> tuple[list[str], dict[str, str]]:
     words = ["--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
     recovery = ["--with-ft", "ulfm"] if major >= 5 else ["--enable-recovery"]
-    variables = {"OMPI_MCA_mpi_yield_when_idle": "1"}
-    return words + (recovery if keep_survivors else []), variables
-
-
-def _hydra(keep_survivors: bool) -> tuple[list[str], dict[str, str]]:
-    words = ["-launcher", "fork", "-bind-to", "none"]
-    return words + (["-disable-auto-cleanup"] if keep_survivors else []), {}
+    return words + recovery, {"OMPI_MCA_mpi_yield_when_idle": "1"}
 
 
 @functools.cache

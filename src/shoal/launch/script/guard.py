@@ -25,12 +25,7 @@ rm -rf -- "$1"
 
 
 class Guard:
-    """Ends the process groups it was last told of, and removes `folder`, if the launcher dies.
-
-    Example:
-        >>> with Guard(scratch_folder) as guard:
-        ...     guard.watch([process.pid])
-    """
+    """Ends the process groups it was last told of, and removes `folder`, if the launcher dies."""
 
     def __init__(self, folder: Path) -> None:
         """Starts the shell, in a session of its own so that no Ctrl-C reaches it."""
@@ -51,7 +46,6 @@ class Guard:
             self._shell.stdin.flush()
 
     def __enter__(self) -> Guard:
-        """Returns the guard itself."""
         return self
 
     def __exit__(self, *exc_info: object) -> None:

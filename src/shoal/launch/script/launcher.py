@@ -15,32 +15,31 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Coroutine
+import threading
+import time
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import LaunchError
 from shoal.launch.mpi.job import MpiJob
-from shoal.launch.script.config import LaunchConfig
+from shoal.launch.script.config import LaunchConfig, common_variables, own_variables
 from shoal.launch.script.guard import Guard, adopting_orphans
 from shoal.launch.script.output import FileOutput, RankOutput, ScreenOutput, console
 from shoal.launch.script.rank import Rank, start_rank
-from shoal.launch.script.signals import Signals
 from shoal.launch.script.store_process import StoreProcess, listen
 from shoal.launch.script.summary import Ending, first_failure, read_record, summarize
-from shoal.launch.script.variables import common_variables, own_variables
 
 __all__ = ["LaunchConfig", "launch"]
 
 _TERM_SECONDS = 5.0
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_STOPPING = (signal.SIGINT, signal.SIGTERM)
 _OTHER_NODES_SECONDS = 300.0
 
 
 def launch(config: LaunchConfig) -> int:
     """Starts the ranks of this node and waits for them.
-
-    Args:
-        config: What to start.
 
     Returns:
         0 if all ranks ended with 0, the code of the first that failed otherwise: 128 + n where
@@ -76,12 +75,11 @@ class _Launch:
         self._out, self._err = console(sys.stdout, sys.stderr)
 
     async def run(self, listener: socket.socket | None) -> int:
-        """Starts everything, waits, reports, and leaves nothing behind."""
         signals = Signals(self._ranks)
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(signals.forwarded())
             stack.push_async_callback(self._clean_up)
-            await self._start(self._config.port if listener is None else _port_of(listener))
+            await self._start(self._config.port if listener is None else listener.getsockname()[1])
             store = StoreProcess(self._config, listener, self._folder / "store.log")
             stack.callback(store.close)
             if listener is not None:
@@ -183,11 +181,6 @@ def _make_folder(path: Path) -> None:
         ) from error
 
 
-def _port_of(listener: socket.socket) -> int:
-    port: int = listener.getsockname()[1]
-    return port
-
-
 async def _all_ended(codes: list[asyncio.Future[int]]) -> None:
     await asyncio.wait(codes)
 
@@ -206,3 +199,48 @@ async def _first_of(*waits: Coroutine[Any, Any, object], timeout: float | None =
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Signals:
+    """Signals that reach the launcher go on to its ranks; two of them also mean the end."""
+
+    def __init__(self, ranks: list[Rank]) -> None:
+        """Forwards to `ranks`, a list that may still grow."""
+        self._ranks = ranks
+        self.stopped_by: signal.Signals | None = None
+        self.stopped_at = 0.0
+        self.stop = asyncio.Event()
+        """Set by the first SIGINT or SIGTERM."""
+        self.hurry = asyncio.Event()
+        """Set by a second SIGINT: the grace period is skipped."""
+
+    @contextlib.contextmanager
+    def forwarded(self) -> Iterator[None]:
+        """Handles signals inside the block, and puts the handlers back that were there.
+
+        A signal that the launcher was started to ignore (nohup) stays ignored. Outside the main
+        thread Python delivers no signals, so there is nothing to forward.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        before = {signum: signal.getsignal(signum) for signum in _FORWARDED}
+        handled = [signum for signum in _FORWARDED if before[signum] not in (signal.SIG_IGN, None)]
+        for signum in handled:
+            loop.add_signal_handler(signum, self._on_signal, signum)
+        try:
+            yield
+        finally:
+            for signum in handled:
+                loop.remove_signal_handler(signum)
+                signal.signal(signum, before[signum])
+
+    def _on_signal(self, signum: signal.Signals) -> None:
+        for rank in self._ranks:
+            rank.send(signum)
+        if signum == signal.SIGINT and self.stop.is_set():
+            self.hurry.set()
+        if signum in _STOPPING and self.stopped_by is None:
+            self.stopped_by, self.stopped_at = signum, time.time()
+            self.stop.set()

@@ -12,7 +12,7 @@ import contextlib
 import os
 import re
 from pathlib import Path
-from typing import IO, BinaryIO, NamedTuple, Protocol
+from typing import IO, BinaryIO, NamedTuple
 
 _PALETTE = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
@@ -43,7 +43,6 @@ class Screen:
     """
 
     def __init__(self, stream: BinaryIO, *, colour: bool) -> None:
-        """Writes to `stream`, with ANSI colours if asked."""
         self.stream = stream
         self._colour = colour
         self._owner: Speaker | None = None  # whose unfinished line is on the screen
@@ -100,7 +99,6 @@ class PipeReader:
     """One output stream of one rank, read from the pipe `fd` (which it owns) into a screen."""
 
     def __init__(self, owner: Speaker, fd: int, screen: Screen) -> None:
-        """Starts reading in the running event loop."""
         self._owner, self._fd, self._screen = owner, fd, screen
         self._rest = b""
         self._tail = bytearray()
@@ -182,27 +180,13 @@ def split_lines(data: bytes) -> list[bytes]:
     return [*pieces, *(piece for piece in overwritten if piece), rest]
 
 
-class RankOutput(Protocol):
-    """The two ends of a rank's output: descriptors that it inherits, and what became of them."""
-
-    fds: tuple[int, int]
-    """The rank's stdout and stderr."""
-
-    def started(self) -> None:
-        """The rank has its own copies: closes ours, so that its end is the end of the stream."""
-
-    def tail(self) -> bytes:
-        """The last of what the rank wrote to stderr."""
-
-    def close(self) -> None:
-        """The rank has ended: passes on what is left."""
-
-
 class ScreenOutput:
-    """Lines on the launcher's own stdout and stderr, with a label before each."""
+    """Lines on the launcher's own stdout and stderr, with a label before each.
+
+    ``fds`` are the rank's stdout and stderr.
+    """
 
     def __init__(self, label: str, out: Screen, err: Screen) -> None:
-        """Opens a pipe for each stream and begins to read."""
         read_out, write_out = os.pipe()
         read_err, write_err = os.pipe()
         self.fds = (write_out, write_err)
@@ -210,7 +194,7 @@ class ScreenOutput:
         self._err = PipeReader(Speaker(label, "stderr"), read_err, err)
 
     def started(self) -> None:
-        """Closes the ends that the rank writes to."""
+        """Closes our copies of the rank's ends, so that its end is the end of the stream."""
         for fd in self.fds:
             os.close(fd)
 
@@ -228,7 +212,6 @@ class FileOutput:
     """A file that gets both streams in the order they were written; no launcher in between."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the file afresh."""
         self._path = path
         self._file = path.open("wb")
         self.fds = (self._file.fileno(), self._file.fileno())
@@ -245,6 +228,10 @@ class FileOutput:
 
     def close(self) -> None:
         """Nothing is left to pass on."""
+
+
+RankOutput = ScreenOutput | FileOutput
+"""Where one rank's output goes."""
 
 
 def console(out: IO[str], err: IO[str]) -> tuple[Screen, Screen]:

@@ -23,14 +23,9 @@ class Rank:
     """One started rank; `ended` becomes its return code, negative for a signal as in subprocess.
 
     Each rank leads a process group of its own, so that what it started can be ended with it.
-
-    Example:
-        >>> rank = Rank(0, process.pid, output)
-        >>> code = await rank.ended
     """
 
     def __init__(self, number: int, pid: int, output: RankOutput) -> None:
-        """Takes over a running process, the leader of its group."""
         self.number = number
         self.pid = pid
         self.output = output

@@ -14,17 +14,21 @@ from __future__ import annotations
 import os
 import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
 
 _ENDED = "shoal/launch/nodes-ended"
 
 
 def main(role: str, *rest: str) -> None:
     """Holds the store, or a connection to it, until the launcher closes standard input."""
-    store = _host(int(rest[0]), int(rest[1])) if role == "host" else _join(rest[0], int(rest[1]))
+    from torch.distributed import TCPStore
+
+    port = int(rest[1])
+    if role == "host":
+        store = TCPStore(
+            "localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=int(rest[0])
+        )
+    else:
+        store = TCPStore(rest[0], port, is_master=False)
     seconds = sys.stdin.readline()
     if not seconds:
         return
@@ -32,18 +36,6 @@ def main(role: str, *rest: str) -> None:
     store.set(f"{_ENDED}/{store.add(_ENDED, 1)}", "")
     if role == "host":
         store.wait([f"{_ENDED}/{int(rest[2])}"], timedelta(seconds=float(seconds)))
-
-
-def _host(fd: int, port: int) -> TCPStore:
-    from torch.distributed import TCPStore
-
-    return TCPStore("localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
-
-
-def _join(addr: str, port: int) -> TCPStore:
-    from torch.distributed import TCPStore
-
-    return TCPStore(addr, port, is_master=False)
 
 
 if __name__ == "__main__":

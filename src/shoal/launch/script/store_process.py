@@ -53,10 +53,6 @@ class StoreProcess:
 
     One node's store ends with its ranks. A store of several nodes stays until the ranks of all
     have ended.
-
-    Example:
-        >>> store = StoreProcess(config, listen(config), Path(folder, "store.log"))
-        >>> store.close()
     """
 
     def __init__(self, config: LaunchConfig, listener: socket.socket | None, log: Path) -> None:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.torch_support.private_view import PrivateView
+from shoal.torch_support.memory import PrivateView
 
 if TYPE_CHECKING:
     from shoal.strategies.engine.flat_group import FlatGroup

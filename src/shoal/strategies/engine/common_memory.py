@@ -20,8 +20,7 @@ from shoal.comm import Backend
 from shoal.comm.operation import Barrier
 from shoal.comm.operation.header import Header
 from shoal.errors import MismatchError
-from shoal.torch_support.private_view import PrivateView
-from shoal.torch_support.raw import of_dtype
+from shoal.torch_support.memory import PrivateView, of_dtype
 
 if TYPE_CHECKING:
     from shoal.strategies.engine.flat_group import FlatGroup

@@ -25,7 +25,7 @@ from shoal.strategies.consistency.rounds import Vote
 from shoal.strategies.engine.common_memory import CommonChanges
 from shoal.strategies.engine.flat_group import FlatGroup, GroupState, Residence
 from shoal.strategies.engine.gathering import PassPlan
-from shoal.torch_support.copying import copy
+from shoal.torch_support.memory import copy
 
 if TYPE_CHECKING:
     from shoal.strategies.engine.engine import Engine

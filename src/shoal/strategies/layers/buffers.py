@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm import Backend
-from shoal.torch_support.raw import are_equal
+from shoal.torch_support.memory import are_equal
 
 
 def share_buffers(buffers: Iterable[Tensor], backend: Backend, *, averages: bool = False) -> None:

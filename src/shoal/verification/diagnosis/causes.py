@@ -114,7 +114,6 @@ def _is_same_in_double(replay: Replay) -> bool:
 
 
 def _sum(replay: Replay) -> str:
-    """A sum instead of a mean."""
     if replay.is_replayed or replay.losses.is_mean_over_rows or not replay.losses.is_sum:
         return ""
     number, parts = replay.num_parts, _name_of_parts(replay)
@@ -161,7 +160,6 @@ def _name_of_parts(replay: Replay) -> str:
 
 
 def _rows(replay: Replay) -> str:
-    """Not a mean over rows."""
     is_synchronized = bool(replay.experiment.options.get("sync_batchnorm"))
     if replay.is_replayed or replay.division is None or is_synchronized:
         return ""

@@ -13,9 +13,8 @@ from shoal.comm.world import World
 from shoal.strategies import PipelineParallelModel
 from shoal.torch_support.fingerprint import fingerprint
 from shoal.torch_support.random_state import RandomStream
-from shoal.verification.trainers.global_batches import share
 from shoal.verification.trainers.one_process import BUILD_SEED, rank_stream
-from shoal.verification.trainers.trainer import Build, Observed, Setup, Trainer
+from shoal.verification.trainers.trainer import Build, Observed, Setup, Trainer, share
 
 # Makes a model and its optimizers distributed.
 Wrap = Callable[..., Any]

@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from shoal.optim.proof.judging import judge
 from shoal.optim.stepping.kernels import fused_where_free
 from shoal.optim.stepping.supervision import Supervision
+from shoal.strategies.layers.precision import Precision
 from shoal.strategies.training import call_module, count_items
 from shoal.torch_support.random_state import RandomStream
-from shoal.verification.trainers.global_batches import Batch, share
-from shoal.verification.trainers.mixed_precision import MixedPrecisionModel
-from shoal.verification.trainers.trainer import Build, Observed, Setup, Trainer
+from shoal.verification.trainers.trainer import Batch, Build, Observed, Setup, Trainer, share
 
 BUILD_SEED = 0
 _TRAIN_SEED = 1
@@ -46,7 +46,7 @@ class WholeBatch(Trainer):
             self.setup = Setup.build(build, num_steps)
         self._stream = rank_stream(0, variation)
         self._supervisions = {id(each): _supervise(each) for each in self.setup.optimizers}
-        self._narrow = MixedPrecisionModel(self.setup.model, compute_dtype)
+        self._narrow = _MixedPrecisionModel(self.setup.model, compute_dtype)
 
     def compute(self, step: int) -> Tensor:
         """Forward and backward of the whole batch."""
@@ -120,23 +120,23 @@ class SplitBatch(WholeBatch):
         num_ranks = len(self._streams)
         batches = [share(self.setup.batches[step], rank, num_ranks) for rank in range(num_ranks)]
         weights = [self._weigh(*batch) for batch in batches]
-        losses, total = LossSum(), GradientSum(self.setup.model)
-        buffers = Buffers(self.setup.model, self._averages_buffers)
+        losses: list[tuple[Tensor, float]] = []
+        total = _GradientSum(self.setup.model)
+        buffers = _Buffers(self.setup.model, self._averages_buffers)
         for rank, batch in enumerate(batches):
             if weights[rank]:
                 buffers.rewind()
                 with self._streams[rank].drawing(), self._narrow.computing():
                     loss = self._loss(batch)
                     (loss * _factor(loss, weights[rank] * num_ranks / sum(weights))).backward()
-                losses.add(loss, weights[rank])
+                losses.append((loss.detach(), weights[rank]))
                 total.add()
                 buffers.remember()
         buffers.finish()
         total.finish(num_ranks)
-        return losses.mean()
+        return _mean(losses)
 
     def _weigh(self, inputs: Any, targets: Any) -> float:
-        """How much a local batch counts."""
         return count_items(inputs) if self._weight is None else float(self._weight(inputs, targets))
 
     def update(self, step: int) -> None:
@@ -152,38 +152,25 @@ def _factor(loss: Tensor, factor: float) -> Tensor:
     return torch.tensor(factor, dtype=torch.float64).to(loss.dtype).to(loss.device)
 
 
-class LossSum:
-    """Losses of several local batches, weighted by their rows."""
-
-    def __init__(self) -> None:
-        """Nothing yet."""
-        self._losses: list[Tensor] = []
-        self._weights: list[float] = []
-
-    def add(self, loss: Tensor, weight: float) -> None:
-        """Counts a local batch."""
-        self._losses.append(loss.detach())
-        self._weights.append(weight)
-
-    def mean(self) -> Tensor:
-        """Added in rank order, in float64, as ranks do."""
-        total = torch.zeros((), dtype=torch.float64, device=self._losses[0].device)
-        for loss, weight in zip(self._losses, self._weights, strict=True):
-            total = total + loss.double() * weight
-        return (total / sum(self._weights)).to(self._losses[0].dtype)
+def _mean(losses: Sequence[tuple[Tensor, float]]) -> Tensor:
+    """Of losses and their weights: added in rank order, in float64, as ranks do."""
+    first, _ = losses[0]
+    total = torch.zeros((), dtype=torch.float64, device=first.device)
+    for loss, weight in losses:
+        total = total + loss.double() * weight
+    return (total / sum(weight for _, weight in losses)).to(first.dtype)
 
 
-class GradientSum:
+class _GradientSum:
     """Gradients of several local batches, added in rank order and then divided, once."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Nothing yet; earlier gradients of the model are forgotten."""
         self._model = model
         self._sums: dict[str, Tensor] = {}
         model.zero_grad()
 
     def add(self) -> None:
-        """Takes the model's gradients. Sixteen-bit ones are added in float32, as ranks do."""
+        # Sixteen-bit ones are added in float32, as ranks do.
         for name, parameter in self._model.named_parameters():
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
@@ -191,32 +178,27 @@ class GradientSum:
                 self._sums[name] = self._sums[name] + wide if name in self._sums else wide
 
     def finish(self, num_ranks: int) -> None:
-        """Gives the model the average."""
         for name, parameter in self._model.named_parameters():
             if name in self._sums:
                 parameter.grad = self._sums[name].div(num_ranks).to(parameter.dtype)
 
 
-class Buffers:
+class _Buffers:
     """Running statistics and the like: every rank begins a step with rank 0's, or the average."""
 
     def __init__(self, model: torch.nn.Module, averages: bool = False) -> None:
-        """As they are at the beginning of the step."""
         self._buffers, self._averages = list(model.buffers()), averages
         self._begin = [buffer.clone() for buffer in self._buffers]
         self._seen: list[list[Tensor]] = []
 
     def rewind(self) -> None:
-        """Back to the beginning of the step."""
         self._set(self._begin)
 
     def remember(self) -> None:
-        """What a rank has made of them."""
         if self._averages or not self._seen:
             self._seen.append([buffer.clone() for buffer in self._buffers])
 
     def finish(self) -> None:
-        """What the next step begins with."""
         if self._averages and self._seen:
             self._set([_average(of_ranks) for of_ranks in zip(*self._seen, strict=True)])
         else:
@@ -246,3 +228,30 @@ def _double(batch: Batch) -> Batch:
         return leaf.double() if is_float else leaf  # type: ignore[attr-defined]
 
     return tree_map(widen, batch[0]), tree_map(widen, batch[1])
+
+
+class _MixedPrecisionModel:
+    """A model that can be called with parameters and inputs in a narrower dtype, as ranks do."""
+
+    def __init__(self, model: nn.Module, compute_dtype: torch.dtype | None) -> None:
+        self._model, self._dtype = model, compute_dtype
+        self._precision = Precision(model, compute_dtype)
+        self._precision.install(model)
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Around forward and backward: backward may call parts of the model again."""
+        if self._dtype is None:
+            yield
+            return
+        narrow = {
+            name: parameter.to(self._precision.dtype_of(parameter) or parameter.dtype)
+            for name, parameter in self._model.named_parameters()
+        }
+        with _reparametrize_module(self._model, narrow, tie_weights=True):
+            yield
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._dtype is not None:
+            args, kwargs = self._precision.narrowed((args, kwargs))
+        return self._precision.widened(self._model(*args, **kwargs))

@@ -18,8 +18,7 @@ import pytest
 import leaks
 import shoal
 from shoal.errors import LaunchError
-from shoal.launch.function.forkserver.child import Child
-from shoal.launch.function.forkserver.forkserver import ForkServer, fork_server
+from shoal.launch.function.forkserver.forkserver import Child, ForkServer, fork_server
 from shoal.system.memory_file import MemoryFile
 
 pytestmark = pytest.mark.timeout(180)

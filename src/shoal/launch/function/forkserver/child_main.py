@@ -1,7 +1,8 @@
 """What a forked child does: make itself look freshly started, call its entry point, exit.
 
 It never returns into the server's code, and never touches the server's random state, signal
-handlers or standard streams.
+handlers or standard streams. Of the caller's streams the descriptors travel, not Python's objects:
+so a child writes to wherever the caller's 0, 1 and 2 lead at the time of the call.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import io
 import os
 import random
 import signal
@@ -20,7 +22,6 @@ import types
 from collections.abc import Callable
 from typing import NoReturn
 
-from shoal.launch.function.forkserver import stdio
 from shoal.launch.function.forkserver.request import Descriptors, Request
 from shoal.launch.rank_settings import num_threads
 from shoal.system.libc import die_with_parent
@@ -43,9 +44,8 @@ def run(descriptors: Descriptors, server: int) -> NoReturn:
 
 
 def _call_entry(descriptors: Descriptors, server: int) -> int:
-    """Takes on the caller's environment and streams, and calls the entry point."""
     die_with_parent(server)
-    stdio.adopt(descriptors.stdin, descriptors.stdout, descriptors.stderr)
+    _adopt_streams(descriptors.stdin, descriptors.stdout, descriptors.stderr)
     _reset_signals()
     request = Request.decode(_read_and_close(descriptors.request))
     _take_context(request, descriptors.cwd)
@@ -66,7 +66,6 @@ def _reset_signals() -> None:
 
 
 def _take_context(request: Request, cwd: int) -> None:
-    """Sets environment, directory, import path and arguments to those of the caller."""
     os.environ.clear()
     os.environ.update(request.env)
     os.fchdir(cwd)
@@ -76,7 +75,7 @@ def _take_context(request: Request, cwd: int) -> None:
     importlib.invalidate_caches()
     # Nothing of the server's own start should be found in the module that users call theirs.
     sys.modules["__main__"] = types.ModuleType("__main__")
-    stdio.follow_environment()
+    _follow_environment()
 
 
 def _seed() -> None:
@@ -107,7 +106,6 @@ def resolve(entry: str) -> Entry:
 
 
 def _read_and_close(fd: int) -> bytes:
-    """All of a memory file that only this child still needs."""
     try:
         return MemoryFile.read(fd)
     finally:
@@ -115,7 +113,6 @@ def _read_and_close(fd: int) -> bytes:
 
 
 def _code_of(error: SystemExit) -> int:
-    """The exit code that the interpreter would make of it."""
     if error.code is None or isinstance(error.code, int):
         return error.code or 0
     print(error.code, file=sys.stderr)
@@ -130,5 +127,38 @@ def _exit(code: int) -> NoReturn:
     """
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
-    stdio.flush()
+    flush()
     os._exit(code & 0xFF)
+
+
+def flush() -> None:
+    """Writes out what this process printed so far, before another one writes or this one ends."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # streams may be None, closed or replaced
+            stream.flush()
+
+
+def _adopt_streams(stdin: int, stdout: int, stderr: int) -> None:
+    """Makes the descriptors this process's 0, 1 and 2, with streams that fit what they are."""
+    for target, fd in enumerate((stdin, stdout, stderr)):
+        os.dup2(fd, target)
+        os.close(fd)
+    encoding, errors = sys.stdout.encoding, sys.stdout.errors or "strict"
+    reader = open(0, encoding=encoding, closefd=False)  # noqa: SIM115 (stays open)
+    sys.stdin = sys.__stdin__ = reader  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = _writer(1, encoding, errors)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _writer(2, encoding, "backslashreplace")  # type: ignore[misc]
+
+
+def _follow_environment() -> None:
+    """Honours PYTHONUNBUFFERED, once the environment is the caller's."""
+    if os.environ.get("PYTHONUNBUFFERED") and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(write_through=True)
+
+
+def _writer(fd: int, encoding: str, errors: str) -> io.TextIOWrapper:
+    """A text stream that is buffered as a fresh interpreter would buffer it."""
+    by_line = fd == 2 or os.isatty(fd)
+    return open(
+        fd, "w", buffering=1 if by_line else -1, encoding=encoding, errors=errors, closefd=False
+    )

@@ -11,18 +11,21 @@ import atexit
 import contextlib
 import itertools
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Self
 
 from shoal.errors import LaunchError
-from shoal.launch.function.forkserver import stdio
-from shoal.launch.function.forkserver.child import Child
+from shoal.launch.function.forkserver.child_main import flush
 from shoal.launch.function.forkserver.request import (
     SIGNAL,
     SPAWN,
+    STATUS,
     Descriptors,
     Packet,
     Request,
@@ -42,6 +45,93 @@ _BOOTSTRAP = """import sys
 fd, caller, preload, *sys.path[:] = sys.argv[1:]
 from shoal.launch.function.forkserver.server import serve
 serve(int(fd), int(caller), preload.split())"""
+
+
+class Child:
+    """A running child: its pid, its channel and its end.
+
+    `fileno()` becomes readable when the child has ended, so a child can be given to a selector.
+    Closing the handle of a child that still runs kills it.
+
+    Example:
+        >>> with fork_server().spawn("package.module:function", b"payload", os.environ) as child:
+        ...     child.channel.recv(100)
+        ...     child.wait(10.0)
+    """
+
+    def __init__(
+        self,
+        channel: socket.socket,
+        status: int,
+        send_signal: Callable[[int], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        """Wraps the caller's ends of channel and status pipe; `await_pid` completes it.
+
+        ``on_lost`` is called when it shows that the server itself is gone.
+        """
+        self.channel = channel
+        self.pid = 0
+        self.exit_code: int | None = None
+        self._status = open(status, "rb", buffering=0)  # noqa: SIM115 (closed by close)
+        self._send_signal = send_signal
+        self._on_lost = on_lost
+
+    def await_pid(self, timeout: float) -> None:
+        """Waits until the server has forked the child."""
+        if not self._readable(timeout):
+            raise LaunchError(f"the forkserver did not start a process within {timeout:g} s")
+        pid = self._read_status()
+        if pid is None:
+            raise LaunchError(
+                "the forkserver ended, or has no descriptors left, before it could start a "
+                "process; what it wrote to standard error says why"
+            )
+        if pid < 0:
+            raise OSError(-pid, f"the forkserver cannot fork: {os.strerror(-pid)}")
+        self.pid = pid
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when the child has ended."""
+        return self._status.fileno()
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """The exit code, minus the signal's number if one ended it; None while it runs."""
+        if self.exit_code is None and self._readable(timeout):
+            code = self._read_status()
+            # Without a server there is no code, but its children were killed with it.
+            self.exit_code = -signal.SIGKILL if code is None else code
+        return self.exit_code
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Sends a signal; nothing happens to a child that has ended."""
+        if self.exit_code is None:
+            self._send_signal(number)
+
+    def close(self) -> None:
+        """Gives the descriptors back, which kills a child that still runs."""
+        self.channel.close()
+        self._status.close()
+
+    def _readable(self, timeout: float | None) -> bool:
+        poll = select.poll()
+        poll.register(self._status, select.POLLIN)
+        return bool(poll.poll(None if timeout is None else max(0.0, timeout) * 1000))
+
+    def _read_status(self) -> int | None:
+        """The next number the server wrote, or None if there is no server any more."""
+        data = self._status.read(STATUS.size)
+        if not data:
+            self._on_lost()
+            return None
+        number: int = STATUS.unpack(data)[0]
+        return number
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
 
 class ForkServer:
@@ -107,14 +197,16 @@ class ForkServer:
         """
         if self._owner != os.getpid():
             raise LaunchError("this forkserver belongs to the process that forked this one")
-        stdio.flush()
+        flush()
         serial = next(self._serials)
         with contextlib.ExitStack() as stack:
             child, theirs = self._connect(serial, stack)
             request = Request.of_caller(entry, env)
             fds = _descriptors(theirs, request, payload, streams, stack)
             self._send(Packet(SPAWN, serial, descriptors=fds))
-        return _started(child)
+        with _closing_on_error(child):
+            child.await_pid(_START_TIMEOUT)
+        return child
 
     def close(self) -> None:
         """Ends the server and with it every child; does nothing in a forked process."""
@@ -145,7 +237,6 @@ class ForkServer:
             self._send(Packet(SIGNAL, serial, signal=number))
 
     def _send(self, packet: Packet) -> None:
-        """Sends, or says that the server is gone."""
         try:
             send_packet(self._control, packet)
         except OSError as error:
@@ -154,7 +245,6 @@ class ForkServer:
 
 
 def _start(control: int, preload: Iterable[str]) -> subprocess.Popen[bytes]:
-    """Starts the server's process with one end of the socket pair."""
     arguments = [str(control), str(os.getpid()), " ".join(preload), *import_path()]
     command = [sys.executable, "-c", _BOOTSTRAP, *arguments]
     # Thread counts are each child's own affair (OMP_NUM_THREADS at its start); here they would be
@@ -184,20 +274,22 @@ def _descriptors(
     # A descriptor, because the directory may have been moved or removed since it became ours.
     cwd = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     stack.callback(os.close, cwd)
-    usable = [stdio.usable(fd, stack) for fd in streams]
-    return Descriptors(*theirs, header.fileno(), payload.fileno(), cwd, *usable)
+    open_streams = [_usable(fd, stack) for fd in streams]
+    return Descriptors(*theirs, header.fileno(), payload.fileno(), cwd, *open_streams)
 
 
-def _started(child: Child) -> Child:
-    """The child once it has a pid."""
-    with _closing_on_error(child):
-        child.await_pid(_START_TIMEOUT)
-    return child
+def _usable(fd: int, stack: contextlib.ExitStack) -> int:
+    """The descriptor, or the null device in place of one that is closed (as in daemons)."""
+    try:
+        os.fstat(fd)
+    except OSError:
+        fd = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        stack.callback(os.close, fd)
+    return fd
 
 
 @contextlib.contextmanager
 def _closing_on_error(resource: Child | socket.socket) -> Iterator[None]:
-    """Closes `resource` if the block fails."""
     try:
         yield
     except BaseException:

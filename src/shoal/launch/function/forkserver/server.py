@@ -38,8 +38,6 @@ PRELOADED = ("torch", "numpy.random", "cloudpickle", "shoal", "shoal.launch.func
 
 @dataclass(frozen=True)
 class _RunningChild:
-    """A child that has not been reaped."""
-
     pid: int
     status: int
 
@@ -48,7 +46,6 @@ class Server:
     """Waits for requests, deaths of children and the end of the caller, all in one poll."""
 
     def __init__(self, control: socket.socket, caller: int) -> None:
-        """Watches `control`, the caller's pid and SIGCHLD."""
         self._control = control
         self._children: dict[int, _RunningChild] = {}
         self._poll = select.poll()
@@ -103,7 +100,6 @@ class Server:
         return True
 
     def _spawn(self, serial: int, descriptors: Descriptors) -> None:
-        """Forks one child and tells its pid."""
         server = os.getpid()
         try:
             pid = os.fork()
@@ -122,7 +118,6 @@ class Server:
         self._poll.register(descriptors.status, 0)  # no event but the end of its reader
 
     def _leave_to_child(self, status: int) -> None:
-        """Closes, in a new child, all that belongs to the server."""
         signal.set_wakeup_fd(-1)
         self._control.close()
         statuses = [child.status for child in self._children.values()]
@@ -137,14 +132,12 @@ class Server:
             os.kill(child.pid, packet.signal)
 
     def _kill_dropped(self, ready: set[int]) -> None:
-        """Kills children whose handle the caller has closed."""
         for child in self._children.values():
             if child.status in ready:
                 self._poll.unregister(child.status)
                 os.kill(child.pid, signal.SIGKILL)
 
     def _reap(self) -> None:
-        """Collects the children that ended and tells the caller how."""
         with contextlib.suppress(BlockingIOError):
             while os.read(self._wake_read, 4096):
                 pass
@@ -155,14 +148,12 @@ class Server:
                     self._report_exit(self._children.pop(serials[found[0]]), found[1])
 
     def _report_exit(self, child: _RunningChild, wait_status: int) -> None:
-        """Reports an exit code and forgets the child."""
         with contextlib.suppress(KeyError):
             self._poll.unregister(child.status)
         _tell(child.status, os.waitstatus_to_exitcode(wait_status))
         os.close(child.status)
 
     def _kill_all(self) -> None:
-        """Kills and reaps every child, so that none is left when this process is gone."""
         for child in self._children.values():
             os.kill(child.pid, signal.SIGKILL)
         for child in self._children.values():

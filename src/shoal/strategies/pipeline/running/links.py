@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.comm import objects
 from shoal.comm.work import Work
 from shoal.strategies.pipeline.stages.stage import Stage
-from shoal.torch_support.raw import as_bytes
+from shoal.torch_support.memory import as_bytes
 
 
 class LinkMessage(IntEnum):

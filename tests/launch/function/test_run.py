@@ -22,7 +22,7 @@ import shoal
 from shoal.errors import RemoteError
 from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.launch.function.outcome import Outcome
-from shoal.launch.function.rank_processes import run_processes
+from shoal.launch.function.run import run_processes
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -175,7 +175,7 @@ def fn(x): return helper(x)
 
 
 SCRIPT = """
-from shoal.launch.function.rank_processes import run_processes
+from shoal.launch.function.run import run_processes
 print("run")  # once: children do not run the script again
 
 class Mine(Exception):

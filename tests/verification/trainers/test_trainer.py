@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shoal.verification.trainers.global_batches import share, take
+from shoal.verification.trainers.trainer import share, take
 
 
 def test_shares() -> None:

@@ -13,8 +13,8 @@ import pools
 import shoal
 from checkpoint.memory_disk import MemoryDisk
 from checkpoint.training import assert_same, build, on_ranks, state, train, wrap
-from shoal.checkpoint.save import pending
-from shoal.checkpoint.tools.inspection import open_any, verify
+from shoal.checkpoint.save import background
+from shoal.checkpoint.tools import open_any, verify
 from shoal.errors import CheckpointError
 
 ROOT = Path("run")
@@ -163,9 +163,9 @@ def test_copies_go_where_the_last_ones_were(tmp_path: Path) -> None:
     for width in (300, 300, 290, 40):
         model = torch.nn.Linear(width, 50)
         shoal.save(tmp_path, model, wait=False).wait()
-        arena = pending._copies[threading.current_thread()]
-        assert arena.num_bytes >= sum(p.nbytes for p in model.parameters())
+        arena = background._copies[threading.current_thread()]
+        assert arena.nbytes >= sum(p.nbytes for p in model.parameters())
         other = torch.nn.Linear(width, 50)
         shoal.load(tmp_path, other)
         assert_same(state(other), state(model))
-    assert arena.num_bytes < 40_000  # not that of the largest
+    assert arena.nbytes < 40_000  # not that of the largest

@@ -27,10 +27,6 @@ class RankListener:
 
     Only the same user can connect: the directory is closed to all others. It is removed as soon as
     all ranks are connected, so that there is little time in which a kill could leave it behind.
-
-    Example:
-        >>> listener = RankListener(collector, ranks=4, request=request, payload=payload)
-        >>> subprocess.Popen([..., listener.path])
     """
 
     def __init__(self, collector: Collector, ranks: int, request: Request, payload: bytes) -> None:
@@ -54,7 +50,6 @@ class RankListener:
         self._resources.close()
 
     def _accept(self) -> None:
-        """Accepts the connection of the next rank."""
         connection, _ = self._listener.accept()
         with contextlib.ExitStack() as stack:
             stack.enter_context(connection)
@@ -73,7 +68,6 @@ class RankListener:
             self.close()
 
     def _check(self, rank: int, size: int) -> int:
-        """Makes sure that the command started what was asked for."""
         if size != self._ranks:
             raise LaunchError(
                 f"{self._ranks} ranks were asked for, and rank {rank} finds itself in a world of "
@@ -92,15 +86,9 @@ class ConnectedProcess:
     """Watches and kills the process that made a connection; its exit code cannot be known.
 
     Holds a pidfd, so that a later process with the same pid is never taken for it.
-
-    Example:
-        >>> process = ConnectedProcess(connection)
-        >>> process.kill()
-        >>> process.wait(1.0)
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        """Asks the kernel who connected."""
         option = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         self.pid: int = _CREDENTIALS.unpack(option)[0]
         self._fd = os.pidfd_open(self.pid)

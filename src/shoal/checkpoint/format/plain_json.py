@@ -1,4 +1,4 @@
-"""Plain values as JSON: what is no tensor in a training state, and tensors inside of it.
+"""Plain values as JSON, and JSON from strangers: no key twice, no explosion of memory.
 
 Numbers, texts, lists and dicts with text for keys are written as JSON has them. The rest of the
 plain types is a dict with one key that begins with "$". Small tensors are written out, larger ones
@@ -9,17 +9,18 @@ and reading a pickle runs code.
 from __future__ import annotations
 
 import base64
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.format.strict_json import is_count
 from shoal.torch_support.dtypes import dtype_called, dtype_name
+from shoal.torch_support.memory import as_memory
 
 _SMALL_BYTES = 64
 _DEEPEST = 100
@@ -30,12 +31,7 @@ TensorSink = Callable[[str, Tensor], str]
 
 
 def encode(value: Any, path: str, put: TensorSink) -> Any:
-    """The value as JSON.
-
-    Args:
-        value: What to write.
-        path: What it is called; keys of tensors inside begin with it.
-        put: Takes the tensors that are not small.
+    """The value as JSON; ``put`` takes tensors inside, whose keys begin with the value's path.
 
     Raises:
         TypeError: If something in it is neither plain nor a tensor.
@@ -77,7 +73,7 @@ def _encode_tensor(value: Tensor, path: str, put: TensorSink) -> Any:
     shape = list(value.shape)
     if value.nbytes > _SMALL_BYTES:
         return {"$tensor": put(path, value)}
-    return {"$tensor": {"dtype": dtype, "shape": shape, "data": raw_bytes(value).hex()}}
+    return {"$tensor": {"dtype": dtype, "shape": shape, "data": bytes(as_memory(value)).hex()}}
 
 
 def checked_dtype(value: Tensor, path: str) -> str:
@@ -90,12 +86,6 @@ def checked_dtype(value: Tensor, path: str) -> str:
         found = "on the meta device" if value.is_meta else "sparse or nested"
         raise TypeError(f"{path} is a tensor that is {found}: only plain tensors can be saved")
     return dtype_name(value.dtype, path)
-
-
-def raw_bytes(value: Tensor) -> bytes:
-    """The elements of a tensor, as they are in memory."""
-    flat = value.detach().cpu().contiguous().reshape(-1)
-    return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
 
 
 def _encode_mapping(value: Mapping[Any, Any], path: str, put: TensorSink) -> Any:
@@ -174,3 +164,70 @@ def _decode_tensor(content: Any) -> Tensor:
     if not data:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+
+
+# A list or object takes up to twenty times the memory of its shortest text, "[],". So many of them
+# are harmless; more must have something in them.
+_HARMLESS_CONTAINERS = 1 << 20
+_LEAST_BYTES_PER_CONTAINER = 6
+_MOST_DIGITS = 400
+
+
+def to_text(value: Any) -> bytes:
+    """A JSON text that `parse` takes.
+
+    Raises:
+        ValueError: If `parse` would refuse it.
+    """
+    text = json.dumps(value, allow_nan=False).encode()
+    _check_containers(text)
+    return text
+
+
+def parse(data: bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: If it is none, or is not what honest writers write.
+    """
+    _check_containers(data)
+    try:
+        return json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_without_repeats,
+            parse_constant=_refuse_constant,
+            parse_int=_integer,
+        )
+    except RecursionError:
+        raise ValueError("lists and objects are nested too deep") from None
+
+
+def is_count(value: Any) -> TypeGuard[int]:
+    """Whether a value can be a size or an offset."""
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _check_containers(data: bytes) -> None:
+    count = data.count(b"[") + data.count(b"{")
+    if count > max(_HARMLESS_CONTAINERS, len(data) // _LEAST_BYTES_PER_CONTAINER):
+        raise ValueError(
+            f"{count} lists and objects with next to nothing in them; a tensor has room for that"
+        )
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {twice[:200]!r} is there twice")
+    return result
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _integer(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise ValueError(f"a number of {len(text)} digits")
+    return int(text)

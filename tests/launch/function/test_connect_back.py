@@ -17,7 +17,7 @@ import pytest
 import leaks
 import shoal
 from shoal.errors import LaunchError
-from shoal.launch.function.command.connect_back import run_command
+from shoal.launch.function.connect_back import run_command
 from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.launch.function.outcome import Outcome
 
@@ -198,7 +198,7 @@ class TestCommand:
 
 CALLER = """
 import os, signal, sys
-from shoal.launch.function.command.connect_back import run_command
+from shoal.launch.function.connect_back import run_command
 def fn():
     print(os.getpid(), os.getppid(), flush=True)
     signal.pause()

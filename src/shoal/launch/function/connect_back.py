@@ -20,25 +20,24 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import LaunchError
-from shoal.launch.function.call import encode_call
+from shoal.launch.function.call import WORKER, encode_call
 from shoal.launch.function.collector import Collector
-from shoal.launch.function.command.listener import HELLO, RankListener
-from shoal.launch.function.command.stderr import CapturedStderr
-from shoal.launch.function.forkserver.child import Child
 from shoal.launch.function.forkserver.child_main import resolve
-from shoal.launch.function.forkserver.forkserver import fork_server
+from shoal.launch.function.forkserver.forkserver import Child, fork_server
 from shoal.launch.function.forkserver.request import Request
+from shoal.launch.function.listener import HELLO, RankListener
 from shoal.launch.function.outcome import Outcome
-from shoal.launch.function.rank_processes import WORKER
 from shoal.launch.joining.environment import discover
 from shoal.system.libc import die_with_parent
 from shoal.system.memory_file import MemoryFile
 
 _STOP_SECONDS = 3.0
-_SOURCE = str(Path(__file__).resolve().parents[4])
+_KEPT_BYTES = 4096
+_PIECE_BYTES = 1 << 16
+_SOURCE = str(Path(__file__).resolve().parents[3])
 _BOOTSTRAP = (
     "import sys; sys.path[0] = sys.argv.pop(1); "
-    "from shoal.launch.function.command.connect_back import main; sys.exit(main())"
+    "from shoal.launch.function.connect_back import main; sys.exit(main())"
 )
 
 
@@ -57,16 +56,8 @@ def run_command(
 
     A rank that ended without a report has the end of the command's standard error for a traceback.
 
-    Args:
-        command: Starts the program it is given on each rank: `["mpiexec", "-n", "4"]`. The program
-            is appended.
-        env: The command's whole environment.
-        fn: Any function that cloudpickle can carry.
-        args: Its arguments, the same for every rank.
-        ranks: How many ranks the command starts.
-        grace: How long ranks may run on after the first failure before they are killed.
-        entry: Called on each rank as `entry(channel, payload)`.
-        connect_timeout: How long the ranks may take to start.
+    The program that each rank runs is appended to the command, as in `["mpiexec", "-n", "4"]`. Else
+    as `run_processes`.
 
     Raises:
         LaunchError: The command did not start all ranks, and none of them said why.
@@ -77,7 +68,9 @@ def run_command(
         request = Request.of_caller(entry, {})
         listener = RankListener(collector, ranks, request, encode_call(fn, args))
         stack.callback(listener.close)
-        launcher = stack.enter_context(_start([*command, *_program(listener.path)], env, stderr))
+        # It can be imported wherever this process found it.
+        program = [sys.executable, "-c", _BOOTSTRAP, _SOURCE, listener.path]
+        launcher = stack.enter_context(_start([*command, *program], env, stderr))
         stack.callback(_stop, launcher)
         _watch_command(collector, launcher, stderr)
         complaint = _await_ranks(collector, launcher, command, connect_timeout)
@@ -85,11 +78,6 @@ def run_command(
         _await_end(collector, launcher, grace)
         stderr.drain()
         return _complete(outcomes, ranks, stderr, complaint)
-
-
-def _program(path: str) -> list[str]:
-    """What each rank runs; it can be imported wherever this process found it."""
-    return [sys.executable, "-c", _BOOTSTRAP, _SOURCE, path]
 
 
 def _start(command: list[str], env: Mapping[str, str], stderr: CapturedStderr) -> Child:
@@ -157,7 +145,6 @@ def _await_end(collector: Collector, launcher: Child, grace: float) -> None:
 
 
 def _stop(launcher: Child) -> None:
-    """Asks the command to end and clean up; insists after a while."""
     launcher.kill(signal.SIGTERM)
     if launcher.wait(_STOP_SECONDS) is None:
         launcher.kill()
@@ -199,3 +186,48 @@ def main() -> int:
     request = Request.decode(encoded)
     sys.path[:], sys.argv[:] = request.path, request.argv
     return resolve(request.entry)(channel, payload) or 0
+
+
+class CapturedStderr:
+    """A pipe whose write end a command gets as its standard error."""
+
+    def __init__(self) -> None:
+        self._read_end, self.write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        self._kept = b""
+
+    @property
+    def text(self) -> str:
+        """The last lines that came."""
+        return self._kept.decode(errors="replace").strip()
+
+    def fileno(self) -> int:
+        """The end to watch: readable when there is something to pass on."""
+        return self._read_end
+
+    def hand_over(self) -> None:
+        """Closes the write end here, once the command has it, so that its end can be seen."""
+        if self.write_end >= 0:
+            os.close(self.write_end)
+            self.write_end = -1
+
+    def copy(self) -> bool:
+        """Passes on one piece; False when no more will come."""
+        piece = os.read(self._read_end, _PIECE_BYTES)
+        self._kept = (self._kept + piece)[-_KEPT_BYTES:]
+        with contextlib.suppress(OSError):  # a closed standard error is no reason to fail
+            os.write(2, piece)
+        return bool(piece)
+
+    def drain(self) -> None:
+        """Passes on all that is there now."""
+        with contextlib.suppress(BlockingIOError):
+            while self.copy():
+                pass
+
+    def close(self) -> None:
+        """Gives both ends back."""
+        self.hand_over()
+        if self._read_end >= 0:
+            os.close(self._read_end)
+            self._read_end = -1

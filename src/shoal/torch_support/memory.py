@@ -1,4 +1,4 @@
-"""Shared memory as one process sees it, with changes of its own.
+"""Memory as tensors of bytes, long copies past the cache, and private views of what is shared.
 
 [Note: private views]
 A segment can be mapped a second time, privately. Pages that this process has not written there are
@@ -15,11 +15,77 @@ import os
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from shoal.system import libc
-from shoal.torch_support.raw import as_bytes
+from shoal.torch_support.dtypes import traits
+
+
+def as_bytes(memory: mmap.mmap | bytearray) -> Tensor:
+    """The same memory as a tensor on the CPU, also under ``with torch.device(...)``.
+
+    It is no tensor of inference mode: memory is kept, and its next user may train in it.
+    """
+    with torch.inference_mode(mode=False):
+        return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
+
+
+def of_dtype(memory: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same memory as numbers; like `as_bytes` not of inference mode, whose views are."""
+    with torch.inference_mode(mode=False):
+        return memory.view(dtype)
+
+
+def as_memory(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor; its own memory where that is contiguous and the CPU's."""
+    if not tensor.numel():
+        return memoryview(b"")
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    flat = plain.to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def are_equal(left: Tensor, right: Tensor) -> bool:
+    """`torch.equal`, which does not know every dtype; of those it may not, the bytes count."""
+    if not traits(left.dtype).is_computed:
+        left, right = (each.reshape(-1).contiguous().view(torch.uint8) for each in (left, right))
+    return torch.equal(left, right)
+
+
+# From here on the C library's copy, which writes past the cache (where shoal started the rank, see
+# `shoal.launch.rank_settings`), is clearly ahead of torch's: two ranks that copied 8 MiB at once
+# took 0.9 instead of 1.7 ms on the machine where it was measured.
+_LARGE_BYTES = 1 << 20
+
+
+def copy(target: Tensor, source: Tensor) -> None:
+    """Copies between flat tensors: as fast as can be if they are CPU memory of one dtype."""
+    if source.nbytes < _LARGE_BYTES or not _is_memory_like(target, source):
+        target.copy_(source)
+        return
+    np.copyto(_bytes_of(target), _bytes_of(source))
+    if not target.is_inference():
+        increment_version(target)  # numpy does not tell autograd
+
+
+def _is_memory_like(target: Tensor, source: Tensor) -> bool:
+    return (
+        target.is_cpu
+        and source.is_cpu
+        and target.dtype is source.dtype
+        and target.is_contiguous()
+        and source.is_contiguous()
+        and not (source.is_conj() or source.is_neg())
+        and not (target.is_conj() or target.is_neg())
+    )
+
+
+def _bytes_of(tensor: Tensor) -> npt.NDArray[np.uint8]:
+    return tensor.detach().view(torch.uint8).numpy()
+
 
 _ENTRY_BYTES = 8
 # Bits of an entry: the page is in memory or in swap; it is a file's and no copy.

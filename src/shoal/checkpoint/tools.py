@@ -1,7 +1,8 @@
-"""A checkpoint in other files: fewer, more, or as Hugging Face has them; in bounded memory."""
+"""Checkpoints by themselves, without a model: opened, verified, written again in other files."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,22 +10,86 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.disk.checkpoint_folder import CheckpointFolder
-from shoal.checkpoint.disk.filesystem import DISK, FileSystem, write_all
+from shoal.checkpoint.disk.checkpoint_folder import MANIFEST, CheckpointFolder
+from shoal.checkpoint.disk.filesystem import DISK, FileSystem, Reading, opened, write_all
 from shoal.checkpoint.format.manifest import TensorRecord, encode, joined
+from shoal.checkpoint.format.tensor_file import CHUNK_BYTES, checksum
 from shoal.checkpoint.load.matching import PREFIX
-from shoal.checkpoint.load.slice_reader import Wanted, read
-from shoal.checkpoint.load.tensor_source import INDEX, SINGLE, TensorSource
-from shoal.checkpoint.save.assignment import Claim, assign
+from shoal.checkpoint.load.slice_reader import read
+from shoal.checkpoint.load.tensor_source import (
+    INDEX,
+    SINGLE,
+    SliceLocation,
+    TensorSource,
+    Wanted,
+    naming,
+    open_checkpoint,
+    open_path,
+)
+from shoal.checkpoint.save.division import Claim, assign
 from shoal.checkpoint.save.writing import BLOCK_BYTES, Outgoing, write_file
-from shoal.checkpoint.tools.inspection import Progress
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, CorruptCheckpointError
 from shoal.sharding.extent import Extent
 from shoal.torch_support.dtypes import traits
+
+Progress = Callable[[int], None]
+"""Told how many bytes more have been looked at."""
 
 
 def _silent(count: int) -> None:
     """Nobody wants to know how far it is."""
+
+
+def open_any(path: Path, disk: FileSystem = DISK) -> TensorSource:
+    """A checkpoint, the latest of a folder of them, or safetensors files of others."""
+    if disk.is_folder(disk.followed(path)):  # a link that was named is to be followed
+        path = disk.followed(path)
+    names = [] if disk.is_file(path / MANIFEST) else CheckpointFolder(path, disk).candidates()
+    return open_checkpoint(disk, path / names[0]) if names else open_path(disk, path)
+
+
+def verify(source: TensorSource, progress: Progress = _silent) -> None:
+    """Reads every byte of every file and compares all checksums.
+
+    Raises:
+        CorruptCheckpointError: Naming the first file and tensor that are not what was written.
+    """
+    locations: dict[int, list[tuple[str, SliceLocation]]] = {}
+    for key, record in source.tensors.items():
+        for part in record.slices:
+            locations.setdefault(part.file, []).append((key, source.locate(key, part)))
+    for number in range(len(source.files)):
+        _verify_file(source, number, locations.get(number, []), progress)
+
+
+def _verify_file(
+    source: TensorSource,
+    number: int,
+    locations: list[tuple[str, SliceLocation]],
+    progress: Progress,
+) -> None:
+    path, record = source.path(number), source.files[number]
+    digest = hashlib.sha256()
+    with naming(path), opened(source.disk, path) as file:
+        begin = min((location.begin for _, location in locations), default=file.num_bytes)
+        for data in _pieces(file, 0, begin, begin or 1):
+            digest.update(data)
+        for key, location in sorted(locations, key=lambda each: each[1].begin):
+            for chunk, data in enumerate(_pieces(file, location.begin, location.end, CHUNK_BYTES)):
+                digest.update(data)
+                progress(len(data))
+                if location.checksums is not None and checksum(data) != location.checksums[chunk]:
+                    raise CorruptCheckpointError(str(path), "a checksum is wrong", key)
+    if source.is_checked and digest.hexdigest() != record.sha256:
+        raise CorruptCheckpointError(str(path), "its sha256 is wrong")
+
+
+def _pieces(file: Reading, begin: int, end: int, size: int) -> Iterator[memoryview]:
+    for offset in range(begin, end, size):
+        data = memoryview(bytearray(min(size, end - offset)))
+        if file.read_into(offset, data) != len(data):
+            raise ValueError("it ends early")
+        yield data
 
 
 def reshard(
@@ -62,8 +127,7 @@ def _reshard(
         ]
         file_name = f"data-{number:05d}.safetensors"
         draft = target.draft(name)
-        part = write_file(target.disk, draft, file_name, outgoing, metadata={"format": "pt"})
-        parts.append(part)
+        parts.append(write_file(target.disk, draft, file_name, outgoing))
     content = joined(parts, source.tensors)
     return target.commit(name, encode(content, source.values, source.written_by))
 
@@ -80,16 +144,8 @@ def export(
 
     Tied parameters are written once, under their first name.
 
-    Args:
-        source: The checkpoint.
-        folder: Where to.
-        dtype: What numbers with a fraction are converted to; they stay as they are by default.
-        most_bytes: The most bytes of tensors in one file; one file by default.
-        progress: Told of the bytes that were read.
-        disk: Where the folder is.
-
-    Returns:
-        The files.
+    Numbers with a fraction are converted to ``dtype``. A file has at most ``most_bytes`` of
+    tensors; by default there is one. Returns the files.
     """
     keys = [key for key in source.tensors if key.startswith(PREFIX)]
     _check_dtypes(source, keys)
@@ -102,8 +158,7 @@ def export(
     names = [_file_name(number, len(files)) for number in range(len(files))]
     for name, own in zip(names, files, strict=True):
         unfinished = f".{name}.new"
-        metadata = {"format": "pt"}
-        write_file(disk, folder, unfinished, own, lambda key: key.removeprefix(PREFIX), metadata)
+        write_file(disk, folder, unfinished, own)
         disk.rename(folder / unfinished, folder / name)
     if len(files) > 1:
         names.append(INDEX)
@@ -141,11 +196,7 @@ def _filled(outgoing: Sequence[Outgoing], most_bytes: int | None) -> list[list[O
 
 
 def _index(names: Sequence[str], files: Sequence[Sequence[Outgoing]]) -> bytes:
-    weights = {
-        each.tensor.removeprefix(PREFIX): name
-        for name, own in zip(names, files, strict=False)
-        for each in own
-    }
+    weights = {each.tensor: name for name, own in zip(names, files, strict=False) for each in own}
     total = sum(each.num_bytes for own in files for each in own)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2).encode()
 
@@ -155,10 +206,10 @@ def _whole(
 ) -> Outgoing:
     record = source.tensors[key]
     extent = Extent.whole(record.shape)
-    parts = _reading(source, key, extent, progress)
+    parts, name = _reading(source, key, extent, progress), key.removeprefix(PREFIX)
     if dtype is None or not record.dtype.is_floating_point:
-        return Outgoing(key, record.dtype, extent, parts)
-    return Outgoing(key, dtype, extent, lambda: (part.to(dtype) for part in parts()))
+        return Outgoing(name, record.dtype, extent, parts)
+    return Outgoing(name, dtype, extent, lambda: (part.to(dtype) for part in parts()))
 
 
 def _reading(

@@ -26,10 +26,10 @@ from checkpoint.training import (
     train_and_save,
     wrap,
 )
+from shoal.checkpoint import saving
 from shoal.checkpoint.disk.filesystem import opened
-from shoal.checkpoint.save import running_save
 from shoal.checkpoint.save.writing import Outgoing, shares, write_file
-from shoal.checkpoint.tools.inspection import open_any, verify
+from shoal.checkpoint.tools import open_any, verify
 from shoal.errors import CheckpointError
 from shoal.sharding.extent import Extent
 from shoal.torch_support.concurrency import Abandoned
@@ -40,8 +40,8 @@ CORES = 6
 @pytest.fixture(autouse=True)
 def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """And files that are worth it."""
-    monkeypatch.setattr(running_save, "own_cores", lambda: frozenset(range(CORES)))
-    monkeypatch.setattr(running_save, "_LEAST_BYTES", 64)
+    monkeypatch.setattr(saving, "own_cores", lambda: frozenset(range(CORES)))
+    monkeypatch.setattr(saving, "_LEAST_BYTES", 64)
 
 
 def names_in(path: Path) -> list[str]:
@@ -68,7 +68,7 @@ def test_as_many_as_there_are_cores(tmp_path: Path) -> None:
 
 
 def test_one_if_they_would_be_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running_save, "_LEAST_BYTES", 1 << 26)
+    monkeypatch.setattr(saving, "_LEAST_BYTES", 1 << 26)
     on_ranks(train_and_save, 2, tmp_path, "zero3", [0])
     assert names_in(tmp_path) == ["data-00000.safetensors", "data-00001.safetensors"]
 
@@ -119,10 +119,10 @@ def test_cores_that_others_do_not_use() -> None:
     """Where each rank has been given its own, all of them are its own."""
     here = platform.node()
     own, others = frozenset(range(CORES)), frozenset(range(CORES, 2 * CORES))
-    assert running_save._fair_share([(here, own)]) == CORES
-    assert running_save._fair_share([(here, own), (here, others), ("elsewhere", own)]) == CORES
-    assert running_save._fair_share([(here, own), (here, own)]) == CORES // 2
-    assert running_save._fair_share([(here, own)] * 50) == 1
+    assert saving._fair_share([(here, own)]) == CORES
+    assert saving._fair_share([(here, own), (here, others), ("elsewhere", own)]) == CORES
+    assert saving._fair_share([(here, own), (here, own)]) == CORES // 2
+    assert saving._fair_share([(here, own)] * 50) == 1
 
 
 # Parts ---------------------------------------------------------------------------------------

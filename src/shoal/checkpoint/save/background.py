@@ -19,86 +19,84 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from shoal.checkpoint.disk.filesystem import read_all, write_all
-from shoal.checkpoint.format import strict_json
 from shoal.checkpoint.format.manifest import checked, signed
-from shoal.checkpoint.format.strict_json import parse
-from shoal.checkpoint.save.copy_buffer import CopyBuffer
-from shoal.checkpoint.together import caller, together
-from shoal.comm import Backend
+from shoal.checkpoint.format.plain_json import parse, to_text
+from shoal.checkpoint.save.writing import Outgoing, shares
+from shoal.checkpoint.together import PendingSave, caller, note_pending, together
 from shoal.errors import CheckpointError
+from shoal.torch_support.concurrency import run_concurrently
+from shoal.torch_support.memory import copy
 
 if TYPE_CHECKING:
-    from shoal.checkpoint.save.running_save import RunningSave
+    from shoal.checkpoint.saving import RunningSave
 
 _MOST_RECEIPT_BYTES = 1 << 30
 _LOOK_AGAIN_S = 0.02
 _PATIENCE_AT_EXIT_S = 30.0
+# More threads do not copy faster: memory has its own limit.
+_MOST_COPIERS = 4
+_ALIGNMENT = 64
 
-
-class PendingSave:
-    """A save that may still be going on.
-
-    Example:
-        >>> saving = shoal.save("run", model, optimizer, wait=False)
-        >>> train_some_more()
-        >>> saving.wait()  # every rank calls it
-    """
-
-    def __init__(self, path: Path, finish: Callable[[], None] | None = None) -> None:
-        """``finish`` waits for the end, with all ranks, and raises what went wrong."""
-        self.path = path
-        self._finish = finish
-
-    @property
-    def is_agreed(self) -> bool:
-        """Whether all ranks know how it ended; that takes a call that all ranks make."""
-        return self._finish is None
-
-    def wait(self) -> Path:
-        """Returns once the checkpoint is safe on disk; every rank calls it.
-
-        Raises:
-            CheckpointError: On every rank, if any has failed.
-        """
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
-        return self.path
-
-    def __repr__(self) -> str:
-        """The path, and whether all ranks know how the save ended."""
-        return f"<PendingSave {self.path}{'' if self.is_agreed else ', not agreed on yet'}>"
-
-
-_pending: weakref.WeakKeyDictionary[object, PendingSave] = weakref.WeakKeyDictionary()
-_copies: weakref.WeakKeyDictionary[object, CopyBuffer] = weakref.WeakKeyDictionary()
-"""What the last save has copied into, for the next: memory that is new takes longer to fill."""
-
-
-def finish_pending(ranks: Backend | None) -> None:
-    """Waits for the save that goes on in the background, if there is one; all ranks call it."""
-    pending = _pending.pop(caller(ranks), None)
-    if pending is not None:
-        pending.wait()
+_copies: weakref.WeakKeyDictionary[object, Tensor] = weakref.WeakKeyDictionary()
+"""Memory that the last save has copied into, for the next: the system clears memory page by page
+when it is first touched, which takes longer than filling it does."""
 
 
 def start(save: RunningSave) -> PendingSave:
     """Copies what there is to write, and writes it in the background."""
     who = caller(save.ranks)
 
-    def copy() -> None:
-        _copies[who] = save.copy(_copies.pop(who, None))
+    def copy_all() -> None:
+        _copies[who] = _copy_all(save, _copies.pop(who, None))
 
     with save.discarding():
-        together(save.ranks, copy, save.doing)
+        together(save.ranks, copy_all, save.doing)
     background = _Background(save)
-    pending = _pending[who] = PendingSave(save.path, background.finish)
-    return pending
+    return note_pending(save.ranks, PendingSave(save.path, background.finish))
+
+
+def _copy_all(save: RunningSave, old: Tensor | None) -> Tensor:
+    """Copies what this rank writes, so that training can go on; returns the copies' memory."""
+    sizes = [-(-each.num_bytes // _ALIGNMENT) * _ALIGNMENT for each in save.outgoing]
+    memory = _room(sum(sizes), old)
+    copies = []
+    for each, begin in zip(save.outgoing, accumulate(sizes, initial=0), strict=False):
+        copied = memory[begin : begin + each.num_bytes].view(each.dtype)
+        copies.append(replace(each, parts=partial(iter, [copied])))
+    count = save.num_threads(_MOST_COPIERS)
+    pairs = zip(shares(copies, count), shares(save.outgoing, count), strict=True)
+    run_concurrently([partial(_copy, *pair) for pair in pairs])
+    save.outgoing = copies
+    return memory
+
+
+def _room(num_bytes: int, old: Tensor | None) -> Tensor:
+    if old is not None and num_bytes <= old.numel() <= 2 * num_bytes:
+        return old
+    with torch.inference_mode(mode=False):  # the next save may not be in it
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+@torch.no_grad()
+def _copy(targets: Sequence[Outgoing], sources: Sequence[Outgoing], _: threading.Event) -> None:
+    # A GPU's memory is copied to the host at once; waiting for that is all that training does.
+    for target, source in zip(targets, sources, strict=True):
+        (copied,) = target.parts()
+        offset = 0
+        for part in source.parts():
+            copy(copied[offset : offset + part.numel()], part)
+            offset += part.numel()
 
 
 class _Background:
@@ -137,7 +135,7 @@ class _Background:
         """Written under another name and renamed, so that rank 0 never reads half of it."""
         disk, path = self._save.folder.disk, self._path(self._save.rank)
         try:
-            write_all(disk, path.with_suffix(".new"), signed(strict_json.encode(self._receipt)))
+            write_all(disk, path.with_suffix(".new"), signed(to_text(self._receipt)))
             disk.rename(path.with_suffix(".new"), path)
         except OSError as error:
             raise CheckpointError(f"cannot write {path}: {error}") from error
@@ -180,20 +178,15 @@ class _Background:
             try:
                 if save.ranks is not None:
                     save.ranks.barrier()  # all threads have started, so that waiting ends
-                together(save.ranks, self._own_part, save.doing)
-                together(save.ranks, self._end, save.doing)
+                together(save.ranks, partial(self._wait, self._has_written.wait), save.doing)
+                together(save.ranks, partial(self._wait, self._thread.join), save.doing)
             except BaseException:
                 self._is_cancelled.set()
                 self._thread.join()
                 raise
 
-    def _own_part(self) -> None:
-        self._has_written.wait()
-        if self._error is not None:
-            raise self._error
-
-    def _end(self) -> None:
-        self._thread.join()
+    def _wait(self, until: Callable[[], object]) -> None:
+        until()
         if self._error is not None:
             raise self._error
 

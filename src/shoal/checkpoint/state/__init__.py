@@ -1,1 +1,0 @@
-"""What models, optimizers and their companions have to save."""

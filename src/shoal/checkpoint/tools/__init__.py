@@ -1,1 +1,0 @@
-"""Checkpoints by themselves, without a model: converted, inspected."""

@@ -1,1 +1,0 @@
-"""Ranks that another command starts, for one function."""
