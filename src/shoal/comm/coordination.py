@@ -20,7 +20,7 @@ from shoal.comm.backend import WorldState
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Channel, Control, Failure
 from shoal.comm.operation import Operation
-from shoal.comm.operation.header import Header, check_equal, decode
+from shoal.comm.operation.base import Header, check_equal, decode
 from shoal.comm.work import WorkQueue
 from shoal.errors import DeadlineError, MismatchError, PeerError, ShoalError, TransportError
 from shoal.system.site import describe

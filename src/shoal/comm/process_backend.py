@@ -22,7 +22,7 @@ from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Channel, Control, Message
 from shoal.comm.coordination import Coordination
 from shoal.comm.operation import Operation, Payload
-from shoal.comm.operation.header import Header, decode, encode
+from shoal.comm.operation.base import Header, decode, encode
 from shoal.comm.work import ThreadedWork, Work
 from shoal.errors import MismatchError, ShoalError
 from shoal.system.site import call_site

@@ -26,7 +26,7 @@ from shoal.checkpoint.save.writing import Outgoing, shares, write_file
 from shoal.checkpoint.together import together
 from shoal.comm import Backend
 from shoal.errors import CheckpointError
-from shoal.system.cores import own_cores
+from shoal.system.libc import own_cores
 from shoal.torch_support.concurrency import run_concurrently
 from shoal.torch_support.copying import copy
 

@@ -25,7 +25,7 @@ def connect_backend(name: str, bootstrap: Bootstrap, timeout: float) -> Backend:
 
 def connect_shared_memory(bootstrap: Bootstrap, state: WorldState) -> SharedMemoryBackend:
     """Ranks of one host over shared memory."""
-    from shoal.comm.control.page.page import PageControl, check_platform
+    from shoal.comm.control.page.control import PageControl, check_platform
     from shoal.comm.shm.backend import SharedMemoryBackend
     from shoal.comm.shm.segments import Arena, Peer
 

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from shoal.comm.control.page.memory import Page
-from shoal.comm.control.page.page import PageControl, is_supported
+from shoal.comm.control.page.control import PageControl, is_supported
+from shoal.comm.control.page.page import Page
 from shoal.errors import PeerError, ShoalError
 from shoal.system.deadline import Deadline, joining_text, pauses, wait_until
 from shoal.torch_support.process_memory import can_read, probe_address

@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 from shoal.comm.backend import WorldState, check_tag
-from shoal.comm.control.page.page import PageChannel, PageControl
+from shoal.comm.control.page.control import PageControl
+from shoal.comm.control.page.page import PageChannel
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Message
 from shoal.comm.operation import Operation, Payload, Send
-from shoal.comm.operation.header import Header, decode, encode
+from shoal.comm.operation.base import Header, decode, encode
 from shoal.comm.process_backend import ProcessBackend
 from shoal.comm.shm.exposure import Exposer
 from shoal.comm.shm.fast_path import FastPath
-from shoal.comm.shm.message_memory import MessageMemory
 from shoal.comm.shm.pending import PendingOperations, PendingSend, SendCallbacks
 from shoal.comm.shm.routing import Shown, Way
-from shoal.comm.shm.segments import Arena, Location, Peer
+from shoal.comm.shm.segments import Arena, Location, MessageMemory, Peer
 from shoal.comm.shm.transfers import Transfers
 from shoal.comm.work import ThreadedWork, Work
 from shoal.system.site import call_site

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.comm.control.page.page import PageChannel, PageControl
+from shoal.comm.control.page.control import PageControl
+from shoal.comm.control.page.page import PageChannel
 from shoal.comm.control.patience import Patience
 from shoal.comm.operation import Operation, Payload
 from shoal.comm.operation.partition import offsets
@@ -31,8 +32,7 @@ from shoal.comm.shm.routing import (
     Way,
     decode_shown,
 )
-from shoal.comm.shm.segments import Arena, Location, Peer
-from shoal.comm.shm.staging import Staging
+from shoal.comm.shm.segments import Arena, Location, Peer, Staging
 from shoal.torch_support.copying import copy
 from shoal.torch_support.process_memory import is_readable, read_into
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from shoal.comm.control.page.page import PageChannel
 from shoal.comm.control.patience import Patience
 from shoal.comm.operation import APART, Operation, Payload, overlap
-from shoal.comm.operation.header import Header, encode
+from shoal.comm.operation.base import Header, encode
 from shoal.comm.operation.partition import offsets
 from shoal.comm.operation.reduction import reduce_into
 from shoal.comm.shm import routing

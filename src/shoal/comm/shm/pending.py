@@ -17,12 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from shoal.comm.control.page.memory import RING
-from shoal.comm.control.page.message import ANSWERED, FINISHED, PageMessage
-from shoal.comm.control.page.page import PageChannel
+from shoal.comm.control.page.page import ANSWERED, FINISHED, RING, PageChannel, PageMessage
 from shoal.comm.control.patience import Patience
 from shoal.comm.operation import Operation, writing
-from shoal.comm.operation.header import Header, encode
+from shoal.comm.operation.base import Header, encode
 from shoal.comm.shm.transfers import Transfers
 from shoal.comm.work import Work
 from shoal.system.deadline import under_way_error

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal.comm.backend import WorldState
 from shoal.comm.bootstrap.store import Bootstrap, connect
-from shoal.comm.control.page.page import PageControl
+from shoal.comm.control.page.control import PageControl
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Message
 from shoal.comm.operation import Payload

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shoal.comm.bootstrap.store import Bootstrap, StoreBootstrap, host_store
 from shoal.comm.control.addresses import LOOPBACK, own_address, settled_address
-from shoal.comm.control.page.page import PageControl
+from shoal.comm.control.page.control import PageControl
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Control
 from shoal.comm.torch_groups.watchdog import Flight, Watchdog

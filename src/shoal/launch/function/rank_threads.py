@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from shoal.comm.backend import WorldState
-from shoal.comm.memory.backend import InMemoryBackend
-from shoal.comm.memory.simulator import Simulator
+from shoal.comm.memory.backend import InMemoryBackend, Simulator
 from shoal.comm.world import World, set_current
 from shoal.errors import DeadlineError
 from shoal.launch.function.call import copy_call

@@ -27,7 +27,7 @@ from shoal.strategies.layers.buffers import share_buffers
 from shoal.strategies.layers.precision import Precision
 from shoal.strategies.ranks import Ownership, Ranks
 from shoal.strategies.settings import Settings, Sharding
-from shoal.system.allocator import keep_freed_memory
+from shoal.system.libc import keep_freed_memory
 
 
 class Engine:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm import Backend
-from shoal.comm.accounting.ledger import Account
+from shoal.comm.accounting import Account
 from shoal.sharding.layout import GroupLayout
 from shoal.strategies.engine.changes import Changes
 from shoal.strategies.engine.common_memory import CommonWhole

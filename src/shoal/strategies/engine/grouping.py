@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-from shoal.comm.accounting.ledger import Account
+from shoal.comm.accounting import Account
 from shoal.sharding.analyzer import ParameterAnalyzer, ParameterGroup
 from shoal.sharding.layout import GroupLayout, balanced_owners
 from shoal.strategies.engine.flat_group import FlatGroup, GroupStorage, Residence

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from shoal.comm import Backend
 from shoal.comm.operation import Barrier
-from shoal.comm.operation.header import Header
+from shoal.comm.operation.base import Header
 from shoal.errors import MismatchError
 from shoal.strategies.gradients.group_gradients import GroupGradients
 from shoal.strategies.gradients.reductions import Flagged, Flags

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal.comm import Backend, ReduceOp, Work
 from shoal.comm.operation import AllReduce, Operation, Payload, ReduceScatter
-from shoal.comm.operation.header import Header
+from shoal.comm.operation.base import Header
 from shoal.strategies.consistency.progress import Progress
 from shoal.strategies.consistency.rounds import Round, Vote
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shoal.comm import Backend
-from shoal.comm.operation.header import spec
+from shoal.comm.operation.base import spec
 from shoal.errors import MismatchError, ShoalError
 from shoal.strategies.gradients.arrivals import is_watched
 

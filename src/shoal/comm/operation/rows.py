@@ -1,4 +1,4 @@
-"""Operations that hand each rank its own rows."""
+"""Operations that join the rows of all ranks, or hand each rank its own."""
 
 from __future__ import annotations
 
@@ -8,26 +8,122 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoal.comm.operation.base import Operation, Payload
-from shoal.comm.operation.flat import (
+from shoal.comm.operation.base import (
+    Header,
+    Operation,
+    Payload,
+    decode_spec,
+    encode_spec,
+    flatten,
+    mismatch,
+    spec,
+    write_back,
+)
+from shoal.comm.operation.partition import (
     APART,
     check_out,
     check_overlap,
-    flatten,
+    check_sizes,
     num_rows,
+    offsets,
     overlap,
     row_elements,
     row_shape,
+    split_sizes,
     with_rows,
-    write_back,
 )
-from shoal.comm.operation.header import Header, mismatch, spec
-from shoal.comm.operation.partition import check_sizes, split_sizes
 from shoal.comm.operation.reduction import ReduceOp, check_dtype
-from shoal.comm.operation.specification import decode_spec, encode_spec
 
 
-class ReduceScatter(Operation):
+class _IntoOut(Operation):
+    """Operations whose result is the caller's ``out``, or a new tensor."""
+
+    _out: Tensor | None
+    _target: Tensor
+
+    def result(self) -> Tensor | None:
+        assert self._out is not None
+        write_back(self._target, self._out)
+        return self._out
+
+
+class AllGather(_IntoOut):
+    """Every rank ends with all ranks' rows, in rank order; ranks may give different numbers."""
+
+    kind = "all_gather"
+    rows: Sequence[int]
+    """How many rows each rank gave, once known."""
+
+    def __init__(self, tensor: Tensor, out: Tensor | None) -> None:
+        """Only the first dimension may differ between ranks."""
+        if out is not None:
+            check_out(out, tensor)
+        self._like, self._out = tensor, out
+        self.source = flatten(tensor)
+        if out is None:
+            self.meta = (num_rows(tensor), -1, APART)
+        else:
+            self.meta = (num_rows(tensor), num_rows(out), overlap(out, tensor))
+        self.signature = f"{self.kind}({spec(tensor.dtype, ('rows', *row_shape(tensor)))})"
+
+    def check(self, headers: Sequence[Header], ranks: Sequence[int]) -> None:
+        """An ``out`` has room for exactly the rows of all: see [Note: results inside inputs]."""
+        starts = offsets([header.meta[0] for header in headers])
+        row_bytes = row_elements(self._like) * self._like.itemsize
+        for header, start in zip(headers, starts, strict=False):
+            if header.meta[1] not in (-1, starts[-1]):
+                problem = f"{self.kind} of {starts[-1]} rows in all needs an out of as many"
+            elif header.meta[2] not in (APART, start * row_bytes):
+                problem = f"{self.kind} of rows that lie in the out, but not in their own place"
+            else:
+                continue
+            shown = [h._replace(signature=_gather_text(h)) for h in headers]
+            raise mismatch(shown, ranks, problem)
+
+    def prepare(self, headers: Sequence[Header], rank: int) -> Payload:
+        """A result with the rows of all ranks."""
+        self.rows = [header.meta[0] for header in headers]
+        if self._out is None:
+            self._out = with_rows(self._like, sum(self.rows))
+        self._target = flatten(self._out)
+        counts = [count * row_elements(self._like) for count in self.rows]
+        return Payload(self.source, self._target, counts, total=sum(counts))
+
+
+def _gather_text(header: Header) -> str:
+    rows, out_rows, _ = header.meta
+    out = "" if out_rows == -1 else f", out of {out_rows} rows"
+    return f"{header.signature} with rows={rows}{out}"
+
+
+class Gather(AllGather):
+    """The root ends with all ranks' rows, in rank order."""
+
+    kind = "gather"
+
+    def __init__(self, tensor: Tensor, out: Tensor | None, root: int, is_root: bool) -> None:
+        """An ``out`` counts on the root only."""
+        super().__init__(tensor, out if is_root else None)
+        self._root, self._is_root = root, is_root
+        self.signature = f"{self.signature[:-1]}, root={root})"
+
+    def prepare(self, headers: Sequence[Header], rank: int) -> Payload:
+        """Only the root has a target."""
+        if self._is_root:
+            payload = super().prepare(headers, rank)
+        else:
+            elements = row_elements(self._like)
+            counts = [header.meta[0] * elements for header in headers]
+            payload = Payload(source=self.source, counts=counts, total=sum(counts))
+        payload.root = self._root
+        return payload
+
+    def result(self) -> Tensor | None:
+        """The rows of all ranks on the root, None elsewhere."""
+        return super().result() if self._is_root else None
+
+
+class ReduceScatter(_IntoOut):
     """The reduction over all ranks, of which each rank keeps its own rows."""
 
     kind = "reduce_scatter"
@@ -62,12 +158,6 @@ class ReduceScatter(Operation):
         counts = [rows * row_elements(self._like) for rows in self._rows]
         return Payload(self.source, self._target, counts, op=self._op, total=sum(counts))
 
-    def result(self) -> Tensor:
-        """This rank's rows of the reduction."""
-        assert self._out is not None
-        write_back(self._target, self._out)
-        return self._out
-
 
 def _split(tensor: Tensor, sizes: Sequence[int] | None, num_parts: int) -> list[int]:
     rows = num_rows(tensor)
@@ -79,7 +169,7 @@ def _check_rows(out: Tensor, rows: int) -> None:
         raise ValueError(f"out must have the {rows} rows of this rank; got {num_rows(out)}")
 
 
-class Scatter(Operation):
+class Scatter(_IntoOut):
     """Each rank gets its rows of the root's tensor."""
 
     kind = "scatter"
@@ -123,14 +213,8 @@ class Scatter(Operation):
         total = sum(counts)
         return Payload(self.source, self._target, counts, root=self._root, total=total)
 
-    def result(self) -> Tensor:
-        """This rank's rows."""
-        assert self._out is not None
-        write_back(self._target, self._out)
-        return self._out
 
-
-class AllToAll(Operation):
+class AllToAll(_IntoOut):
     """Each rank sends each other rank some rows and gets some from each."""
 
     kind = "all_to_all"
@@ -182,9 +266,3 @@ class AllToAll(Operation):
             matrix=matrix,
             total=sum(map(sum, matrix)),
         )
-
-    def result(self) -> Tensor:
-        """The rows that arrived, by sender."""
-        assert self._out is not None
-        write_back(self._target, self._out)
-        return self._out
