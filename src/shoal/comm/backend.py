@@ -121,8 +121,11 @@ class Backend(ABC):
     # What a kind of backend implements ------------------------------------------------
 
     @abstractmethod
-    def _collective(self, operation: ops.Operation, async_op: bool) -> Any:
-        """Carries out an operation of all ranks; returns its result, or a `Work`."""
+    def run(self, operation: ops.Operation, *, async_op: bool = False) -> Any:
+        """Carries out an operation of all ranks; returns its result, or a `Work`.
+
+        For callers that want to know more of it than the result.
+        """
 
     @abstractmethod
     def _message(self, operation: ops.Operation, peer: int, tag: int, async_op: bool) -> Any:
@@ -450,11 +453,6 @@ class Backend(ABC):
         """
         work: Work[Any] = self.run(operation, async_op=True)
         return work
-
-    def run(self, operation: ops.Operation, *, async_op: bool = False) -> Any:
-        """Carries out an operation that was made by hand, for what it knows besides the result."""
-        self._check_open()
-        return self._collective(operation, async_op)
 
     def _run_often(
         self,

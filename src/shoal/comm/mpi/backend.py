@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ from shoal.comm.mpi.bootstrap import BOOTSTRAP_TAG
 from shoal.comm.operation import Payload
 from shoal.comm.operation.partition import offsets, split_sizes
 from shoal.comm.operation.reduction import reduce_into
-from shoal.comm.process_backend import ProcessBackend
+from shoal.comm.process_backend import ProcessBackend, by_host_memory
 from shoal.errors import BackendUnavailableError, ShoalError, TransportError
 from shoal.system.deadline import wait_until
 
@@ -368,31 +367,10 @@ class MPIBackend(ProcessBackend):
         assert message.ticket < _FIRST_GROUP_TAG
         self._transfer([(payload.root, payload.target)], [], message.ticket, patience)
 
-    # CUDA -------------------------------------------------------------------------------
-
-    def _transport(self, move: Any, payload: Payload, *args: Any) -> None:
-        tensors = (payload.source, payload.target)
-        is_cuda = any(tensor is not None and tensor.is_cuda for tensor in tensors)
-        if not is_cuda or os.environ.get("SHOAL_MPI_CUDA_AWARE") == "1":
-            super()._transport(move, payload, *args)
-            return
-        staged = _on_host(payload)
-        super()._transport(move, staged, *args)
-        if payload.target is not None and staged.target is not None:
-            payload.target.copy_(staged.target)
-
-
-def _on_host(payload: Payload) -> Payload:
-    """The payload with tensors in pinned memory instead."""
-    source, target = (
-        None if tensor is None else torch.empty_like(tensor, device="cpu", pin_memory=True)
-        for tensor in (payload.source, payload.target)
-    )
-    if source is not None and payload.source is not None:
-        source.copy_(payload.source)
-    return replace(
-        payload, source=source, target=source if payload.target is payload.source else target
-    )
+    def _mover(self, kind: str) -> Callable[..., None]:
+        move = super()._mover(kind)
+        takes_cuda = os.environ.get("SHOAL_MPI_CUDA_AWARE") == "1"
+        return move if takes_cuda else by_host_memory(move)
 
 
 def _own_part(tensor: Tensor, counts: Sequence[int], rank: int) -> Tensor:

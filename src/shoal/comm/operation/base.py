@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
@@ -56,6 +56,20 @@ class Payload:
         if self.target is None or self.target is self.source:
             return given
         return max(given, self.target.nbytes)
+
+    def on_host(self) -> Payload:
+        """The payload itself, or one in host memory in place of a GPU's."""
+        source, target = self.source, self.target
+        if all(tensor is None or tensor.is_cpu for tensor in (source, target)):
+            return self
+        staged = None if source is None else _host_memory(source).copy_(source)
+        if target is source:
+            return replace(self, source=staged, target=staged)
+        return replace(self, source=staged, target=None if target is None else _host_memory(target))
+
+
+def _host_memory(like: Tensor) -> Tensor:
+    return torch.empty_like(like, device="cpu", pin_memory=like.is_cuda)
 
 
 class Operation(ABC):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shoal.comm.control.page.page import PageChannel
 from shoal.comm.control.patience import Patience
+from shoal.comm.control.plane import Message
 from shoal.comm.operation import Payload
 from shoal.comm.operation.partition import offsets, split_sizes
 from shoal.comm.operation.reduction import reduce_into
@@ -24,7 +25,7 @@ class Transfers:
     def __init__(self, exposer: Exposer, channel: PageChannel, rank: int, size: int) -> None:
         """``rank`` of ``size`` in the group."""
         self._exposer, self._channel = exposer, channel
-        self._rank, self._size = rank, size
+        self.rank, self.size = rank, size
 
     # Reductions -------------------------------------------------------------------------
 
@@ -39,31 +40,31 @@ class Transfers:
         elif way is ShmRoute.EVERYWHERE:
             self._reduce_everywhere(payload, [each.in_windows() for each in shown], patience)
         else:
-            self._reduce_in_slices(payload, shown, range(self._size), patience)
+            self._reduce_in_slices(payload, shown, range(self.size), patience)
 
     def reduce_scatter(self, payload: Payload, patience: Patience) -> None:
         """Each rank reduces its own part."""
         shown, source = _shown(payload), _given(payload.source)
         if route("reduce_scatter", [each.way for each in shown]) is ShmRoute.STAGED:
-            self._reduce_staged(payload, *offsets(payload.counts)[self._rank : self._rank + 2])
+            self._reduce_staged(payload, *offsets(payload.counts)[self.rank : self.rank + 2])
             return
-        exposures = self._exposer.exposures(shown, [payload.counts] * self._size, source.dtype)
+        exposures = self._exposer.exposures(shown, [payload.counts] * self.size, source.dtype)
         target = _given(payload.target)
-        for window in self._exposer.windows(exposures, source, patience, kept=self._rank):
-            inputs = self._exposer.pieces(exposures, source, self._rank, window)
+        for window in self._exposer.windows(exposures, source, patience, kept=self.rank):
+            inputs = self._exposer.pieces(exposures, source, self.rank, window)
             reduce_in_blocks(payload.op, inputs, target[window.start : window.stop])
 
     def _reduce_staged(self, payload: Payload, start: int, stop: int) -> None:
         target = _given(payload.target)
-        counts = [payload.total] * self._size
+        counts = [payload.total] * self.size
         wholes = self._exposer.staged_wholes(payload, counts, target.dtype)
         reduce_into(payload.op, [whole[start:stop] for whole in wholes], target)
 
     def _reduce_halves(self, payload: Payload, shown: Sequence[Shown], patience: Patience) -> None:
         source, target = _given(payload.source), _given(payload.target)
-        parts = split_sizes(source.numel(), self._size)
-        exposures = self._exposer.exposures(shown, [parts] * self._size, source.dtype)
-        mine, rest = self._rank, 1 - self._rank
+        parts = split_sizes(source.numel(), self.size)
+        exposures = self._exposer.exposures(shown, [parts] * self.size, source.dtype)
+        mine, rest = self.rank, 1 - self.rank
         own, other = exposures[mine], exposures[rest]
         # All ranks have met for this operation, so none reads this rank's staging memory now.
         scratch = self._exposer.staging.scratch(source.dtype)
@@ -79,7 +80,7 @@ class Transfers:
         self, payload: Payload, shown: Sequence[Shown], patience: Patience
     ) -> None:
         source, target = _given(payload.source), _given(payload.target)
-        exposures = self._exposer.exposures(shown, [[source.numel()]] * self._size, source.dtype)
+        exposures = self._exposer.exposures(shown, [[source.numel()]] * self.size, source.dtype)
         for window in self._exposer.windows(exposures, source, patience):
             inputs = self._exposer.pieces(exposures, source, 0, window)
             reduce_into(payload.op, inputs, target[window.start : window.stop])
@@ -96,12 +97,12 @@ class Transfers:
         patience: Patience,
     ) -> None:
         source = _given(payload.source)
-        parts = split_sizes(source.numel(), self._size)
-        exposures = self._exposer.exposures(shown, [parts] * self._size, source.dtype)
-        own = exposures[self._rank]
-        is_staged = self._rank in receivers and not own.is_shared
+        parts = split_sizes(source.numel(), self.size)
+        exposures = self._exposer.exposures(shown, [parts] * self.size, source.dtype)
+        own = exposures[self.rank]
+        is_staged = self.rank in receivers and not own.is_shared
         for window in self._exposer.windows(exposures, source, patience):
-            inputs = [exposure.piece(self._rank, window) for exposure in exposures]
+            inputs = [exposure.piece(self.rank, window) for exposure in exposures]
             reduce_and_hand_out(payload.op, inputs, receivers)
             if not all(exposure.is_shared for exposure in exposures):
                 self._channel.sync(patience)
@@ -113,17 +114,49 @@ class Transfers:
     def reduce_pending(self, kind: str, payload: Payload) -> None:
         """This rank's part of an all-reduce or a reduce-scatter."""
         is_for_all = kind == "all_reduce"
-        parts = split_sizes(payload.total, self._size) if is_for_all else payload.counts
-        start, stop = offsets(parts)[self._rank : self._rank + 2]
+        parts = split_sizes(payload.total, self.size) if is_for_all else payload.counts
+        start, stop = offsets(parts)[self.rank : self.rank + 2]
         dtype = _given(payload.source).dtype
-        wholes = self._exposer.shared_wholes(payload, [payload.total] * self._size, dtype)
+        wholes = self._exposer.shared_wholes(payload, [payload.total] * self.size, dtype)
         inputs = [whole[start:stop] for whole in wholes.values()]
         if is_for_all:
-            reduce_and_hand_out(payload.op, inputs, range(self._size))
+            reduce_and_hand_out(payload.op, inputs, range(self.size))
         else:
             reduce_in_blocks(payload.op, inputs, _given(payload.target))
 
     # Copies -----------------------------------------------------------------------------
+
+    def all_gather(self, payload: Payload, patience: Patience) -> None:
+        """Everybody's whole source, to everybody."""
+        parts = [[count] for count in payload.counts]
+        self._collect(payload, parts, range(self.size), 0, payload.counts, patience)
+
+    def gather(self, payload: Payload, patience: Patience) -> None:
+        """Everybody's whole source, to the root."""
+        parts = [[count] for count in payload.counts]
+        senders = range(self.size) if self.rank == payload.root else []
+        self._collect(payload, parts, senders, 0, payload.counts, patience)
+
+    def scatter(self, payload: Payload, patience: Patience) -> None:
+        """Each rank's part of the root's source."""
+        mine = self.rank
+        parts = [payload.counts if rank == payload.root else [] for rank in range(self.size)]
+        counts = [payload.counts[mine]]
+        self._collect(payload, parts, [payload.root], mine, counts, patience, mine)
+
+    def all_to_all(self, payload: Payload, patience: Patience) -> None:
+        """Each rank's part of everybody's source."""
+        mine, every = self.rank, range(self.size)
+        self._collect(payload, payload.matrix, every, mine, payload.arriving, patience, mine)
+
+    def send(self, payload: Payload, message: Message, patience: Patience) -> None:
+        """Nothing to do: the receiver reads."""
+
+    def recv(self, payload: Payload, message: Message, patience: Patience) -> None:
+        """Reads what the sender has shown."""
+        target = _given(payload.target)
+        sent = self._exposer.view(payload.root, payload.wires[0], target.nbytes, target.dtype)
+        copy(target, sent)
 
     def broadcast(self, payload: Payload, patience: Patience) -> None:
         """From the root; ranks whose target is shared may have it written by the root."""
@@ -134,24 +167,24 @@ class Transfers:
             return
         only_root = [each if rank == root else NOTHING for rank, each in enumerate(shown)]
         payload.wires = [each.encode() for each in only_root]
-        parts = [[mine.numel()] if rank == root else [] for rank in range(self._size)]
-        senders = [root] if self._rank != root else []
-        self.collect(payload, parts, senders, 0, [mine.numel()], patience)
+        parts = [[mine.numel()] if rank == root else [] for rank in range(self.size)]
+        senders = [root] if self.rank != root else []
+        self._collect(payload, parts, senders, 0, [mine.numel()], patience)
 
     def _broadcast_together(self, payload: Payload, shown: Sequence[Shown], mine: Tensor) -> None:
         """The root writes the first part for ranks it can reach, so that all have as much to do."""
-        helped = split_sizes(mine.numel(), self._size)[0]
-        counts = [mine.numel()] * self._size
+        helped = split_sizes(mine.numel(), self.size)[0]
+        counts = [mine.numel()] * self.size
         wholes = self._exposer.shared_wholes(payload, counts, mine.dtype)
-        if self._rank != payload.root:
-            start = helped if shown[self._rank].way is Way.SHARED else 0
+        if self.rank != payload.root:
+            start = helped if shown[self.rank].way is Way.SHARED else 0
             copy(mine[start:], wholes[payload.root][start:])
             return
         for rank, whole in wholes.items():
             if rank != payload.root:
                 copy(whole[:helped], mine[:helped])
 
-    def collect(
+    def _collect(
         self,
         payload: Payload,
         parts: Sequence[Sequence[int]],
@@ -181,7 +214,7 @@ class Transfers:
         for window in self._exposer.windows(exposures, source, patience, kept):
             for index, sender in enumerate(senders):
                 out = _given(payload.target)[starts[index] + window.start : starts[index + 1]]
-                if sender == self._rank and source is not None:
+                if sender == self.rank and source is not None:
                     exposures[sender].copy_own(out, source, part, window)
                 else:
                     exposures[sender].copy_piece(out, part, window)

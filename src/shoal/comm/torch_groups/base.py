@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,11 +21,12 @@ from torch import Tensor
 from shoal.comm.backend import WorldState
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Channel
-from shoal.comm.operation import Operation, Payload
+from shoal.comm.operation import Payload
 from shoal.comm.operation.partition import split_sizes
 from shoal.comm.operation.reduction import ReduceOp, finish, reduce_into
 from shoal.comm.process_backend import ProcessBackend
 from shoal.comm.torch_groups.groups import Links, ProcessGroup
+from shoal.torch_support.dtypes import Native, traits
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
@@ -41,6 +41,7 @@ _REDUCE_OPS = {
     ReduceOp.MAX: dist.ReduceOp.MAX,
     ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
 }
+_EXTREMES = (ReduceOp.MIN, ReduceOp.MAX)
 
 
 class Origin(NamedTuple):
@@ -69,7 +70,6 @@ class ProcessGroupBackend(ProcessBackend):
         self._links = links
         self._group: Any = group
         self._others = [rank for rank in ranks if rank != links.control.rank]
-        self._origins: WeakKeyDictionary[Operation, Origin] = WeakKeyDictionary()
         self._coordination.settle()  # connected: from here on the others can do without the store
 
     def _make_group(self, members: Sequence[int], group_id: int) -> Self:
@@ -92,42 +92,15 @@ class ProcessGroupBackend(ProcessBackend):
         """Ends all transfers of this group, for good."""
 
     @abstractmethod
-    def _can_reduce(self, op: ReduceOp, dtype: torch.dtype) -> bool:
-        """Whether the process group's own arithmetic will do."""
-
-    @abstractmethod
     def _on_worker(self, origin: Origin, task: Callable[[], Any]) -> Any:
         """Runs a task in a thread that is not the caller's, as if on the caller's stream."""
 
-    # Streams --------------------------------------------------------------------------------
-
-    def _collective(self, operation: Operation, async_op: bool) -> Any:
-        self._note_origin(operation)
-        return super()._collective(operation, async_op)
-
-    def _message(self, operation: Operation, peer: int, tag: int, async_op: bool) -> Any:
-        self._note_origin(operation)
-        return super()._message(operation, peer, tag, async_op)
-
-    def _note_origin(self, operation: Operation) -> None:
-        if torch.cuda.is_initialized():
-            stream = torch.cuda.current_stream(self.device if self.device.type == "cuda" else None)
-            self._origins[operation] = Origin(stream, stream.record_event())
-
-    def _perform(self, operation: Operation, number: int, site: str, eager: bool) -> Any:
-        task = partial(super()._perform, operation, number, site, eager)
-        return self._in_order(operation, task, eager)
-
-    def _deliver(
-        self, operation: Operation, peer: int, key: tuple[int, int], site: str, eager: bool
-    ) -> Any:
-        task = partial(super()._deliver, operation, peer, key, site, eager)
-        return self._in_order(operation, task, eager)
-
-    def _in_order(self, operation: Operation, task: Callable[[], Any], eager: bool) -> Any:
+    def _ordered(self, task: Callable[[], Any], eager: bool) -> Callable[[], Any]:
         """What is not eager runs in a thread of its own, which has other streams."""
-        origin = None if eager else self._origins.get(operation)
-        return task() if origin is None else self._on_worker(origin, task)
+        if eager or not torch.cuda.is_initialized():
+            return task
+        stream = torch.cuda.current_stream(self.device if self.device.type == "cuda" else None)
+        return partial(self._on_worker, Origin(stream, stream.record_event()), task)
 
     # Collectives ----------------------------------------------------------------------------
 
@@ -143,6 +116,11 @@ class ProcessGroupBackend(ProcessBackend):
             own = target.split(counts)[self.rank]
             reduce_into(payload.op, self._slices(target, counts, patience), own)
             self._spread(target, counts, patience)
+
+    def _can_reduce(self, op: ReduceOp, dtype: torch.dtype) -> bool:
+        """Whether the process group's own arithmetic will do."""
+        native: Native = getattr(traits(dtype), self.name)
+        return native is Native.ALL or (native is Native.SUMS and op not in _EXTREMES)
 
     def _reduce(self, payload: Payload, patience: Patience) -> None:
         source = _given(payload.source)

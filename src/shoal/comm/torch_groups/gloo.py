@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,12 +19,11 @@ from shoal.comm.control.page.control import PageControl
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Message
 from shoal.comm.operation import Payload
-from shoal.comm.operation.reduction import ReduceOp
+from shoal.comm.process_backend import by_host_memory
 from shoal.comm.torch_groups.base import NEVER, Origin, ProcessGroupBackend, as_bytes
 from shoal.comm.torch_groups.groups import Maker, ProcessGroup, find_group, link
 from shoal.comm.torch_groups.watchdog import Flight
 from shoal.errors import BackendUnavailableError
-from shoal.torch_support.dtypes import Native, traits
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
@@ -41,7 +39,6 @@ _SMALL_BYTES = 64 << 10
 # Fresh memory costs as much as what is done with it: up to here it is kept.
 _MAX_KEPT_BYTES = 64 << 20
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-_EXTREMES = (ReduceOp.MIN, ReduceOp.MAX)
 
 
 class GlooBackend(ProcessGroupBackend):
@@ -57,10 +54,6 @@ class GlooBackend(ProcessGroupBackend):
 
     name = "gloo"
     _kept = torch.empty(0, dtype=torch.uint8)
-
-    def _can_reduce(self, op: ReduceOp, dtype: torch.dtype) -> bool:
-        native = traits(dtype).gloo
-        return native is Native.ALL or (native is Native.SUMS and op not in _EXTREMES)
 
     def _spread(self, target: Tensor, counts: Sequence[int], patience: Patience) -> None:
         if target.nbytes > _SMALL_BYTES:
@@ -81,27 +74,16 @@ class GlooBackend(ProcessGroupBackend):
 
     def _send(self, payload: Payload, message: Message, patience: Patience) -> None:
         assert payload.source is not None
-        data = as_bytes(payload.source.cpu())
-        peer, tag = payload.root, _FIRST_TAG + message.ticket
+        data, peer, tag = as_bytes(payload.source), payload.root, _FIRST_TAG + message.ticket
         self._carry_one(lambda: self._group.send([data], peer, tag), patience, peer)
 
     def _recv(self, payload: Payload, message: Message, patience: Patience) -> None:
-        target = payload.target
-        assert target is not None
-        data = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
-        peer, tag = payload.root, _FIRST_TAG + message.ticket
-        self._carry_one(lambda: self._group.recv([as_bytes(data)], peer, tag), patience, peer)
-        if data is not target:
-            target.copy_(data)
+        assert payload.target is not None
+        data, peer, tag = as_bytes(payload.target), payload.root, _FIRST_TAG + message.ticket
+        self._carry_one(lambda: self._group.recv([data], peer, tag), patience, peer)
 
-    # Host memory ----------------------------------------------------------------------------
-
-    def _move(self, kind: str, payload: Payload, patience: Patience) -> None:
-        staged = _on_host(payload)
-        super()._move(kind, staged, patience)
-        if staged is not payload and payload.target is not None:
-            assert staged.target is not None
-            payload.target.copy_(staged.target)
+    def _mover(self, kind: str) -> Callable[..., None]:
+        return by_host_memory(super()._mover(kind))
 
     def _on_worker(self, origin: Origin, task: Callable[[], Any]) -> Any:
         with torch.cuda.stream(origin.stream):
@@ -144,19 +126,6 @@ def _await_end(works: Iterable[Work]) -> None:
     for work in works:
         with contextlib.suppress(RuntimeError):
             work.wait(_END_S)
-
-
-def _on_host(payload: Payload) -> Payload:
-    """The payload itself, or one in host memory in place of a GPU's."""
-    source, target = payload.source, payload.target
-    tensors = [tensor for tensor in (source, target) if tensor is not None]
-    if all(tensor.device.type == "cpu" for tensor in tensors):
-        return payload
-    staged = None if source is None else source.cpu()
-    if target is source:
-        return replace(payload, source=staged, target=staged)
-    into = None if target is None else torch.empty_like(target, device="cpu")
-    return replace(payload, source=staged, target=into)
 
 
 def connect_gloo(bootstrap: Bootstrap, state: WorldState) -> GlooBackend:

@@ -32,12 +32,10 @@ from shoal.comm.bootstrap.store import Bootstrap, connect, host_id
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Channel, Message
 from shoal.comm.operation import Payload
-from shoal.comm.operation.reduction import ReduceOp
 from shoal.comm.torch_groups.base import NEVER, Origin, ProcessGroupBackend, as_bytes
 from shoal.comm.torch_groups.groups import Links, Maker, ProcessGroup, find_group, link
 from shoal.comm.torch_groups.watchdog import Flight
 from shoal.errors import BackendUnavailableError
-from shoal.torch_support.dtypes import Native, traits
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
@@ -60,7 +58,6 @@ class NCCLBackend(ProcessGroupBackend):
     """
 
     name = "nccl"
-    _is_through_at_once = False
 
     def __init__(
         self,
@@ -73,6 +70,7 @@ class NCCLBackend(ProcessGroupBackend):
         """``group`` connects the ranks; one rank alone needs none."""
         super().__init__(state, channel, ranks, links, group)
         self._device = local_device(links.control.rank)
+        self._coordination.is_through_at_once = False
         self._side: torch.cuda.Stream | None = None
         self._verdict: BaseException | None = None
         self._num_begun = self._coordination.num_settled
@@ -92,9 +90,6 @@ class NCCLBackend(ProcessGroupBackend):
             )
 
     # Collectives ----------------------------------------------------------------------------
-
-    def _can_reduce(self, op: ReduceOp, dtype: torch.dtype) -> bool:
-        return traits(dtype).nccl is Native.ALL
 
     def _spread(self, target: Tensor, counts: Sequence[int], patience: Patience) -> None:
         if len(set(counts)) > 1:
