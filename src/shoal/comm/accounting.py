@@ -35,7 +35,6 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        """Nothing is in use."""
         self._uses: dict[str, MemoryUse] = {}
         self._lock = threading.Lock()
 
@@ -66,7 +65,6 @@ class Account:
     """The memory of one model or optimizer; it can be closed as a whole."""
 
     def __init__(self, ledger: Ledger) -> None:
-        """Nothing is in use."""
         self.ledger = ledger
         self._used: dict[str, int] = {}
 
@@ -110,7 +108,6 @@ class StatisticsSnapshot(dict[str, Counter]):
     """
 
     def __init__(self, counters: Mapping[str, Counter], memory: Mapping[str, MemoryUse]) -> None:
-        """The figures of one moment."""
         super().__init__(counters)
         self.memory = memory
 
@@ -126,7 +123,6 @@ class Statistics:
     """
 
     def __init__(self) -> None:
-        """Everything at zero."""
         self._counters: dict[str, Counter] = {}
         self._lock = threading.Lock()
         self.memory = Ledger()

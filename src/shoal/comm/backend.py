@@ -431,7 +431,6 @@ class Backend(ABC):
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Shuts down."""
         self.shutdown()
 
     def __reduce__(self) -> NoReturn:
@@ -442,7 +441,6 @@ class Backend(ABC):
         )
 
     def __repr__(self) -> str:
-        """Which rank of how many, over what."""
         return f"<{type(self).__name__} rank {self.rank} of {self.size}>"
 
     def start(self, operation: ops.Operation) -> Work[Any]:

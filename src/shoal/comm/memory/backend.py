@@ -148,7 +148,6 @@ class SimulatedWork(Work[Any]):
     """An operation this rank has arrived at, and others perhaps not yet."""
 
     def __init__(self, backend: InMemoryBackend, kind: str, meeting: Meeting) -> None:
-        """The meeting knows when it is over."""
         self._backend, self._kind, self._meeting = backend, kind, meeting
         self._is_counted = False
 

@@ -113,21 +113,21 @@ class _Refused(Exception):
 
 
 def _message(payloads: Payloads) -> None:
-    _target(payloads[1]).copy_(_source(payloads[0]))
+    payloads[1].gotten.copy_(payloads[0].given)
 
 
 def _all_reduce(payloads: Payloads) -> None:
     total = _reduced(payloads)
     for payload in payloads:
-        _target(payload).copy_(total)
+        payload.gotten.copy_(total)
 
 
 def _reduce(payloads: Payloads) -> None:
-    _target(payloads[payloads[0].root]).copy_(_reduced(payloads))
+    payloads[payloads[0].root].gotten.copy_(_reduced(payloads))
 
 
 def _reduced(payloads: Payloads) -> Tensor:
-    inputs = [_source(payload) for payload in payloads]
+    inputs = [payload.given for payload in payloads]
     total = torch.empty_like(inputs[0])
     reduce_into(payloads[0].op, inputs, total)
     return total
@@ -136,50 +136,40 @@ def _reduced(payloads: Payloads) -> Tensor:
 def _reduce_scatter(payloads: Payloads) -> None:
     parts = _reduced(payloads).split(payloads[0].counts)
     for payload, part in zip(payloads, parts, strict=True):
-        _target(payload).copy_(part)
+        payload.gotten.copy_(part)
 
 
 def _broadcast(payloads: Payloads) -> None:
     root = payloads[payloads[0].root]
     for payload in payloads:
         if payload is not root:
-            _target(payload).copy_(_source(root))
+            payload.gotten.copy_(root.given)
 
 
 def _all_gather(payloads: Payloads) -> None:
-    joined = torch.cat([_source(payload) for payload in payloads])
+    joined = torch.cat([payload.given for payload in payloads])
     for payload in payloads:
-        _target(payload).copy_(joined)
+        payload.gotten.copy_(joined)
 
 
 def _gather(payloads: Payloads) -> None:
-    joined = torch.cat([_source(payload) for payload in payloads])
-    _target(payloads[payloads[0].root]).copy_(joined)
+    joined = torch.cat([payload.given for payload in payloads])
+    payloads[payloads[0].root].gotten.copy_(joined)
 
 
 def _scatter(payloads: Payloads) -> None:
-    parts = _source(payloads[payloads[0].root]).split(payloads[0].counts)
+    parts = payloads[payloads[0].root].given.split(payloads[0].counts)
     for payload, part in zip(payloads, parts, strict=True):
-        _target(payload).copy_(part)
+        payload.gotten.copy_(part)
 
 
 def _all_to_all(payloads: Payloads) -> None:
-    parts = [_source(payload).split(payload.counts) for payload in payloads]
+    parts = [payload.given.split(payload.counts) for payload in payloads]
     for receiver, payload in enumerate(payloads):
         starts = offsets(payload.arriving)
         for sender, start in enumerate(starts[:-1]):
             part = parts[sender][receiver]
-            _target(payload)[start : start + part.numel()].copy_(part)
-
-
-def _source(payload: Payload) -> Tensor:
-    assert payload.source is not None
-    return payload.source
-
-
-def _target(payload: Payload) -> Tensor:
-    assert payload.target is not None
-    return payload.target
+            payload.gotten[start : start + part.numel()].copy_(part)
 
 
 _MOVE: dict[str, Callable[[Payloads], None]] = {

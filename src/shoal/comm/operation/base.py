@@ -50,6 +50,18 @@ class Payload:
     wires: Sequence[bytes] = ()
 
     @property
+    def given(self) -> Tensor:
+        """The source, where this rank must have one."""
+        assert self.source is not None
+        return self.source
+
+    @property
+    def gotten(self) -> Tensor:
+        """The target, where this rank must have one."""
+        assert self.target is not None
+        return self.target
+
+    @property
     def num_bytes(self) -> int:
         """The larger of what this rank gives and gets."""
         given = self.source.nbytes if self.source is not None else 0

@@ -56,7 +56,6 @@ class AllReduce(_InPlace):
     kind = "all_reduce"
 
     def __init__(self, tensor: Tensor, op: ReduceOp) -> None:
-        """Checks that the reduction makes sense for the dtype."""
         check_dtype(op, tensor.dtype)
         super().__init__(tensor)
         self._op = op
@@ -73,7 +72,6 @@ class Reduce(_InPlace):
     kind = "reduce"
 
     def __init__(self, tensor: Tensor, op: ReduceOp, root: int, is_root: bool) -> None:
-        """Checks that the reduction makes sense for the dtype."""
         check_dtype(op, tensor.dtype)
         super().__init__(tensor)
         self._op, self._root, self._is_root = op, root, is_root

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from shoal.comm.backend import WorldState, check_tag
-from shoal.comm.control.page.control import PageControl
+from shoal.comm.bootstrap.store import Bootstrap
+from shoal.comm.control.connect import connect
+from shoal.comm.control.page.control import PageControl, check_platform
 from shoal.comm.control.page.page import PageChannel
 from shoal.comm.operation import Operation, Send
 from shoal.comm.operation.base import Header, decode, encode
@@ -28,6 +30,7 @@ from shoal.comm.shm.routing import Shown, Way
 from shoal.comm.shm.segments import Arena, Location, MessageMemory, Peer
 from shoal.comm.shm.transfers import Transfers
 from shoal.comm.work import ThreadedWork, Work
+from shoal.errors import BackendUnavailableError
 from shoal.system.site import call_site
 from shoal.torch_support.private_view import PrivateView
 
@@ -208,3 +211,18 @@ class SharedMemoryBackend(ProcessBackend):
             location = self._arena.locate(operation.source)
         assert location is not None
         return location.encode()
+
+
+def connect_shm(bootstrap: Bootstrap, state: WorldState) -> SharedMemoryBackend:
+    """The world's backend on this rank."""
+    check_platform()
+    control = connect(bootstrap, reads_memory=True)
+    if not isinstance(control, PageControl):
+        control.close()
+        raise BackendUnavailableError(
+            "backend='shm' needs all ranks on one host, as one user; these are spread over "
+            "several. Use backend='gloo', 'nccl' or 'mpi'."
+        )
+    ranks = range(bootstrap.size)
+    peers = [Peer(pid) for pid in control.pids]
+    return SharedMemoryBackend(state, control, control.channel(0, ranks), ranks, Arena(), peers)

@@ -129,7 +129,6 @@ class DirectExposure(Exposure):
     """A source that stays in its owner's own memory, where others read it."""
 
     def __init__(self, pid: int, address: int, parts: Sequence[int], itemsize: int) -> None:
-        """``address`` is where the process has its source."""
         super().__init__([], parts, is_shared=True)
         self._pid, self._address, self._itemsize = pid, address, itemsize
 
@@ -151,7 +150,6 @@ class Exposer:
     def __init__(
         self, control: PageControl, channel: PageChannel, arena: Arena, peers: Sequence[Peer]
     ) -> None:
-        """``peers`` are by world rank."""
         self._control, self._channel, self._arena = control, channel, arena
         self._ranks = channel.ranks
         self._peers = [peers[rank] for rank in channel.ranks]

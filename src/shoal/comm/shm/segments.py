@@ -72,7 +72,6 @@ class Arena:
     """The segments of this process: made here, found by address, freed with their tensors."""
 
     def __init__(self) -> None:
-        """No segment yet."""
         self._segments: dict[int, _Segment] = {}
         self._addresses: list[int] = []
         self._slab: mmap.mmap | None = None
@@ -203,7 +202,6 @@ class MessageMemory:
     """
 
     def __init__(self, arena: Arena) -> None:
-        """Nothing is kept yet."""
         self._arena = arena
         self._idle: dict[int, list[Tensor]] = {}
         self._idle_bytes = 0
@@ -233,7 +231,6 @@ class Peer:
     """The segments of one other process, mapped here when first seen."""
 
     def __init__(self, pid: int) -> None:
-        """``pid`` is the owner's process."""
         self._pid = pid
         self._mapped: dict[int, tuple[int, Tensor]] = {}
         self._views: dict[tuple[bytes, int, torch.dtype], Tensor] = {}

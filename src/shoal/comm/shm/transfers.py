@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -12,18 +12,22 @@ from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Message
 from shoal.comm.operation import Payload
 from shoal.comm.operation.partition import offsets, split_sizes
-from shoal.comm.operation.reduction import reduce_into
-from shoal.comm.shm.blocks import reduce_and_hand_out, reduce_in_blocks
+from shoal.comm.operation.reduction import ReduceOp, reduce_into
 from shoal.comm.shm.exposure import Exposer, Window, windows_of
 from shoal.comm.shm.routing import NOTHING, ShmRoute, Shown, Way, decode_shown, route
 from shoal.torch_support.copying import copy
+
+# Small enough for the cache: what was just reduced is still there when it is handed out.
+_BLOCK_BYTES = 256 << 10
+_LONG_BYTES = 8 << 20
+_FEW = 2
+_WIDE_BYTES = 4
 
 
 class Transfers:
     """The data plane of one group; see `Route`."""
 
     def __init__(self, exposer: Exposer, channel: PageChannel, rank: int, size: int) -> None:
-        """``rank`` of ``size`` in the group."""
         self._exposer, self._channel = exposer, channel
         self.rank, self.size = rank, size
 
@@ -31,7 +35,7 @@ class Transfers:
 
     def all_reduce(self, payload: Payload, patience: Patience) -> None:
         """Any of five routes."""
-        shown, source = _shown(payload), _given(payload.source)
+        shown, source = _shown(payload), payload.given
         way = route("all_reduce", [each.way for each in shown], num_bytes=source.nbytes)
         if way is ShmRoute.STAGED:
             self._reduce_staged(payload, 0, source.numel())
@@ -44,24 +48,24 @@ class Transfers:
 
     def reduce_scatter(self, payload: Payload, patience: Patience) -> None:
         """Each rank reduces its own part."""
-        shown, source = _shown(payload), _given(payload.source)
+        shown, source = _shown(payload), payload.given
         if route("reduce_scatter", [each.way for each in shown]) is ShmRoute.STAGED:
             self._reduce_staged(payload, *offsets(payload.counts)[self.rank : self.rank + 2])
             return
         exposures = self._exposer.exposures(shown, [payload.counts] * self.size, source.dtype)
-        target = _given(payload.target)
+        target = payload.gotten
         for window in self._exposer.windows(exposures, source, patience, kept=self.rank):
             inputs = self._exposer.pieces(exposures, source, self.rank, window)
-            reduce_in_blocks(payload.op, inputs, target[window.start : window.stop])
+            _reduce_in_blocks(payload.op, inputs, target[window.start : window.stop])
 
     def _reduce_staged(self, payload: Payload, start: int, stop: int) -> None:
-        target = _given(payload.target)
+        target = payload.gotten
         counts = [payload.total] * self.size
         wholes = self._exposer.staged_wholes(payload, counts, target.dtype)
         reduce_into(payload.op, [whole[start:stop] for whole in wholes], target)
 
     def _reduce_halves(self, payload: Payload, shown: Sequence[Shown], patience: Patience) -> None:
-        source, target = _given(payload.source), _given(payload.target)
+        source, target = payload.given, payload.gotten
         parts = split_sizes(source.numel(), self.size)
         exposures = self._exposer.exposures(shown, [parts] * self.size, source.dtype)
         mine, rest = self.rank, 1 - self.rank
@@ -79,7 +83,7 @@ class Transfers:
     def _reduce_everywhere(
         self, payload: Payload, shown: Sequence[Shown], patience: Patience
     ) -> None:
-        source, target = _given(payload.source), _given(payload.target)
+        source, target = payload.given, payload.gotten
         exposures = self._exposer.exposures(shown, [[source.numel()]] * self.size, source.dtype)
         for window in self._exposer.windows(exposures, source, patience):
             inputs = self._exposer.pieces(exposures, source, 0, window)
@@ -96,14 +100,14 @@ class Transfers:
         receivers: Sequence[int],
         patience: Patience,
     ) -> None:
-        source = _given(payload.source)
+        source = payload.given
         parts = split_sizes(source.numel(), self.size)
         exposures = self._exposer.exposures(shown, [parts] * self.size, source.dtype)
         own = exposures[self.rank]
         is_staged = self.rank in receivers and not own.is_shared
         for window in self._exposer.windows(exposures, source, patience):
             inputs = [exposure.piece(self.rank, window) for exposure in exposures]
-            reduce_and_hand_out(payload.op, inputs, receivers)
+            _reduce_and_hand_out(payload.op, inputs, receivers)
             if not all(exposure.is_shared for exposure in exposures):
                 self._channel.sync(patience)
             if is_staged:
@@ -116,13 +120,13 @@ class Transfers:
         is_for_all = kind == "all_reduce"
         parts = split_sizes(payload.total, self.size) if is_for_all else payload.counts
         start, stop = offsets(parts)[self.rank : self.rank + 2]
-        dtype = _given(payload.source).dtype
+        dtype = payload.given.dtype
         wholes = self._exposer.shared_wholes(payload, [payload.total] * self.size, dtype)
         inputs = [whole[start:stop] for whole in wholes.values()]
         if is_for_all:
-            reduce_and_hand_out(payload.op, inputs, range(self.size))
+            _reduce_and_hand_out(payload.op, inputs, range(self.size))
         else:
-            reduce_in_blocks(payload.op, inputs, _given(payload.target))
+            _reduce_in_blocks(payload.op, inputs, payload.gotten)
 
     # Copies -----------------------------------------------------------------------------
 
@@ -154,13 +158,13 @@ class Transfers:
 
     def recv(self, payload: Payload, message: Message, patience: Patience) -> None:
         """Reads what the sender has shown."""
-        target = _given(payload.target)
+        target = payload.gotten
         sent = self._exposer.view(payload.root, payload.wires[0], target.nbytes, target.dtype)
         copy(target, sent)
 
     def broadcast(self, payload: Payload, patience: Patience) -> None:
         """From the root; ranks whose target is shared may have it written by the root."""
-        shown, mine, root = _shown(payload), _given(payload.source), payload.root
+        shown, mine, root = _shown(payload), payload.given, payload.root
         if route("broadcast", [each.way for each in shown], root=root) is ShmRoute.ROOT_SHARED:
             self._broadcast_together(payload, shown, mine)
             self._channel.sync(patience)
@@ -213,7 +217,7 @@ class Transfers:
         exposures = self._exposer.exposures(shown, parts, _dtype(payload))
         for window in self._exposer.windows(exposures, source, patience, kept):
             for index, sender in enumerate(senders):
-                out = _given(payload.target)[starts[index] + window.start : starts[index + 1]]
+                out = payload.gotten[starts[index] + window.start : starts[index + 1]]
                 if sender == self.rank and source is not None:
                     exposures[sender].copy_own(out, source, part, window)
                 else:
@@ -242,10 +246,45 @@ def _shown(payload: Payload) -> list[Shown]:
     return [decode_shown(wire) for wire in payload.wires]
 
 
-def _given(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor
-
-
 def _dtype(payload: Payload) -> torch.dtype:
-    return _given(payload.source if payload.source is not None else payload.target).dtype
+    return (payload.given if payload.source is not None else payload.gotten).dtype
+
+
+# Reductions of shared memory, in blocks that suit the cache ------------------------------------
+
+
+def _reduce_and_hand_out(op: ReduceOp, inputs: Sequence[Tensor], receivers: Sequence[int]) -> None:
+    """Reduces the slices of all ranks and writes the result over those of the receivers."""
+    first, *others = receivers
+    for parts in _blocks(inputs):
+        reduce_into(op, parts, parts[first])
+        for receiver in others:
+            copy(parts[receiver], parts[first])
+
+
+def _reduce_in_blocks(op: ReduceOp, inputs: Sequence[Tensor], out: Tensor) -> None:
+    """Reduces into memory of its own."""
+    if len(inputs) <= _FEW and not _is_widened(out):
+        reduce_into(op, inputs, out)
+        return
+    for *parts, result in _blocks([*inputs, out]):
+        reduce_into(op, parts, result)
+
+
+def _blocks(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """The same range of every tensor, again and again.
+
+    Blocks fit into the cache, so that what was reduced is still there when it is handed out. Two
+    long tensors do better whole: then copies go past the cache.
+    """
+    first = tensors[0]
+    if len(tensors) <= _FEW and first.nbytes >= _LONG_BYTES and not _is_widened(first):
+        yield tensors
+        return
+    step = max(1, _BLOCK_BYTES // first.itemsize)
+    yield from zip(*(tensor.split(step) for tensor in tensors), strict=True)
+
+
+def _is_widened(tensor: Tensor) -> bool:
+    """Whether reducing it takes memory for wider numbers: better for a block at a time."""
+    return tensor.is_floating_point() and tensor.itemsize < _WIDE_BYTES

@@ -6,7 +6,6 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.backend import WorldState
-from shoal.comm.bootstrap.store import Bootstrap, connect
+from shoal.comm.bootstrap.store import Bootstrap
 from shoal.comm.control.page.control import PageControl
 from shoal.comm.control.patience import Patience
-from shoal.comm.control.plane import Message
+from shoal.comm.control.plane import Control, Message
 from shoal.comm.operation import Payload
 from shoal.comm.process_backend import by_host_memory
 from shoal.comm.torch_groups.base import NEVER, Origin, ProcessGroupBackend, as_bytes
-from shoal.comm.torch_groups.groups import Maker, ProcessGroup, find_group, link
+from shoal.comm.torch_groups.groups import Maker, ProcessGroup
 from shoal.comm.torch_groups.watchdog import Flight
 from shoal.errors import BackendUnavailableError
 
@@ -73,13 +72,11 @@ class GlooBackend(ProcessGroupBackend):
         return self._kept[:num_bytes].view(like.dtype)
 
     def _send(self, payload: Payload, message: Message, patience: Patience) -> None:
-        assert payload.source is not None
-        data, peer, tag = as_bytes(payload.source), payload.root, _FIRST_TAG + message.ticket
+        data, peer, tag = as_bytes(payload.given), payload.root, _FIRST_TAG + message.ticket
         self._carry_one(lambda: self._group.send([data], peer, tag), patience, peer)
 
     def _recv(self, payload: Payload, message: Message, patience: Patience) -> None:
-        assert payload.target is not None
-        data, peer, tag = as_bytes(payload.target), payload.root, _FIRST_TAG + message.ticket
+        data, peer, tag = as_bytes(payload.gotten), payload.root, _FIRST_TAG + message.ticket
         self._carry_one(lambda: self._group.recv([data], peer, tag), patience, peer)
 
     def _mover(self, kind: str) -> Callable[..., None]:
@@ -129,26 +126,18 @@ def _await_end(works: Iterable[Work]) -> None:
 
 
 def connect_gloo(bootstrap: Bootstrap, state: WorldState) -> GlooBackend:
-    """The world's backend on this rank: over the script's own group, or one that is made."""
+    """The world's backend on this rank."""
     if not (dist.is_available() and dist.is_gloo_available()):
         raise BackendUnavailableError(
             "backend='gloo' needs a PyTorch that was built with Gloo; this one was not. Install "
             "one from pytorch.org, or use backend='shm' (one host) or 'mpi'."
         )
-    control = connect(bootstrap)
-    try:
-        found = find_group(dist.ProcessGroupGloo, "cpu", bootstrap)
-        maker = partial(_maker, isinstance(control, PageControl))
-        links = link(bootstrap, control, state.timeout, found, maker)
-        ranks = range(bootstrap.size)
-        group = links.connect_world()
-        return GlooBackend(state, control.channel(0, ranks), ranks, links, group)
-    except BaseException:
-        control.close()
-        raise
+    return GlooBackend.connect(bootstrap, state, dist.ProcessGroupGloo, "cpu", _maker)
 
 
-def _maker(is_one_host: bool, address: str) -> Maker:
+def _maker(control: Control, address: str) -> Maker:
+    is_one_host = isinstance(control, PageControl)
+
     def make(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
         kind: Any = dist.ProcessGroupGloo  # torch's types do not know its options
         options = kind._Options()

@@ -28,12 +28,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.backend import WorldState
-from shoal.comm.bootstrap.store import Bootstrap, connect, host_id
+from shoal.comm.bootstrap.store import Bootstrap
+from shoal.comm.control.connect import host_id
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Channel, Message
 from shoal.comm.operation import Payload
 from shoal.comm.torch_groups.base import NEVER, Origin, ProcessGroupBackend, as_bytes
-from shoal.comm.torch_groups.groups import Links, Maker, ProcessGroup, find_group, link
+from shoal.comm.torch_groups.groups import Links, Maker, ProcessGroup
 from shoal.comm.torch_groups.watchdog import Flight
 from shoal.errors import BackendUnavailableError
 
@@ -102,14 +103,12 @@ class NCCLBackend(ProcessGroupBackend):
     # Messages -------------------------------------------------------------------------------
 
     def _send(self, payload: Payload, message: Message, patience: Patience) -> None:
-        assert payload.source is not None
-        data, peer = as_bytes(payload.source), payload.root
+        data, peer = as_bytes(payload.given), payload.root
         group = self._pair_group(message.ticket, self.rank, peer)
         self._carry_one(lambda: group.send([data], 1, 0), patience, peer)
 
     def _recv(self, payload: Payload, message: Message, patience: Patience) -> None:
-        assert payload.target is not None
-        data, peer = as_bytes(payload.target), payload.root
+        data, peer = as_bytes(payload.gotten), payload.root
         group = self._pair_group(message.ticket, peer, self.rank)
         self._carry_one(lambda: group.recv([data], 0, 0), patience, peer)
 
@@ -198,21 +197,12 @@ class NCCLBackend(ProcessGroupBackend):
 
 
 def connect_nccl(bootstrap: Bootstrap, state: WorldState) -> NCCLBackend:
-    """The world's backend on this rank: over the script's own group, or one that is made."""
+    """The world's backend on this rank."""
     _check_available()
     device = local_device(bootstrap.rank)
     _check_own_gpu(bootstrap, device)
-    control = connect(bootstrap)
-    try:
-        kind: Any = dist.ProcessGroupNCCL
-        found = find_group(kind, "cuda", bootstrap)
-        links = link(bootstrap, control, state.timeout, found, lambda _: _maker(kind, device))
-        ranks = range(bootstrap.size)
-        group = links.connect_world()
-        return NCCLBackend(state, control.channel(0, ranks), ranks, links, group)
-    except BaseException:
-        control.close()
-        raise
+    kind: Any = dist.ProcessGroupNCCL
+    return NCCLBackend.connect(bootstrap, state, kind, "cuda", lambda *_: _maker(kind, device))
 
 
 def _check_available() -> None:

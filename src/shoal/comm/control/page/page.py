@@ -36,7 +36,6 @@ class PageLayout:
     """Where things are on the page of a world of ``size`` ranks. Untouched parts cost nothing."""
 
     def __init__(self, size: int) -> None:
-        """Sizes everything by the number of ranks."""
         self.size = size
         self.header_bytes = 1024 + 16 * size
         self.channel_row = 2 * LINE + RING * self.header_bytes
