@@ -6,8 +6,15 @@ hands over the result afterwards. A transport only ever sees payloads.
 """
 
 from shoal.comm.operation.base import Operation, Payload, flatten, writing
-from shoal.comm.operation.partition import APART, overlap
-from shoal.comm.operation.rows import AllGather, AllToAll, Gather, ReduceScatter, Scatter
+from shoal.comm.operation.rows import (
+    APART,
+    AllGather,
+    AllToAll,
+    Gather,
+    ReduceScatter,
+    Scatter,
+    overlap,
+)
 from shoal.comm.operation.whole import (
     AllReduce,
     Barrier,

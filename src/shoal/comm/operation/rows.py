@@ -1,4 +1,4 @@
-"""Operations that join the rows of all ranks, or hand each rank its own."""
+"""Rows of tensors, and the operations that join those of all ranks, or hand each rank its own."""
 
 from __future__ import annotations
 
@@ -19,19 +19,7 @@ from shoal.comm.operation.base import (
     spec,
     write_back,
 )
-from shoal.comm.operation.partition import (
-    APART,
-    check_out,
-    check_overlap,
-    check_sizes,
-    num_rows,
-    offsets,
-    overlap,
-    row_elements,
-    row_shape,
-    split_sizes,
-    with_rows,
-)
+from shoal.comm.operation.partition import check_sizes, split_sizes
 from shoal.comm.operation.reduction import ReduceOp, check_dtype
 
 
@@ -68,14 +56,16 @@ class AllGather(_IntoOut):
 
     def check(self, headers: Sequence[Header], ranks: Sequence[int]) -> None:
         """An ``out`` has room for exactly the rows of all: see [Note: results inside inputs]."""
-        starts = offsets([header.meta[0] for header in headers])
+        start, total = 0, sum(header.meta[0] for header in headers)
         row_bytes = row_elements(self._like) * self._like.itemsize
-        for header, start in zip(headers, starts, strict=False):
-            if header.meta[1] not in (-1, starts[-1]):
-                problem = f"{self.kind} of {starts[-1]} rows in all needs an out of as many"
-            elif header.meta[2] not in (APART, start * row_bytes):
+        for header in headers:
+            rows, out_rows, lies = header.meta
+            if out_rows not in (-1, total):
+                problem = f"{self.kind} of {total} rows in all needs an out of as many"
+            elif lies not in (APART, start * row_bytes):
                 problem = f"{self.kind} of rows that lie in the out, but not in their own place"
             else:
+                start += rows
                 continue
             shown = [h._replace(signature=_gather_text(h)) for h in headers]
             raise mismatch(shown, ranks, problem)
@@ -265,4 +255,63 @@ class AllToAll(_IntoOut):
             arriving=[row[rank] for row in matrix],
             matrix=matrix,
             total=sum(map(sum, matrix)),
+        )
+
+
+# Rows --------------------------------------------------------------------------------------------
+
+
+def num_rows(tensor: Tensor) -> int:
+    """The length of the first dimension; a scalar counts as one row."""
+    return tensor.shape[0] if tensor.dim() else 1
+
+
+def row_shape(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of one row."""
+    return tuple(tensor.shape[1:])
+
+
+def row_elements(tensor: Tensor) -> int:
+    """How many elements a row has."""
+    return math.prod(row_shape(tensor))
+
+
+def with_rows(like: Tensor, rows: int) -> Tensor:
+    """A new tensor of as many rows like those of another."""
+    return torch.empty((rows, *row_shape(like)), dtype=like.dtype, device=like.device)
+
+
+def check_out(out: Tensor, like: Tensor) -> None:
+    """Refuses a result of other rows than the input's."""
+    if out.dtype != like.dtype or row_shape(out) != row_shape(like) or out.device != like.device:
+        raise ValueError(
+            f"out must have the dtype, device and trailing shape of the input, "
+            f"{spec(like.dtype, ('rows', *row_shape(like)))} on {like.device}; "
+            f"got {spec(out.dtype, tuple(out.shape))} on {out.device}"
+        )
+
+
+# [Note: results inside inputs]
+# A result may lie where this rank's own rows are (a shard inside its buffer), and nowhere else
+# in the input: transports write one while peers still read the other.
+APART = -1
+
+
+def overlap(whole: Tensor, part: Tensor) -> int:
+    """How many bytes into ``whole`` an overlapping part begins; `APART` if none does."""
+    if not (whole.is_contiguous() and part.is_contiguous() and whole.numel() and part.numel()):
+        return APART  # what is not contiguous is copied
+    start = part.data_ptr() - whole.data_ptr()
+    if not -part.nbytes < start < whole.nbytes:
+        return APART
+    return start if start >= 0 else APART - 1
+
+
+def check_overlap(whole: Tensor, part: Tensor, own_rows: int) -> None:
+    """Allows a part of some input only where this rank's own rows begin."""
+    own_start = own_rows * row_elements(whole) * whole.itemsize
+    if overlap(whole, part) not in (APART, own_start):
+        raise ValueError(
+            "out may share memory with the input only where this rank's own rows are; "
+            "give it memory of its own, or clone the input"
         )

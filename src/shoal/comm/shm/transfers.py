@@ -209,19 +209,18 @@ class Transfers:
             patience: For the waits.
             kept: The part of this rank's own source that no other rank reads.
         """
-        starts, shown = offsets(counts), _shown(payload)
+        source, target, shown = payload.source, payload.target, _shown(payload)
+        places = [] if target is None else target.split(list(counts))
         if route("collect", [each.way for each in shown]) is ShmRoute.STAGED:
-            self._collect_staged(payload, parts, senders, part, starts)
+            self._collect_staged(payload, parts, senders, part, places)
             return
-        source = payload.source
         exposures = self._exposer.exposures(shown, parts, _dtype(payload))
         for window in self._exposer.windows(exposures, source, patience, kept):
-            for index, sender in enumerate(senders):
-                out = payload.gotten[starts[index] + window.start : starts[index + 1]]
+            for sender, place in zip(senders, places, strict=False):
                 if sender == self.rank and source is not None:
-                    exposures[sender].copy_own(out, source, part, window)
+                    exposures[sender].copy_own(place[window.start :], source, part, window)
                 else:
-                    exposures[sender].copy_piece(out, part, window)
+                    exposures[sender].copy_piece(place[window.start :], part, window)
 
     def _collect_staged(
         self,
@@ -229,17 +228,15 @@ class Transfers:
         parts: Sequence[Sequence[int]],
         senders: Sequence[int],
         part: int,
-        starts: Sequence[int],
+        places: Sequence[Tensor],
     ) -> None:
-        target = payload.target
-        if target is None:
+        if not places:
             return
         counts = [sum(each) for each in parts]
-        wholes = self._exposer.staged_wholes(payload, counts, target.dtype)
-        for index, sender in enumerate(senders):
+        wholes = self._exposer.staged_wholes(payload, counts, places[0].dtype)
+        for sender, place in zip(senders, places, strict=False):
             first = sum(parts[sender][:part])
-            piece = wholes[sender][first : first + parts[sender][part]]
-            target[starts[index] : starts[index + 1]].copy_(piece)
+            place.copy_(wholes[sender][first : first + parts[sender][part]])
 
 
 def _shown(payload: Payload) -> list[Shown]:
