@@ -46,11 +46,7 @@ class Coordination:
     """
 
     def __init__(
-        self,
-        state: WorldState,
-        control: Control,
-        channel: Channel,
-        transport: str,
+        self, state: WorldState, control: Control, channel: Channel, transport: str
     ) -> None:
         """``transport`` names the backend in errors. The first group of a world has all ranks."""
         self._state, self._control, self._channel = state, control, channel
@@ -87,12 +83,7 @@ class Coordination:
     ) -> Patience:
         """Notes what this rank does now; raises if the world has failed already.
 
-        Args:
-            signature: Of the operation.
-            number: Of the operation in the group.
-            site: Where in the user's code it was called.
-            eager: Whether the waits may spin.
-            note: The text for the others, if it is at hand.
+        Waits that are ``eager`` may spin; ``note`` is the text for the others, if it is at hand.
         """
         self._control.note(note or f"{signature} at {site}")
         patience = self.patience(signature, number, site, eager=eager)
@@ -157,12 +148,8 @@ class Coordination:
     ) -> Any:
         """Has the transport move a payload; returns what the caller of the operation gets.
 
-        Args:
-            operation: Whose headers fit together.
-            payload: What it moves, if anything.
-            mover: From a kind of operation to what moves its payloads.
-            patience: For the waits.
-            times: When the operation began, and how long it waited for the others.
+        ``mover`` leads from a kind of operation to what moves its payloads; ``times`` are when it
+        began, and how long it waited for the others.
         """
         if payload.total:
             try:

@@ -177,15 +177,10 @@ class PendingSend(Work[None]):
         check: Callable[[bytes], None],
         give_back: Callable[[], None],
     ) -> None:
-        """Shown already.
+        """``peer`` is the receiver's world rank, ``call`` has signature, number and site.
 
-        Args:
-            message: On the control page.
-            peer: The receiver's world rank.
-            coordination: Of the group.
-            call: Signature, number and site of the send.
-            check: Gets the receiver's header, checks it and counts the message.
-            give_back: Called when the receiver has read everything.
+        ``check`` gets the receiver's header and counts the message; ``give_back`` is called when
+        the receiver has read everything.
         """
         self._message, self._peer, self._coordination = message, peer, coordination
         self._call, self._check, self._give_back = call, check, give_back

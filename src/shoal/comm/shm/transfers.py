@@ -200,14 +200,8 @@ class Transfers:
     ) -> None:
         """Copies one part of each sender's source into the target, one after the other.
 
-        Args:
-            payload: The whole operation.
-            parts: The counts of each rank's source.
-            senders: The ranks to copy from.
-            part: Which part of their sources.
-            counts: How many elements each of them has for this rank.
-            patience: For the waits.
-            kept: The part of this rank's own source that no other rank reads.
+        ``parts`` are the counts of each rank's source, ``counts`` how many elements each sender has
+        for this rank, and ``kept`` is the part of its own source that no other rank reads.
         """
         source, target, shown = payload.source, payload.target, _shown(payload)
         places = [] if target is None else target.split(list(counts))

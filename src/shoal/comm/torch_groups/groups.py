@@ -116,12 +116,8 @@ def link(
 ) -> Links:
     """What the groups of a new world need; every rank of it calls this.
 
-    Args:
-        bootstrap: Where the ranks met.
-        control: The world's control plane.
-        timeout: Seconds that making a process group may take.
-        found: A process group that the script made; it counts if every rank has one.
-        maker: From this host's address to what makes process groups.
+    A process group that the script made (``found``) counts if every rank has one. ``maker`` leads
+    from this host's address to what makes process groups.
     """
     is_one_host = isinstance(control, PageControl)
     address = LOOPBACK if is_one_host else own_address(bootstrap)
