@@ -21,7 +21,7 @@ from worlds import connect, join_torch, stores
 
 import shoal
 from shoal.comm import Backend
-from shoal.comm.control.patience import num_cores
+from shoal.system.libc import num_cores
 
 _SMALL, _LARGE = 64 << 10, 64 << 20
 # Calls of one turn at small sizes: a loop finds its own code in the caches, as training does.

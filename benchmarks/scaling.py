@@ -25,7 +25,7 @@ from rich.console import Console
 from verdicts import print_judged
 
 import shoal
-from shoal.comm.control.patience import num_cores
+from shoal.system.libc import num_cores
 
 RESULTS = Path(__file__).parent / "results" / "scaling.json"
 SHAPE = Shape(6, 256, batch=8)

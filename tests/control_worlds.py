@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.comm.bootstrap.store import Bootstrap
-from shoal.comm.control.page.memory import Page
-from shoal.comm.control.page.page import PageControl
+from shoal.comm.control.page.control import PageControl
+from shoal.comm.control.page.page import Page
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Control
 from shoal.comm.control.sockets.sockets import SocketControl

@@ -12,9 +12,9 @@ from torch import nn
 import shoal
 from checkpoint.training import assert_same, on_ranks, state
 from shoal.comm import Backend
-from shoal.optim import DDPOptimizer, ZeRO3Optimizer
+from shoal.optim.data_parallel_optimizers import DDPOptimizer, ZeRO3Optimizer
 from shoal.sharding.split import Split
-from shoal.strategies import DDPModel, ZeRO3Model
+from shoal.strategies.data_parallel import DDPModel, ZeRO3Model
 
 WIDTH, ROWS = 6, 11
 SPLITS = {"weight": 0, "bias": 0, "out": 1}

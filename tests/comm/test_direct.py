@@ -14,9 +14,9 @@ from torch import Tensor
 import pools
 import shoal
 from shoal.comm import Backend
-from shoal.comm.bootstrap import store as bootstrap
 from shoal.comm.bootstrap.connect import connect_backend
 from shoal.comm.bootstrap.store import StoreBootstrap, store_for_one_host
+from shoal.comm.control import connect
 from shoal.system import libc
 from shoal.torch_support import process_memory as direct
 
@@ -213,13 +213,13 @@ def one_rank_cannot() -> tuple[bool, bool]:
     world = shoal.world()
     server, port = store_for_one_host() if world.rank == 0 else (None, 0)
     store = dist.TCPStore("127.0.0.1", world.broadcast_object(port), is_master=False)
-    allowed = bootstrap.can_read
+    allowed = connect.can_read
     if world.rank == 1:
-        bootstrap.can_read = lambda pid, address: False
+        connect.can_read = lambda pid, address: False
     try:
         inner: Any = connect_backend("shm", StoreBootstrap(store, world.rank, 2, 30.0), 30.0)
     finally:
-        bootstrap.can_read = allowed
+        connect.can_read = allowed
     with inner:
         gathered = inner.all_gather(torch.full((3 << 20,), float(world.rank)))
         is_direct = inner._page_control.ranks_read_directly

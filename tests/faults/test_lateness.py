@@ -211,9 +211,9 @@ def hold_back_the_move(backend: Any, gate: Gate) -> None:
         next(waits, lambda: None)()
         move(*args)
 
-    move = backend._transport
+    move = backend._coordination.transport
     if backend.rank == 1:
-        backend._transport = wait_and_move
+        backend._coordination.transport = wait_and_move
 
 
 @pytest.mark.parametrize("place", ["plain", "own"])

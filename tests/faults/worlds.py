@@ -16,7 +16,7 @@ import pytest
 
 import leaks
 import shoal
-from shoal.comm.bootstrap import store as bootstrap
+from shoal.comm.control import connect
 from shoal.errors import PeerError, ShoalError
 from shoal.launch.function.outcome import Outcome
 from shoal.launch.function.run import run_outcomes
@@ -69,7 +69,7 @@ def outcomes_between_hosts(
 def _run_on_a_host_of_its_own(fn: Callable[..., Any], args: Any, timeout: float) -> Any:
     rank = shoal.world().rank
     shoal.world().shutdown()
-    bootstrap.host_id = lambda: f"host {rank}"
+    connect.host_id = lambda: f"host {rank}"
     with shoal.init("gloo", timeout):
         return fn(*args)
 

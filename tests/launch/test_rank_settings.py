@@ -11,7 +11,7 @@ import shoal
 from shoal.comm.bootstrap.store import store_for_one_host
 from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.launch.rank_settings import num_threads, rank_settings, tunables
-from shoal.system.cores import num_cores
+from shoal.system.libc import num_cores
 
 _LENGTH = "glibc.cpu.x86_non_temporal_threshold"
 

@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 
 import shoal
 from shoal.errors import ShoalError
-from shoal.optim import ZeRO3Optimizer
+from shoal.optim.data_parallel_optimizers import ZeRO3Optimizer
 from strategies.loops import (
     RANKS,
     State,

@@ -10,9 +10,10 @@ from torch.nn import functional as F
 import pools
 import shoal
 from shoal.errors import ShoalError
-from shoal.optim import DATA_PARALLEL, PAIRS, DDPOptimizer, ZeRO1Optimizer
+from shoal.optim import DATA_PARALLEL, PAIRS
+from shoal.optim.data_parallel_optimizers import DDPOptimizer, ZeRO1Optimizer
 from shoal.optim.registry import choose_strategy
-from shoal.strategies import DDPModel, ZeRO1Model, ZeRO2Model
+from shoal.strategies.data_parallel import DDPModel, ZeRO1Model, ZeRO2Model
 from shoal.verification import Experiment, verify_experiment
 
 

@@ -8,8 +8,8 @@ from torch import nn
 
 import pools
 import shoal
+from shoal.comm.operation.base import decode_spec, encode_spec
 from shoal.comm.operation.reduction import ReduceOp, check_dtype
-from shoal.comm.operation.specification import decode_spec, encode_spec
 from shoal.torch_support.dtypes import (
     BYTES_CODE,
     TABLE,

@@ -35,7 +35,7 @@ from shoal.checkpoint.training_state import Companions
 from shoal.comm import Backend
 from shoal.errors import CheckpointError
 from shoal.strategies import ShardedModel
-from shoal.system.cores import own_cores
+from shoal.system.libc import own_cores
 from shoal.torch_support.concurrency import run_concurrently
 
 # sha256 keeps a core busy, at a rate below that of a good disk. So a rank that has several cores

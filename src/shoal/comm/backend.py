@@ -25,8 +25,7 @@ from torch import Tensor
 
 from shoal.comm import objects
 from shoal.comm import operation as ops
-from shoal.comm.accounting.ledger import Account
-from shoal.comm.accounting.statistics import Statistics, StatisticsSnapshot
+from shoal.comm.accounting import Account, Statistics, StatisticsSnapshot
 from shoal.comm.exit_records import ExitRecords, Recorded
 from shoal.comm.lanes import Lanes
 from shoal.comm.operation.reduction import ReduceOp
@@ -121,8 +120,11 @@ class Backend(ABC):
     # What a kind of backend implements ------------------------------------------------
 
     @abstractmethod
-    def _collective(self, operation: ops.Operation, async_op: bool) -> Any:
-        """Carries out an operation of all ranks; returns its result, or a `Work`."""
+    def run(self, operation: ops.Operation, *, async_op: bool = False) -> Any:
+        """Carries out an operation of all ranks; returns its result, or a `Work`.
+
+        For callers that want to know more of it than the result.
+        """
 
     @abstractmethod
     def _message(self, operation: ops.Operation, peer: int, tag: int, async_op: bool) -> Any:
@@ -428,7 +430,6 @@ class Backend(ABC):
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Shuts down."""
         self.shutdown()
 
     def __reduce__(self) -> NoReturn:
@@ -439,7 +440,6 @@ class Backend(ABC):
         )
 
     def __repr__(self) -> str:
-        """Which rank of how many, over what."""
         return f"<{type(self).__name__} rank {self.rank} of {self.size}>"
 
     def start(self, operation: ops.Operation) -> Work[Any]:
@@ -450,11 +450,6 @@ class Backend(ABC):
         """
         work: Work[Any] = self.run(operation, async_op=True)
         return work
-
-    def run(self, operation: ops.Operation, *, async_op: bool = False) -> Any:
-        """Carries out an operation that was made by hand, for what it knows besides the result."""
-        self._check_open()
-        return self._collective(operation, async_op)
 
     def _run_often(
         self,

@@ -19,8 +19,8 @@ from typing import Any
 from shoal.comm.backend import WorldState
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Channel, Control, Failure
-from shoal.comm.operation import Operation
-from shoal.comm.operation.header import Header, check_equal, decode
+from shoal.comm.operation import Operation, Payload, writing
+from shoal.comm.operation.base import Header, check_equal, decode
 from shoal.comm.work import WorkQueue
 from shoal.errors import DeadlineError, MismatchError, PeerError, ShoalError, TransportError
 from shoal.system.site import describe
@@ -41,24 +41,24 @@ class Coordination:
         number: Of the operation that was begun last.
         num_settled: How many transfers are over on this rank, see [Note: leaving].
         is_in_step: Whether all ranks have called the same operations so far.
+        is_through_at_once: Whether a transfer is over when the transport returns, not only queued
+            on a device.
     """
 
     def __init__(
-        self,
-        state: WorldState,
-        control: Control,
-        channel: Channel,
-        transport: str,
+        self, state: WorldState, control: Control, channel: Channel, transport: str
     ) -> None:
         """``transport`` names the backend in errors. The first group of a world has all ranks."""
         self._state, self._control, self._channel = state, control, channel
         self._transport = transport
+        self._rank = list(channel.ranks).index(control.rank)
         self._group = f"group {tuple(channel.ranks)}" if state.groups else "the world"
         self.lock = threading.Lock()
         self.queue: WorkQueue | None = None
         self.number = 0
         self.num_settled = 0
         self.is_in_step = True
+        self.is_through_at_once = True
         # A training loop compares the same headers again and again.
         self._compared: dict[bytes, tuple[Sequence[bytes], list[Header]]] = {}
 
@@ -83,12 +83,7 @@ class Coordination:
     ) -> Patience:
         """Notes what this rank does now; raises if the world has failed already.
 
-        Args:
-            signature: Of the operation.
-            number: Of the operation in the group.
-            site: Where in the user's code it was called.
-            eager: Whether the waits may spin.
-            note: The text for the others, if it is at hand.
+        Waits that are ``eager`` may spin; ``note`` is the text for the others, if it is at hand.
         """
         self._control.note(note or f"{signature} at {site}")
         patience = self.patience(signature, number, site, eager=eager)
@@ -114,12 +109,20 @@ class Coordination:
             self.fail(describe(error))
             raise
 
-    # Headers ----------------------------------------------------------------------------
+    # Headers and payloads ---------------------------------------------------------------
 
-    def compare(
+    def prepare(
+        self, operation: Operation, number: int, mine: bytes, shown: Sequence[bytes]
+    ) -> Payload:
+        """What moves, by the headers of all ranks; `MismatchError` unless they fit together."""
+        headers = self._compare(operation, number, mine, shown)
+        payload = operation.prepare(headers, self._rank)
+        payload.wires = [header.wire for header in headers]
+        return payload
+
+    def _compare(
         self, operation: Operation, number: int, mine: bytes, shown: Sequence[bytes]
     ) -> list[Header]:
-        """The headers of all ranks, decoded; `MismatchError` unless they fit together."""
         known = self._compared.get(mine)
         if known is not None and known[0] == shown:
             return known[1]
@@ -134,6 +137,43 @@ class Coordination:
             self._compared.clear()
         self._compared[mine] = (shown, headers)
         return headers
+
+    def carry_out(
+        self,
+        operation: Operation,
+        payload: Payload,
+        mover: Callable[[str], Callable[..., None]],
+        patience: Patience,
+        times: tuple[float, float],
+    ) -> Any:
+        """Has the transport move a payload; returns what the caller of the operation gets.
+
+        ``mover`` leads from a kind of operation to what moves its payloads; ``times`` are when it
+        began, and how long it waited for the others.
+        """
+        if payload.total:
+            try:
+                with writing(payload.target):
+                    self.transport(mover(operation.kind), payload, patience)
+            finally:  # a rank whose transfer failed is done with it as well: counts stay equal
+                if self.is_through_at_once:
+                    self.settle()
+        result = operation.result()
+        self.count(operation.kind, payload.num_bytes, *times)
+        return result
+
+    def transport(self, move: Callable[..., None], *args: Any) -> None:
+        """Calls the transport and says who is to blame when it fails."""
+        try:
+            self.or_fail(move, *args)
+        except ShoalError:
+            raise
+        except Exception as error:
+            raise self.explained(error) from error
+
+    def count(self, kind: str, num_bytes: int, begin: float, waited: float) -> None:
+        """Adds an operation that is over to the counters."""
+        self._state.statistics.count(kind, num_bytes, time.perf_counter() - begin, waited)
 
     # Failures ---------------------------------------------------------------------------
 

@@ -127,13 +127,7 @@ class _Join(_Function):
         return _SplitFunction.apply(gradients[0], ctx.group, ctx.dim, ctx.sizes), None, None
 
 
-class _GatherFunction(_Function):
-    @staticmethod
-    def forward(ctx: Context, tensor: Tensor, group: Backend, dim: int) -> Tensor:
-        joined, sizes = _all_gather(tensor, group, dim)
-        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
-        return joined
-
+class _GatherFunction(_Join):
     @staticmethod
     def backward(ctx: Context, *gradients: Tensor) -> Gradients:
         return _ReduceScatterFunction.apply(gradients[0], ctx.group, ctx.dim, ctx.sizes), None, None

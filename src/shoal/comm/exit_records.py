@@ -35,7 +35,6 @@ class ExitRecords:
     """The records that one rank of a world leaves behind, and those it finds."""
 
     def __init__(self) -> None:
-        """None yet."""
         self._own: dict[str, weakref.ref[Recorded]] = {}
         self._found: dict[int, dict[str, str]] = {}
 

@@ -17,7 +17,6 @@ class Lanes:
     """
 
     def __init__(self) -> None:
-        """None yet."""
         self._lanes: list[Backend] = []
         self._free: set[int] = set()
 

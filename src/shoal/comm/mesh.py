@@ -79,7 +79,6 @@ class Mesh:
         return group
 
     def __repr__(self) -> str:
-        """The axes that have more than one rank."""
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.shape.items() if size > 1)
         return f"Mesh({sizes or 'one rank'})"
 

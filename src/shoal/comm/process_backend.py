@@ -1,30 +1,30 @@
 """What the backends whose ranks are processes have in common: compare headers, then move data.
 
-A subclass carries payloads (`_all_reduce` and so on, see `Payload`) and need not know that
-ranks may call different operations, fail or be late: `Coordination` takes care of that.
+A subclass carries payloads, by `_all_reduce`, `_reduce`, `_broadcast`, `_all_gather`, `_gather`,
+`_scatter`, `_reduce_scatter`, `_all_to_all`, `_send` and `_recv`. It need not know that ranks may
+call different operations, fail or be late: `Coordination` takes care of that.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
 from shoal.comm import operation as ops
 from shoal.comm.backend import Backend, WorldState
 from shoal.comm.control.patience import Patience
-from shoal.comm.control.plane import Channel, Control, Message
+from shoal.comm.control.plane import Channel, Control
 from shoal.comm.coordination import Coordination
 from shoal.comm.operation import Operation, Payload
-from shoal.comm.operation.header import Header, decode, encode
+from shoal.comm.operation.base import Header, decode, encode
 from shoal.comm.work import ThreadedWork, Work
-from shoal.errors import MismatchError, ShoalError
+from shoal.errors import MismatchError
 from shoal.system.site import call_site
 
 # Ranks that leave at the same time should still hear of each other.
@@ -36,8 +36,6 @@ class ProcessBackend(Backend):
     """A backend over a control plane and a transport."""
 
     worthwhile_bytes = 4 << 20
-    _is_through_at_once: ClassVar[bool] = True
-    """Whether a transfer is over when the call returns, not only queued on a device."""
 
     def __init__(
         self, state: WorldState, control: Control, channel: Channel, ranks: Sequence[int]
@@ -54,51 +52,53 @@ class ProcessBackend(Backend):
         self._message_lock = threading.Lock()  # a message need not wait for a collective
         state.groups.append(self)
 
-    # What a transport implements: tensors are flat, contiguous and not all empty --------
+    # What a transport implements --------------------------------------------------------
 
-    @abstractmethod
-    def _all_reduce(self, payload: Payload, patience: Patience) -> None: ...
+    def _mover(self, kind: str) -> Callable[..., None]:
+        """What moves the payload of a kind of operation: tensors are flat, and not all empty.
 
-    @abstractmethod
-    def _reduce(self, payload: Payload, patience: Patience) -> None: ...
+        It is called with the payload and a `Patience`; for "send" and "recv" with the `Message`
+        between the two.
+        """
+        if self.size == 1:
+            return _move_alone
+        move: Callable[..., None] = getattr(self, f"_{kind}")
+        return move
 
-    @abstractmethod
-    def _broadcast(self, payload: Payload, patience: Patience) -> None: ...
-
-    @abstractmethod
-    def _all_gather(self, payload: Payload, patience: Patience) -> None: ...
-
-    @abstractmethod
-    def _gather(self, payload: Payload, patience: Patience) -> None: ...
-
-    @abstractmethod
-    def _scatter(self, payload: Payload, patience: Patience) -> None: ...
-
-    @abstractmethod
-    def _reduce_scatter(self, payload: Payload, patience: Patience) -> None: ...
-
-    @abstractmethod
-    def _all_to_all(self, payload: Payload, patience: Patience) -> None: ...
-
-    @abstractmethod
-    def _send(self, payload: Payload, message: Message, patience: Patience) -> None: ...
-
-    @abstractmethod
-    def _recv(self, payload: Payload, message: Message, patience: Patience) -> None: ...
-
-    def _expose(self, operation: Operation, number: int) -> bytes:
+    def _expose(self, operation: Operation) -> bytes:
         """Runs before headers are exchanged; the result is among the wires of others' payloads."""
+        return b""
+
+    def _expose_message(self, operation: Operation) -> bytes:
+        """The same for a message."""
         return b""
 
     def _check_tensor(self, tensor: Tensor) -> None:
         """Refuses tensors that the transport cannot carry."""
+
+    def _ordered(self, task: Callable[[], Any], eager: bool) -> Callable[[], Any]:
+        """A task that comes after what the caller has queued on a device, in any thread."""
+        return task
+
+    def _finish_pending(self) -> None:
+        """Waits for operations that were shown to the others and are not carried out yet."""
+
+    def _finish_transfers(self) -> None:
+        """Waits for transfers that nobody waits for."""
 
     def _close_transport(self) -> None:
         """Frees what the transport uses. Other ranks may still be at work."""
 
     # Collectives ------------------------------------------------------------------------
 
-    def _collective(self, operation: Operation, async_op: bool) -> Any:
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the ranks have called the same operations so far."""
+        return self._coordination.is_in_step
+
+    def run(self, operation: Operation, *, async_op: bool = False) -> Any:
+        """Carries it out here if nobody else is at work, else in the queue's thread."""
+        self._check_open()
         if operation.source is not None:
             self._check_tensor(operation.source)
         coordination = self._coordination
@@ -106,80 +106,29 @@ class ProcessBackend(Backend):
             self._finish_pending()
             coordination.number += 1
             is_inline = not async_op and coordination.is_idle()
-            task = partial(self._perform, operation, coordination.number, call_site(), is_inline)
+            perform = partial(self._perform, operation, coordination.number, call_site(), is_inline)
+            task = self._ordered(perform, is_inline)
             if is_inline:
                 return task()
             work = coordination.start_queue().put(ThreadedWork(task, operation.signature))
         return work if async_op else work.wait()
 
-    def _finish_pending(self) -> None:
-        """Waits for operations that were shown to the others and are not carried out yet."""
-
-    @property
-    def is_in_step(self) -> bool:
-        """Whether the ranks have called the same operations so far."""
-        return self._coordination.is_in_step
-
     def _perform(self, operation: Operation, number: int, site: str, eager: bool) -> Any:
-        begin = time.perf_counter()
+        begin, coordination = time.perf_counter(), self._coordination
         if self._stuck is not None:
             raise self._stuck
-        patience = self._coordination.begin(operation.signature, number, site, eager=eager)
+        patience = coordination.begin(operation.signature, number, site, eager=eager)
+        wire = self._expose(operation)
+        mine = encode(Header(operation.signature, operation.meta, wire, site))
+        shown = coordination.or_fail(self._channel.exchange, number, mine, patience)
+        times = (begin, time.perf_counter() - begin)
         try:
-            headers = self._coordination.or_fail(
-                self._exchange_headers, operation, number, site, patience
-            )
+            payload = coordination.prepare(operation, number, mine, shown)
         except MismatchError as error:
             if self.is_lane and not eager:  # others are queued behind it, which nobody else calls
                 self._stuck = error
             raise
-        waited = time.perf_counter() - begin
-        payload = operation.prepare(headers, self.rank)
-        payload.wires = [header.wire for header in headers]
-        return self._carry_out(operation, payload, patience, (begin, waited))
-
-    def _exchange_headers(
-        self, operation: Operation, number: int, site: str, patience: Patience
-    ) -> list[Header]:
-        wire = self._expose(operation, number)
-        mine = encode(Header(operation.signature, operation.meta, wire, site))
-        shown = self._channel.exchange(number, mine, patience)
-        return self._coordination.compare(operation, number, mine, shown)
-
-    def _carry_out(
-        self,
-        operation: Operation,
-        payload: Payload,
-        patience: Patience,
-        times: tuple[float, float],
-    ) -> Any:
-        if payload.total:
-            with ops.writing(payload.target):
-                self._coordination.or_fail(self._move, operation.kind, payload, patience)
-            if self._is_through_at_once:
-                self._coordination.settle()
-        result = operation.result()
-        self._count(operation.kind, payload, *times)
-        return result
-
-    def _move(self, kind: str, payload: Payload, patience: Patience) -> None:
-        if self.size == 1:
-            _move_alone(payload)
-        else:
-            self._transport(getattr(self, f"_{kind}"), payload, patience)
-
-    def _transport(self, move: Callable[..., None], *args: Any) -> None:
-        """Calls the transport and says who is to blame when it fails."""
-        try:
-            move(*args)
-        except ShoalError:
-            raise
-        except Exception as error:
-            raise self._coordination.explained(error) from error
-
-    def _count(self, kind: str, payload: Payload, begin: float, waited: float) -> None:
-        seconds = time.perf_counter() - begin
-        self._state.statistics.count(kind, payload.num_bytes, seconds, waited)
+        return coordination.carry_out(operation, payload, self._mover, patience, times)
 
     # Messages ---------------------------------------------------------------------------
 
@@ -187,7 +136,8 @@ class ProcessBackend(Backend):
         if operation.source is not None:
             self._check_tensor(operation.source)
         key = self._message_key(operation, peer, tag)
-        task = partial(self._deliver, operation, peer, key, call_site(), not async_op)
+        deliver = partial(self._deliver, operation, peer, key, call_site(), not async_op)
+        task = self._ordered(deliver, not async_op)
         if not async_op:
             return task()
         return self._start_message_thread(ThreadedWork(task, operation.signature))
@@ -226,14 +176,11 @@ class ProcessBackend(Backend):
         payload = operation.prepare([theirs], self.rank)
         payload.wires = [theirs.wire]
         if payload.total:
-            self._transport(self._send if is_sender else self._recv, payload, message, patience)
+            move = self._mover(operation.kind)
+            self._coordination.transport(move, payload, message, patience)
         self._coordination.or_fail(message.finish, patience)
-        self._count(operation.kind, payload, begin, waited)
+        self._coordination.count(operation.kind, payload.num_bytes, begin, waited)
         return operation.result()
-
-    def _expose_message(self, operation: Operation) -> bytes:
-        """Like `_expose`, for a message."""
-        return b""
 
     def _check_message(self, mine: Header, theirs: Header, peer: int, is_sender: bool) -> None:
         me, them = self.ranks[self.rank], self.ranks[peer]
@@ -285,12 +232,21 @@ class ProcessBackend(Backend):
         self._finish_transfers()
         self._coordination.await_others()
 
-    def _finish_transfers(self) -> None:
-        """Waits for transfers that nobody waits for."""
 
-
-def _move_alone(payload: Payload) -> None:
+def _move_alone(payload: Payload, patience: Patience) -> None:
     """A group of one: the result is the input."""
     source, target = payload.source, payload.target
     if source is not None and target is not None and target is not source:
         target.copy_(source)
+
+
+def by_host_memory(move: Callable[..., None]) -> Callable[..., None]:
+    """Moves payloads on a GPU by way of host memory."""
+
+    def move_staged(payload: Payload, *args: Any) -> None:
+        staged = payload.on_host()
+        move(staged, *args)
+        if payload.target is not None and staged.target is not None and staged is not payload:
+            payload.target.copy_(staged.target)
+
+    return move_staged

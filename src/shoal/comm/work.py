@@ -90,7 +90,6 @@ class WorkQueue:
     """A thread that carries out work in the order it was given, started when first needed."""
 
     def __init__(self, name: str) -> None:
-        """``name`` is the thread's."""
         self._name = name
         self._queue: queue.SimpleQueue[ThreadedWork[Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None

@@ -171,7 +171,6 @@ class World:
         self.shutdown()
 
     def __repr__(self) -> str:
-        """Which rank of how many, over what."""
         return f"<World rank {self.rank} of {self.size} over {self.backend.name}>"
 
 

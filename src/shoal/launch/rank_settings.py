@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shoal.system.cores import num_cores
+from shoal.system.libc import num_cores
 
 _COPIES = "glibc.cpu.x86_non_temporal_threshold"
 # Copies of this length or more write past the cache. By default that begins at three quarters of

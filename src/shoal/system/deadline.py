@@ -30,9 +30,9 @@ class Deadline:
 
     __slots__ = ("_warn_after", "begin", "timeout")
 
-    def __init__(self, timeout: float) -> None:
-        """Seconds from now."""
-        self.begin = time.monotonic()
+    def __init__(self, timeout: float, begin: float | None = None) -> None:
+        """Seconds from now, or from a moment before."""
+        self.begin = time.monotonic() if begin is None else begin
         self.timeout = timeout
         self._warn_after = min(_FIRST_WARNING_S, timeout / 2)
 

@@ -18,7 +18,6 @@ class MemoryFile:
     """
 
     def __init__(self, data: bytes) -> None:
-        """Copies `data` into a new file."""
         self._fd = os.memfd_create("shoal", os.MFD_CLOEXEC)
         try:
             _write_all(self._fd, data)
@@ -37,11 +36,9 @@ class MemoryFile:
             self._fd = -1
 
     def __enter__(self) -> Self:
-        """Itself, closed at the end of the block."""
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Closes the descriptor."""
         self.close()
 
     @staticmethod

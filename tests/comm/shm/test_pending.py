@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import shoal
 from shoal.comm import ReduceOp
 from shoal.comm.operation import AllReduce, ReduceScatter
 from shoal.comm.shm.pending import PendingOperation
-from shoal.errors import DeadlineError, MismatchError
+from shoal.errors import DeadlineError, MismatchError, TransportError
 
 backends = pytest.mark.parametrize("backend", ["memory", "shm", "gloo"])
 LENGTH = 1001
@@ -62,6 +63,33 @@ def collectives_wait_for_pending_operations() -> tuple[float, bool]:
 
 def test_a_collective_comes_after_pending_operations() -> None:
     assert pools.Team("shm", 3).run(collectives_wait_for_pending_operations) == [(6.0, True)] * 3
+
+
+def fail_before() -> list[float | str]:
+    """A transfer fails on one rank; what is pending afterwards needs as many of every rank."""
+    backend: Any = shoal.world().backend
+    backend._coordination.explained = lambda error: TransportError(str(error))  # no news to await
+    copy, found = backend._transfers.all_gather, []
+    for fails in (True, False):
+        backend._transfers.all_gather = too_many_files if fails and backend.rank == 1 else copy
+        try:
+            found.append(backend.all_gather(torch.ones(LENGTH)).sum().item())
+        except TransportError:
+            found.append("an error")
+        buffer = backend.empty(LENGTH).fill_(1.0)
+        found.append(backend.start(AllReduce(buffer, ReduceOp.SUM)).wait(10.0)[-1].item())
+    del backend._coordination.explained, backend._transfers.all_gather
+    return found
+
+
+def too_many_files(*_: Any) -> None:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_a_transfer_that_failed_is_over_for_those_that_follow() -> None:
+    found = pools.Team("shm", 2).run(fail_before)
+    well = [2.0 * LENGTH, 2.0]
+    assert found == [[*well, *well], ["an error", 2.0, *well]]
 
 
 def asks(until_done: int) -> tuple[bool, int]:

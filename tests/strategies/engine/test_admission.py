@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.errors import MismatchError, ShoalError
-from shoal.optim import DDPOptimizer, ShardedOptimizer, ZeRO2Optimizer, ZeRO3Optimizer
-from shoal.strategies import DDPModel, ShardedModel, ZeRO2Model, ZeRO3Model
+from shoal.optim import ShardedOptimizer
+from shoal.optim.data_parallel_optimizers import DDPOptimizer, ZeRO2Optimizer, ZeRO3Optimizer
+from shoal.strategies import ShardedModel
+from shoal.strategies.data_parallel import DDPModel, ZeRO2Model, ZeRO3Model
 from strategies.loops import (
     RANKS,
     BuildModule,

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import shoal
-from shoal.optim import DDPOptimizer, ZeRO2Optimizer
-from shoal.strategies import ZeRO2Model
+from shoal.optim.data_parallel_optimizers import DDPOptimizer, ZeRO2Optimizer
+from shoal.strategies.data_parallel import ZeRO2Model
 from strategies.loops import (
     RANKS,
     assert_same,

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import pools
 import shoal
 from shoal.errors import DeadlockError, MismatchError, PeerError, ShoalError
-from shoal.strategies import DDPModel
+from shoal.strategies.data_parallel import DDPModel
 from strategies.loops import (
     RANKS,
     State,

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 import pools
 import shoal
 from shoal.errors import ShoalError
-from shoal.strategies import DDPModel
+from shoal.strategies.data_parallel import DDPModel
 from shoal.strategies.layers.materialization import materialize
 from strategies import models
 from strategies.loops import (

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import shoal
 from shoal.errors import PeerError, ShoalError
 from shoal.optim import PAIRS, GradScaler, TensorParallelOptimizer
-from shoal.strategies import DDPModel, TensorParallelModel
+from shoal.strategies import TensorParallelModel
+from shoal.strategies.data_parallel import DDPModel
 from strategies.models import random_tokens
 from strategies.tensor.tasks import GPT, TASKS, VOCABULARY, text_loss
 

@@ -23,7 +23,7 @@ from shoal.checkpoint.format.tensor_file import CHUNK_BYTES, checksum, num_chunk
 from shoal.checkpoint.load.tensor_source import SliceLocation, TensorSource, Wanted, unreadable
 from shoal.errors import CorruptCheckpointError
 from shoal.sharding.extent import Extent, Indices, overlap
-from shoal.system.cores import num_cores
+from shoal.system.libc import num_cores
 from shoal.torch_support.concurrency import run_concurrently
 
 _MOST_THREADS = 4

@@ -1,33 +1,24 @@
-"""How ranks that do not know each other yet exchange a few bytes, and become a control plane."""
+"""How ranks that do not know each other yet exchange a few bytes."""
 
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from shoal.comm.control.page.memory import Page
-from shoal.comm.control.page.page import PageControl, is_supported
-from shoal.errors import PeerError, ShoalError
+from shoal.errors import PeerError
 from shoal.system.deadline import Deadline, joining_text, pauses, wait_until
-from shoal.torch_support.process_memory import can_read, probe_address
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-
-    from shoal.comm.control.plane import Control
 
 _FAILURE_KEY = "shoal/failed-before-joining"
 _JOINED = "shoal/joined"
 _LINGER_S = 5.0
 _POLL_S, _LONGEST_POLL_S = 0.005, 0.1
-_MAPPED, _READS = b"mapped the page", b"mapped the page, can read the others"
 
 
 class Bootstrap(ABC):
@@ -121,78 +112,6 @@ def report_failure(news: Store, rank: int, reason: str) -> None:
     """Tells ranks that are joining, or will, of one that does not; the first report counts."""
     report = json.dumps({"rank": rank, "reason": reason})
     news.compare_set(_FAILURE_KEY, "", report)
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Which process a rank is, and on which host."""
-
-    host: str
-    pid: int
-    page_fd: int
-    probe: int
-
-    @staticmethod
-    def of_this_process(page_fd: int = -1, probe: int = 0) -> Identity:
-        """This process; a host is one kernel, process space and network."""
-        return Identity(host_id(), os.getpid(), page_fd, probe)
-
-
-def host_id() -> str:
-    """Equal for two processes that can share memory and see each other's processes."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as boot_id:
-            spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "net")]
-            return "/".join([boot_id.read().strip(), *spaces, str(os.getuid())])
-    except OSError:  # no Linux: every process is a host of its own
-        return f"{os.uname().nodename}/{os.getpid()}"
-
-
-def connect(bootstrap: Bootstrap, *, reads_memory: bool = False) -> Control:
-    """The control plane of a new world: a page on one host, sockets across several.
-
-    ``reads_memory`` is for transports whose ranks may read each other's memory.
-    """
-    page_fd = _page_of_first(bootstrap)
-    identity = Identity.of_this_process(page_fd, probe_address() if reads_memory else 0)
-    encoded = json.dumps(asdict(identity)).encode()
-    identities = [Identity(**json.loads(data)) for data in bootstrap.all_gather(encoded)]
-    if len({identity.host for identity in identities}) == 1 and identities[0].page_fd >= 0:
-        return _connect_page(bootstrap, identities)
-    if page_fd >= 0:
-        os.close(page_fd)
-    from shoal.comm.control.sockets.sockets import SocketControl
-
-    return SocketControl.connect(bootstrap)
-
-
-def _page_of_first(bootstrap: Bootstrap) -> int:
-    """Rank 0 brings the page along in case everybody is on its host."""
-    if bootstrap.rank != 0 or not is_supported():
-        return -1
-    return Page.create(bootstrap.size)
-
-
-def _connect_page(bootstrap: Bootstrap, identities: Sequence[Identity]) -> PageControl:
-    first = identities[0]
-    try:
-        fd = os.open(f"/proc/{first.pid}/fd/{first.page_fd}", os.O_RDWR)
-    except OSError as error:
-        raise ShoalError(
-            f"rank {bootstrap.rank} cannot open the control page of rank 0 (pid {first.pid}): "
-            f"{error}. The ranks of one host must run as the same user."
-        ) from error
-    try:
-        page = Page(fd, bootstrap.size)
-    finally:
-        os.close(fd)
-    reads = all(each.probe and can_read(each.pid, each.probe) for each in identities)
-    said = bootstrap.all_gather(_READS if reads else _MAPPED)
-    if bootstrap.rank == 0:  # everybody has mapped the file: it can be let go of
-        os.close(first.page_fd)
-    all_read = all(word == _READS for word in said)
-    pids = [identity.pid for identity in identities]
-    return PageControl(page, bootstrap.rank, pids, ranks_read_directly=all_read)
 
 
 def host_store(address: str, port: int = 0, timeout: float = 300.0) -> tuple[Store, int]:

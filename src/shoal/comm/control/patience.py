@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 from shoal.comm.control.plane import HIDDEN, Control, Failure
 from shoal.errors import PeerError
-from shoal.system.cores import num_cores
 from shoal.system.deadline import Deadline, operation_text
+from shoal.system.libc import num_cores
 
 # With a core for each rank an answer is microseconds away, so spinning pays; with fewer
 # cores than ranks it only keeps the rank we wait for from running.
@@ -21,7 +21,7 @@ _LONGEST_SLEEP_S = 1e-3
 _LOOK_EVERY_S = 0.02
 
 
-class Patience(Deadline):
+class Patience:
     """The wait of one rank in one operation.
 
     `pause` is called after each fruitless poll. It decides how to pass the time, looks
@@ -29,7 +29,8 @@ class Patience(Deadline):
     """
 
     __slots__ = (
-        "_control", "_first_poll", "_next_look", "_polls", "_ranks", "_sleep", "_spins", "_what",
+        "_begin", "_control", "_deadline", "_first_poll", "_next_look", "_polls", "_ranks",
+        "_sleep", "_spins", "_timeout", "_what",
     )  # fmt: skip
 
     def __init__(
@@ -46,11 +47,11 @@ class Patience(Deadline):
         A wait that is not ``eager`` sleeps at once: a background thread that spins would keep
         the interpreter from the thread that computes.
         """
-        super().__init__(timeout)
-        self._control = control
-        self._what = what
-        self._ranks = ranks
-        self._next_look = self.begin + _LOOK_EVERY_S
+        self._begin = time.monotonic()
+        self._control, self._what, self._ranks = control, what, ranks
+        self._timeout = timeout
+        self._deadline: Deadline | None = None
+        self._next_look = self._begin + _LOOK_EVERY_S
         self._sleep = _FIRST_SLEEP_S
         self._spins = _SPINS if len(ranks) <= _CORES else 0
         self._first_poll = 0 if eager else self._spins + _YIELDS
@@ -93,9 +94,11 @@ class Patience(Deadline):
         if not late:
             return
         if failure is not None:
-            waited = time.monotonic() - self.begin
+            waited = time.monotonic() - self._begin
             raise PeerError(failure.rank, failure.reason, self._text(waited, late))
-        self.enforce(self._text, late)
+        if self._deadline is None:
+            self._deadline = Deadline(self._timeout, self._begin)
+        self._deadline.enforce(self._text, late)
 
     def _absence(self, missing: Callable[[], Sequence[int]]) -> Failure | None:
         for rank in missing():

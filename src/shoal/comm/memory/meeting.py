@@ -1,16 +1,24 @@
-"""Where the ranks of a simulated world come together for one operation."""
+"""Where the ranks of a simulated world come together for one operation, and what it does.
+
+The last rank to arrive carries it out for all ranks: it has all payloads at hand. The functions
+here are also the plainest definition of each collective.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
-from shoal.comm.memory import collectives as simulated
-from shoal.comm.operation import Operation, Payload, check_message
-from shoal.comm.operation.header import Header, check_equal
+from shoal.comm.operation import Operation, Payload, check_message, writing
+from shoal.comm.operation.base import Header, check_equal
+from shoal.comm.operation.partition import offsets
+from shoal.comm.operation.reduction import reduce_into
 from shoal.errors import PeerError
+
+Payloads = Sequence[Payload]
 
 
 class Meeting:
@@ -60,28 +68,21 @@ class Meeting:
     def _take_place(self) -> None:
         operations = [self._arrivals[rank][0] for rank in self._ranks]
         headers = [self._arrivals[rank][1] for rank in self._ranks]
-        if operations[0].kind in ("send", "recv"):
-            payloads = self._deliver(operations, headers)
+        kind = operations[0].kind
+        if kind == "send":  # the ranks of a message are its sender and its receiver
+            check_message(headers[0], headers[1], (self._ranks[0], self._ranks[1]))
+            seen: list[Sequence[Header]] = [headers[1:], headers[:1]]
         else:
-            payloads = self._perform(operations, headers)
+            check_equal(headers, self._ranks, self._number)
+            operations[0].check(headers, self._ranks)
+            seen = [headers] * len(headers)
+        payloads = [self._prepared(i, operations[i], seen[i]) for i in range(len(operations))]
+        if payloads[0].total:
+            with writing(*(payload.target for payload in payloads)):
+                _MOVE[kind](payloads)
         for rank, operation, payload in zip(self._ranks, operations, payloads, strict=True):
             self._results[rank] = operation.result()
             self.num_bytes[rank] = payload.num_bytes
-
-    def _perform(self, operations: Sequence[Operation], headers: Sequence[Header]) -> list[Payload]:
-        check_equal(headers, self._ranks, self._number)
-        operations[0].check(headers, self._ranks)
-        payloads = [self._prepared(i, operations[i], headers) for i in range(len(operations))]
-        simulated.perform(operations[0].kind, payloads)
-        return payloads
-
-    def _deliver(self, operations: Sequence[Operation], headers: Sequence[Header]) -> list[Payload]:
-        """``ranks`` of a message are its sender and its receiver."""
-        check_message(headers[0], headers[1], (self._ranks[0], self._ranks[1]))
-        sent = operations[0].prepare([headers[1]], 0)
-        received = operations[1].prepare([headers[0]], 1)
-        simulated.deliver(sent, received)
-        return [sent, received]
 
     def _prepared(self, member: int, operation: Operation, headers: Sequence[Header]) -> Payload:
         try:
@@ -90,7 +91,7 @@ class Meeting:
             # One rank's own mistake, which the others could not know of: as everywhere
             # else it raises there, and the others learn who failed.
             rank = self._ranks[member]
-            reason = f"{type(error).__name__}: {error} ({headers[member].site})"
+            reason = f"{type(error).__name__}: {error} ({self._arrivals[rank][1].site})"
             self._errors = {other: PeerError(rank, reason) for other in self._ranks}
             self._errors[rank] = error
             raise _Refused from error
@@ -106,3 +107,79 @@ def _copied(error: Exception) -> Exception:
 
 class _Refused(Exception):
     """Ends a meeting whose errors are already noted."""
+
+
+# What the collectives do to the tensors of all ranks ----------------------------------------------
+
+
+def _message(payloads: Payloads) -> None:
+    payloads[1].gotten.copy_(payloads[0].given)
+
+
+def _all_reduce(payloads: Payloads) -> None:
+    total = _reduced(payloads)
+    for payload in payloads:
+        payload.gotten.copy_(total)
+
+
+def _reduce(payloads: Payloads) -> None:
+    payloads[payloads[0].root].gotten.copy_(_reduced(payloads))
+
+
+def _reduced(payloads: Payloads) -> Tensor:
+    inputs = [payload.given for payload in payloads]
+    total = torch.empty_like(inputs[0])
+    reduce_into(payloads[0].op, inputs, total)
+    return total
+
+
+def _reduce_scatter(payloads: Payloads) -> None:
+    parts = _reduced(payloads).split(payloads[0].counts)
+    for payload, part in zip(payloads, parts, strict=True):
+        payload.gotten.copy_(part)
+
+
+def _broadcast(payloads: Payloads) -> None:
+    root = payloads[payloads[0].root]
+    for payload in payloads:
+        if payload is not root:
+            payload.gotten.copy_(root.given)
+
+
+def _all_gather(payloads: Payloads) -> None:
+    joined = torch.cat([payload.given for payload in payloads])
+    for payload in payloads:
+        payload.gotten.copy_(joined)
+
+
+def _gather(payloads: Payloads) -> None:
+    joined = torch.cat([payload.given for payload in payloads])
+    payloads[payloads[0].root].gotten.copy_(joined)
+
+
+def _scatter(payloads: Payloads) -> None:
+    parts = payloads[payloads[0].root].given.split(payloads[0].counts)
+    for payload, part in zip(payloads, parts, strict=True):
+        payload.gotten.copy_(part)
+
+
+def _all_to_all(payloads: Payloads) -> None:
+    parts = [payload.given.split(payload.counts) for payload in payloads]
+    for receiver, payload in enumerate(payloads):
+        starts = offsets(payload.arriving)
+        for sender, start in enumerate(starts[:-1]):
+            part = parts[sender][receiver]
+            payload.gotten[start : start + part.numel()].copy_(part)
+
+
+_MOVE: dict[str, Callable[[Payloads], None]] = {
+    "send": _message,
+    "all_reduce": _all_reduce,
+    "reduce": _reduce,
+    "reduce_scatter": _reduce_scatter,
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "gather": _gather,
+    "scatter": _scatter,
+    "all_to_all": _all_to_all,
+}

@@ -17,15 +17,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from shoal.comm.backend import WorldState
-from shoal.comm.bootstrap.store import Bootstrap, connect
-from shoal.comm.control.page.page import PageControl
+from shoal.comm.bootstrap.store import Bootstrap
+from shoal.comm.control.connect import connect
+from shoal.comm.control.page.control import PageControl
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Control, Message
 from shoal.comm.mpi import runtime
@@ -33,7 +33,7 @@ from shoal.comm.mpi.bootstrap import BOOTSTRAP_TAG
 from shoal.comm.operation import Payload
 from shoal.comm.operation.partition import offsets, split_sizes
 from shoal.comm.operation.reduction import reduce_into
-from shoal.comm.process_backend import ProcessBackend
+from shoal.comm.process_backend import ProcessBackend, by_host_memory
 from shoal.errors import BackendUnavailableError, ShoalError, TransportError
 from shoal.system.deadline import wait_until
 
@@ -226,11 +226,10 @@ class MPIBackend(ProcessBackend):
         self._reduce_for(payload, [payload.root], patience)
 
     def _reduce_for(self, payload: Payload, receivers: Sequence[int], patience: Patience) -> None:
-        assert payload.source is not None
-        if payload.source.nbytes <= _SMALL_BYTES // (self.size - 1):
-            self._reduce_whole(payload, payload.source, receivers, patience)
+        if payload.given.nbytes <= _SMALL_BYTES // (self.size - 1):
+            self._reduce_whole(payload, payload.given, receivers, patience)
         else:
-            self._reduce_slices(payload, payload.source, receivers, patience)
+            self._reduce_slices(payload, payload.given, receivers, patience)
 
     def _reduce_whole(
         self, payload: Payload, whole: Tensor, receivers: Sequence[int], patience: Patience
@@ -261,15 +260,13 @@ class MPIBackend(ProcessBackend):
         self._exchange(*results, patience)
 
     def _reduce_scatter(self, payload: Payload, patience: Patience) -> None:
-        assert payload.source is not None
-        assert payload.target is not None
         done = 0
-        for parts in _windows(payload.source, payload.counts):
+        for parts in _windows(payload.given, payload.counts):
             mine = parts[self.rank]
             inputs = self._inputs(mine)
             sends = [(rank, parts[rank]) for rank in self._others]
             self._exchange(list(inputs.items()), sends, patience)
-            out = payload.target[done : done + mine.numel()]
+            out = payload.gotten[done : done + mine.numel()]
             self._reduce_inputs(payload, inputs, mine, out)
             done += mine.numel()
 
@@ -296,8 +293,7 @@ class MPIBackend(ProcessBackend):
     # Data movement ----------------------------------------------------------------------
 
     def _broadcast(self, payload: Payload, patience: Patience) -> None:
-        whole = payload.source
-        assert whole is not None
+        whole = payload.given
         if self.size == 2 or whole.nbytes <= _SMALL_BYTES:
             self._broadcast_whole(whole, payload.root, patience)
         else:
@@ -327,72 +323,43 @@ class MPIBackend(ProcessBackend):
             self._exchange(slices, sends, patience)
 
     def _all_gather(self, payload: Payload, patience: Patience) -> None:
-        assert payload.source is not None
-        assert payload.target is not None
-        _own_part(payload.target, payload.counts, self.rank).copy_(payload.source)
-        receives = self._pieces(payload.target, payload.counts)
-        self._exchange(receives, [(rank, payload.source) for rank in self._others], patience)
+        _own_part(payload.gotten, payload.counts, self.rank).copy_(payload.given)
+        receives = self._pieces(payload.gotten, payload.counts)
+        self._exchange(receives, [(rank, payload.given) for rank in self._others], patience)
 
     def _gather(self, payload: Payload, patience: Patience) -> None:
-        assert payload.source is not None
         if payload.target is None:
-            self._exchange([], [(payload.root, payload.source)], patience)
+            self._exchange([], [(payload.root, payload.given)], patience)
             return
-        _own_part(payload.target, payload.counts, self.rank).copy_(payload.source)
+        _own_part(payload.target, payload.counts, self.rank).copy_(payload.given)
         self._exchange(self._pieces(payload.target, payload.counts), [], patience)
 
     def _scatter(self, payload: Payload, patience: Patience) -> None:
-        assert payload.target is not None
         if payload.source is None:
-            self._exchange([(payload.root, payload.target)], [], patience)
+            self._exchange([(payload.root, payload.gotten)], [], patience)
             return
-        payload.target.copy_(_own_part(payload.source, payload.counts, self.rank))
+        payload.gotten.copy_(_own_part(payload.source, payload.counts, self.rank))
         self._exchange([], self._pieces(payload.source, payload.counts), patience)
 
     def _all_to_all(self, payload: Payload, patience: Patience) -> None:
-        source, target = payload.source, payload.target
-        assert source is not None
-        assert target is not None
+        source, target = payload.given, payload.gotten
         own = _own_part(source, payload.counts, self.rank)
         _own_part(target, payload.arriving, self.rank).copy_(own)
         receives = self._pieces(target, payload.arriving)
         self._exchange(receives, self._pieces(source, payload.counts), patience)
 
     def _send(self, payload: Payload, message: Message, patience: Patience) -> None:
-        assert payload.source is not None
         assert message.ticket < _FIRST_GROUP_TAG
-        self._transfer([], [(payload.root, payload.source)], message.ticket, patience)
+        self._transfer([], [(payload.root, payload.given)], message.ticket, patience)
 
     def _recv(self, payload: Payload, message: Message, patience: Patience) -> None:
-        assert payload.target is not None
         assert message.ticket < _FIRST_GROUP_TAG
-        self._transfer([(payload.root, payload.target)], [], message.ticket, patience)
+        self._transfer([(payload.root, payload.gotten)], [], message.ticket, patience)
 
-    # CUDA -------------------------------------------------------------------------------
-
-    def _transport(self, move: Any, payload: Payload, *args: Any) -> None:
-        tensors = (payload.source, payload.target)
-        is_cuda = any(tensor is not None and tensor.is_cuda for tensor in tensors)
-        if not is_cuda or os.environ.get("SHOAL_MPI_CUDA_AWARE") == "1":
-            super()._transport(move, payload, *args)
-            return
-        staged = _on_host(payload)
-        super()._transport(move, staged, *args)
-        if payload.target is not None and staged.target is not None:
-            payload.target.copy_(staged.target)
-
-
-def _on_host(payload: Payload) -> Payload:
-    """The payload with tensors in pinned memory instead."""
-    source, target = (
-        None if tensor is None else torch.empty_like(tensor, device="cpu", pin_memory=True)
-        for tensor in (payload.source, payload.target)
-    )
-    if source is not None and payload.source is not None:
-        source.copy_(payload.source)
-    return replace(
-        payload, source=source, target=source if payload.target is payload.source else target
-    )
+    def _mover(self, kind: str) -> Callable[..., None]:
+        move = super()._mover(kind)
+        takes_cuda = os.environ.get("SHOAL_MPI_CUDA_AWARE") == "1"
+        return move if takes_cuda else by_host_memory(move)
 
 
 def _own_part(tensor: Tensor, counts: Sequence[int], rank: int) -> Tensor:

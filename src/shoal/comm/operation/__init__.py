@@ -5,12 +5,25 @@ prepares a `Payload` of flat, contiguous tensors once the others' numbers are kn
 hands over the result afterwards. A transport only ever sees payloads.
 """
 
-from shoal.comm.operation.base import Operation, Payload
-from shoal.comm.operation.flat import APART, flatten, overlap, writing
-from shoal.comm.operation.gathering import AllGather, Gather
-from shoal.comm.operation.in_place import AllReduce, Barrier, Broadcast, Reduce
-from shoal.comm.operation.messages import Receive, Send, check_message
-from shoal.comm.operation.scattering import AllToAll, ReduceScatter, Scatter
+from shoal.comm.operation.base import Operation, Payload, flatten, writing
+from shoal.comm.operation.rows import (
+    APART,
+    AllGather,
+    AllToAll,
+    Gather,
+    ReduceScatter,
+    Scatter,
+    overlap,
+)
+from shoal.comm.operation.whole import (
+    AllReduce,
+    Barrier,
+    Broadcast,
+    Receive,
+    Reduce,
+    Send,
+    check_message,
+)
 
 __all__ = [
     "APART", "AllGather", "AllReduce", "AllToAll", "Barrier", "Broadcast", "Gather", "Operation",

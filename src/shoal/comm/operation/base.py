@@ -1,16 +1,26 @@
-"""The interface of every operation, and what it hands to a transport."""
+"""What every operation has: a header that it shows, a payload that it moves, flat memory for it."""
 
 from __future__ import annotations
 
+import struct
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
-from shoal.comm.operation.header import Header
 from shoal.comm.operation.reduction import ReduceOp
+from shoal.errors import MismatchError
+from shoal.system.rank_names import name_ranks
+from shoal.torch_support.dtypes import dtype_number, dtype_numbered
+
+_LENGTHS = struct.Struct("<HHHH")
+_MAX_SITE_BYTES = 240
 
 
 @dataclass(slots=True)
@@ -40,12 +50,38 @@ class Payload:
     wires: Sequence[bytes] = ()
 
     @property
+    def given(self) -> Tensor:
+        """The source, where this rank must have one."""
+        assert self.source is not None
+        return self.source
+
+    @property
+    def gotten(self) -> Tensor:
+        """The target, where this rank must have one."""
+        assert self.target is not None
+        return self.target
+
+    @property
     def num_bytes(self) -> int:
         """The larger of what this rank gives and gets."""
         given = self.source.nbytes if self.source is not None else 0
         if self.target is None or self.target is self.source:
             return given
         return max(given, self.target.nbytes)
+
+    def on_host(self) -> Payload:
+        """The payload itself, or one in host memory in place of a GPU's."""
+        source, target = self.source, self.target
+        if all(tensor is None or tensor.is_cpu for tensor in (source, target)):
+            return self
+        staged = None if source is None else _host_memory(source).copy_(source)
+        if target is source:
+            return replace(self, source=staged, target=staged)
+        return replace(self, source=staged, target=None if target is None else _host_memory(target))
+
+
+def _host_memory(like: Tensor) -> Tensor:
+    return torch.empty_like(like, device="cpu", pin_memory=like.is_cuda)
 
 
 class Operation(ABC):
@@ -72,3 +108,135 @@ class Operation(ABC):
     @abstractmethod
     def result(self) -> Tensor | None:
         """What the caller gets once the payload has moved."""
+
+
+# Headers ----------------------------------------------------------------------------------------
+
+
+class Header(NamedTuple):
+    """One rank's view of one operation.
+
+    Attributes:
+        signature: What must be equal on every rank, as a reader would write the call.
+        meta: Numbers that may differ between ranks and that the others need.
+        wire: What the transport adds, for example where the data lies.
+        site: File and line in the user's code.
+    """
+
+    signature: str
+    meta: tuple[int, ...]
+    wire: bytes
+    site: str
+
+    def encode(self) -> bytes:
+        """The header as bytes, small enough for the control page."""
+        signature = self.signature.encode(errors="replace")
+        meta = array("q", self.meta).tobytes()
+        site = self.site.encode(errors="replace")[-_MAX_SITE_BYTES:]
+        lengths = _LENGTHS.pack(len(signature), len(meta), len(self.wire), len(site))
+        return b"".join((lengths, signature, meta, self.wire, site))
+
+    @classmethod
+    def decode(cls, data: bytes) -> Header:
+        """The inverse of `encode`."""
+        cuts = []
+        end = _LENGTHS.size
+        for length in _LENGTHS.unpack_from(data):
+            cuts.append(slice(end, end + length))
+            end += length
+        signature, meta, wire, site = (data[cut] for cut in cuts)
+        return cls(
+            signature.decode(),
+            tuple(array("q", meta)),
+            bytes(wire),
+            site.decode(errors="replace"),
+        )
+
+
+@lru_cache(maxsize=4096)
+def spec(dtype: torch.dtype, shape: tuple[int | str, ...]) -> str:
+    """A dtype and a shape the way error messages show them: ``float32[3, 5]``."""
+    return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+
+
+# A training loop shows the same few headers again and again.
+encode = lru_cache(maxsize=4096)(Header.encode)
+decode = lru_cache(maxsize=4096)(Header.decode)
+
+
+def check_equal(headers: Sequence[Header], ranks: Sequence[int], number: int) -> None:
+    """Raises unless every rank of the group called the same thing as operation ``number``."""
+    first = headers[0].signature
+    for header in headers:
+        if header.signature != first:
+            raise mismatch(headers, ranks, f"the ranks called different operations as #{number}")
+
+
+def mismatch(headers: Sequence[Header], ranks: Sequence[int], problem: str) -> MismatchError:
+    """An error that lists who called what, and from where; equal calls share a line."""
+    callers: dict[tuple[str, str], list[int]] = {}
+    for rank, header in zip(ranks, headers, strict=True):
+        callers.setdefault((header.signature, header.site), []).append(rank)
+    lines = [f"{problem}; nothing was moved:"]
+    for (signature, site), members in callers.items():
+        lines.append(f"  {name_ranks(members)}: {signature} at {site}")
+    lines.append("Make every rank of the group issue the same operations in the same order.")
+    return MismatchError("\n".join(lines))
+
+
+def encode_spec(tensor: Tensor) -> tuple[int, ...]:
+    """The number of the dtype, whether it is on a GPU, and the shape."""
+    return (dtype_number(tensor.dtype), int(tensor.is_cuda), *tensor.shape)
+
+
+def decode_spec(meta: Sequence[int]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Dtype and shape of what `encode_spec` was given."""
+    return dtype_numbered(meta[0]), tuple(meta[2:])
+
+
+def are_alike(meta: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two tensors have the same dtype and shape, wherever they are."""
+    return decode_spec(meta) == decode_spec(other)
+
+
+def make_like(meta: Sequence[int], device: torch.device) -> Tensor:
+    """A tensor like another rank's; on a GPU if that one is, else on ``device``."""
+    dtype, shape = decode_spec(meta)
+    if meta[1] and device.type == "cpu" and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+# Flat memory ------------------------------------------------------------------------------------
+
+
+def flatten(tensor: Tensor) -> Tensor:
+    """A flat contiguous view, or a copy where there can be no view; bool as bytes."""
+    flat = tensor.detach()
+    if flat.dim() == 1 and flat.stride(0) == 1 and flat.is_floating_point() and not flat.is_neg():
+        return flat  # the usual case, and worth a few microseconds
+    flat = flat.contiguous().view(-1)
+    flat = flat.resolve_conj().resolve_neg()  # what lies in memory is what counts from here on
+    if flat.stride(0) != 1:  # a single element of a longer row keeps that row's stride
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8) if flat.dtype is torch.bool else flat
+
+
+def write_back(flat: Tensor, tensor: Tensor) -> None:
+    """Copies a result into the caller's tensor where `flatten` had to copy."""
+    if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
+        values = flat.view(torch.bool) if tensor.dtype is torch.bool else flat
+        with writing(tensor):
+            tensor.detach().copy_(values.view(tensor.shape))
+
+
+# Autograd does not follow what `flatten` returns, so there is nothing to switch off.
+_AS_IT_IS = nullcontext()
+
+
+def writing(*tensors: Tensor | None) -> AbstractContextManager[object]:
+    """Allows to write to flat tensors, also if they were made in inference mode."""
+    for tensor in tensors:
+        if tensor is not None and tensor.is_inference():
+            return torch.inference_mode()
+    return _AS_IT_IS

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,22 +16,23 @@ import torch
 from torch import Tensor
 
 from shoal.comm.backend import WorldState, check_tag
-from shoal.comm.control.page.page import PageChannel, PageControl
-from shoal.comm.control.patience import Patience
-from shoal.comm.control.plane import Message
-from shoal.comm.operation import Operation, Payload, Send
-from shoal.comm.operation.header import Header, decode, encode
+from shoal.comm.bootstrap.store import Bootstrap
+from shoal.comm.control.connect import connect
+from shoal.comm.control.page.control import PageControl, check_platform
+from shoal.comm.control.page.page import PageChannel
+from shoal.comm.operation import Operation, Send
+from shoal.comm.operation.base import Header, decode, encode
 from shoal.comm.process_backend import ProcessBackend
 from shoal.comm.shm.exposure import Exposer
 from shoal.comm.shm.fast_path import FastPath
-from shoal.comm.shm.message_memory import MessageMemory
-from shoal.comm.shm.pending import PendingOperations, PendingSend, SendCallbacks
+from shoal.comm.shm.pending import PendingOperations, PendingSend
 from shoal.comm.shm.routing import Shown, Way
-from shoal.comm.shm.segments import Arena, Location, Peer
+from shoal.comm.shm.segments import Arena, Location, MessageMemory, Peer
 from shoal.comm.shm.transfers import Transfers
 from shoal.comm.work import ThreadedWork, Work
+from shoal.errors import BackendUnavailableError
 from shoal.system.site import call_site
-from shoal.torch_support.memory import PrivateView, copy
+from shoal.torch_support.memory import PrivateView
 
 
 class SharedMemoryBackend(ProcessBackend):
@@ -65,8 +66,10 @@ class SharedMemoryBackend(ProcessBackend):
         self._message_memory = MessageMemory(arena)
         self._exposer = Exposer(control, channel, arena, peers)
         self._transfers = Transfers(self._exposer, channel, self.rank, self.size)
-        self._pending = PendingOperations(self, channel, self._transfers)
-        self._fast_path = FastPath(self, channel, self._exposer, self._pending)
+        self._pending = PendingOperations(self._coordination, channel, self._transfers)
+        self._fast_path = FastPath(
+            self._coordination, channel, self._exposer, self._transfers, self._pending
+        )
         self._run_cached = self._fast_path.run
 
     def empty(
@@ -152,11 +155,11 @@ class SharedMemoryBackend(ProcessBackend):
         piece = self._copy_for_message(operation)
         header = Header(what, operation.meta, self._expose_message(operation), site)
 
-        def finish(theirs: bytes) -> None:
+        def check(theirs: bytes) -> None:
             other = decode(theirs)
             self._check_message(header, other, dst, is_sender=True)
             payload = operation.prepare([other], self.rank)
-            self._count(operation.kind, payload, begin, 0.0)
+            self._coordination.count(operation.kind, payload.num_bytes, begin, 0.0)
 
         def give_back() -> None:
             if piece is not None:
@@ -166,9 +169,8 @@ class SharedMemoryBackend(ProcessBackend):
         if message is None:  # too many are open: a thread waits until one has ended
             task = partial(self._deliver, operation, dst, key, site, False)
             return self._start_message_thread(ThreadedWork(task, what))
-        patience = partial(self._coordination.patience, what, key[1], site, eager=True)
-        calls = SendCallbacks(patience, self._coordination.or_fail, finish, give_back)
-        return PendingSend(message, self.ranks[dst], what, calls)
+        call = (what, key[1], site)
+        return PendingSend(message, self.ranks[dst], self._coordination, call, check, give_back)
 
     def _copy_for_message(self, operation: Operation) -> Tensor | None:
         """Copies a source that others cannot read; returns the memory that it is copied to."""
@@ -187,45 +189,16 @@ class SharedMemoryBackend(ProcessBackend):
         for peer in self._peers:
             peer.close()
 
-    # Collectives ------------------------------------------------------------------------
+    # The transport ----------------------------------------------------------------------
 
-    def _expose(self, operation: Operation, number: int) -> bytes:
+    def _mover(self, kind: str) -> Callable[..., None]:
+        if self.size == 1:
+            return super()._mover(kind)
+        move: Callable[..., None] = getattr(self._transfers, kind)
+        return move
+
+    def _expose(self, operation: Operation) -> bytes:
         return self._exposer.show(operation).encode()
-
-    def _all_reduce(self, payload: Payload, patience: Patience) -> None:
-        self._transfers.all_reduce(payload, patience)
-
-    def _reduce(self, payload: Payload, patience: Patience) -> None:
-        self._transfers.reduce(payload, patience)
-
-    def _reduce_scatter(self, payload: Payload, patience: Patience) -> None:
-        self._transfers.reduce_scatter(payload, patience)
-
-    def _broadcast(self, payload: Payload, patience: Patience) -> None:
-        self._transfers.broadcast(payload, patience)
-
-    def _all_gather(self, payload: Payload, patience: Patience) -> None:
-        parts = [[count] for count in payload.counts]
-        self._transfers.collect(payload, parts, range(self.size), 0, payload.counts, patience)
-
-    def _gather(self, payload: Payload, patience: Patience) -> None:
-        parts = [[count] for count in payload.counts]
-        senders = range(self.size) if self.rank == payload.root else []
-        self._transfers.collect(payload, parts, senders, 0, payload.counts, patience)
-
-    def _scatter(self, payload: Payload, patience: Patience) -> None:
-        mine = self.rank
-        parts = [payload.counts if rank == payload.root else [] for rank in range(self.size)]
-        counts = [payload.counts[mine]]
-        self._transfers.collect(payload, parts, [payload.root], mine, counts, patience, mine)
-
-    def _all_to_all(self, payload: Payload, patience: Patience) -> None:
-        mine, every = self.rank, range(self.size)
-        self._transfers.collect(
-            payload, payload.matrix, every, mine, payload.arriving, patience, mine
-        )
-
-    # Messages ---------------------------------------------------------------------------
 
     def _expose_message(self, operation: Operation) -> bytes:
         source = operation.source
@@ -239,11 +212,17 @@ class SharedMemoryBackend(ProcessBackend):
         assert location is not None
         return location.encode()
 
-    def _send(self, payload: Payload, message: Message, patience: Patience) -> None:
-        """Nothing to do: the receiver reads."""
 
-    def _recv(self, payload: Payload, message: Message, patience: Patience) -> None:
-        target = payload.target
-        assert target is not None
-        sent = self._exposer.view(payload.root, payload.wires[0], target.nbytes, target.dtype)
-        copy(target, sent)
+def connect_shm(bootstrap: Bootstrap, state: WorldState) -> SharedMemoryBackend:
+    """The world's backend on this rank."""
+    check_platform()
+    control = connect(bootstrap, reads_memory=True)
+    if not isinstance(control, PageControl):
+        control.close()
+        raise BackendUnavailableError(
+            "backend='shm' needs all ranks on one host, as one user; these are spread over "
+            "several. Use backend='gloo', 'nccl' or 'mpi'."
+        )
+    ranks = range(bootstrap.size)
+    peers = [Peer(pid) for pid in control.pids]
+    return SharedMemoryBackend(state, control, control.channel(0, ranks), ranks, Arena(), peers)

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.comm.control.page.page import PageChannel, PageControl
+from shoal.comm.control.page.control import PageControl
+from shoal.comm.control.page.page import PageChannel
 from shoal.comm.control.patience import Patience
 from shoal.comm.operation import Operation, Payload
 from shoal.comm.operation.partition import offsets
@@ -31,8 +32,7 @@ from shoal.comm.shm.routing import (
     Way,
     decode_shown,
 )
-from shoal.comm.shm.segments import Arena, Location, Peer
-from shoal.comm.shm.staging import Staging
+from shoal.comm.shm.segments import Arena, Location, Peer, Staging
 from shoal.torch_support.memory import copy
 from shoal.torch_support.process_memory import is_readable, read_into
 
@@ -129,7 +129,6 @@ class DirectExposure(Exposure):
     """A source that stays in its owner's own memory, where others read it."""
 
     def __init__(self, pid: int, address: int, parts: Sequence[int], itemsize: int) -> None:
-        """``address`` is where the process has its source."""
         super().__init__([], parts, is_shared=True)
         self._pid, self._address, self._itemsize = pid, address, itemsize
 
@@ -151,7 +150,6 @@ class Exposer:
     def __init__(
         self, control: PageControl, channel: PageChannel, arena: Arena, peers: Sequence[Peer]
     ) -> None:
-        """``peers`` are by world rank."""
         self._control, self._channel, self._arena = control, channel, arena
         self._ranks = channel.ranks
         self._peers = [peers[rank] for rank in channel.ranks]

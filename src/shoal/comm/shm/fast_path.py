@@ -12,28 +12,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shoal.comm.control.page.page import PageChannel
 from shoal.comm.control.patience import Patience
+from shoal.comm.coordination import Coordination
 from shoal.comm.operation import APART, Operation, Payload, overlap
-from shoal.comm.operation.header import Header, encode
+from shoal.comm.operation.base import Header, encode
 from shoal.comm.operation.partition import offsets
 from shoal.comm.operation.reduction import reduce_into
 from shoal.comm.shm import routing
 from shoal.comm.shm.exposure import Exposer
 from shoal.comm.shm.pending import PendingOperations
 from shoal.comm.shm.routing import NOTHING, SMALL_BYTES, ShmRoute, Shown, Way, decode_shown
+from shoal.comm.shm.transfers import Transfers
 from shoal.system.site import call_frame
 from shoal.torch_support.dtypes import PLAIN
 from shoal.torch_support.memory import copy
 from shoal.torch_support.process_memory import read_into
-
-if TYPE_CHECKING:
-    from shoal.comm.process_backend import ProcessBackend
 
 _MOST_CALLS = 1024
 _MOST_VARIANTS = 4
@@ -117,18 +116,17 @@ class FastPath:
 
     def __init__(
         self,
-        backend: ProcessBackend,
+        coordination: Coordination,
         channel: PageChannel,
         exposer: Exposer,
+        transfers: Transfers,
         pending: PendingOperations,
     ) -> None:
-        """``backend`` carries out whatever is not cached."""
-        self._backend, self._channel, self._pending = backend, channel, pending
-        self._coordination = backend._coordination
-        self._statistics = backend._state.statistics
-        self._exposer, self._staging = exposer, exposer.staging
-        self._rank, self._size = backend.rank, backend.size
-        self._longest = routing.longest_cached(backend.size)
+        """``transfers`` move what turns out not to be staged."""
+        self._coordination, self._channel, self._pending = coordination, channel, pending
+        self._exposer, self._staging, self._transfers = exposer, exposer.staging, transfers
+        self._rank, self._size = transfers.rank, transfers.size
+        self._longest = routing.longest_cached(transfers.size)
         self._calls: dict[Call, _CachedCall] = {}
 
     def run(
@@ -184,22 +182,19 @@ class FastPath:
         complete: Callable[[], None] | None = None
         if shown != variant.shown:
             operation = make()
-            headers = coordination.compare(operation, number, variant.header, shown)
-            payload = operation.prepare(headers, self._rank)
-            payload.wires = [header.wire for header in headers]
+            payload = coordination.prepare(operation, number, variant.header, shown)
             route = self._route(call.kind, payload)
             # The data of another rank is elsewhere.
             if route not in (ShmRoute.STAGED, ShmRoute.ROOT_DIRECT):
-                times = (begin, waited)
-                result: Tensor = self._backend._carry_out(operation, payload, patience, times)
+                mover, times = partial(getattr, self._transfers), (begin, waited)
+                result: Tensor = coordination.carry_out(operation, payload, mover, patience, times)
                 return result
             complete = partial(self._complete, call, variant, payload, shown, route)
         try:
             self._finish(variant, complete, target, patience)
         finally:  # a rank whose transfer failed is done with it as well: counts stay equal
             coordination.settle()
-        seconds = time.perf_counter() - begin
-        self._statistics.count(call.kind, variant.num_bytes, seconds, waited)
+        coordination.count(call.kind, variant.num_bytes, begin, waited)
         return target
 
     def _finish(
@@ -210,11 +205,9 @@ class FastPath:
         patience: Patience,
     ) -> None:
         if complete is not None:
-            self._backend._transport(complete)
+            self._coordination.transport(complete)
         if variant.is_direct:
-            self._coordination.or_fail(
-                self._backend._transport, self._finish_directly, variant, target, patience
-            )
+            self._coordination.transport(self._finish_directly, variant, target, patience)
         else:
             variant.finish(target)
 

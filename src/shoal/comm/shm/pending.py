@@ -13,23 +13,19 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from shoal.comm.control.page.memory import RING
-from shoal.comm.control.page.message import ANSWERED, FINISHED, PageMessage
-from shoal.comm.control.page.page import PageChannel
+from shoal.comm.control.page.page import ANSWERED, FINISHED, RING, PageChannel, PageMessage
 from shoal.comm.control.patience import Patience
+from shoal.comm.coordination import Coordination
 from shoal.comm.operation import Operation, writing
-from shoal.comm.operation.header import Header, encode
+from shoal.comm.operation.base import Header, encode
 from shoal.comm.shm.transfers import Transfers
 from shoal.comm.work import Work
 from shoal.system.deadline import under_way_error
 from shoal.system.site import call_site
-
-if TYPE_CHECKING:
-    from shoal.comm.process_backend import ProcessBackend
 
 # One header is for the operation that comes next, one for a rank that is still at the one before.
 _MOST_PENDING = RING - 2
@@ -71,10 +67,10 @@ class PendingOperations:
         is_idle: Whether there are none, and none has failed.
     """
 
-    def __init__(self, backend: ProcessBackend, channel: PageChannel, transfers: Transfers) -> None:
-        """None yet."""
-        self._backend, self._channel, self._transfers = backend, channel, transfers
-        self._coordination = backend._coordination
+    def __init__(
+        self, coordination: Coordination, channel: PageChannel, transfers: Transfers
+    ) -> None:
+        self._coordination, self._channel, self._transfers = coordination, channel, transfers
         self._pending: deque[PendingOperation] = deque()
         self._error: BaseException | None = None
         self.is_idle = True
@@ -115,18 +111,15 @@ class PendingOperations:
 
     def _do_own_part(self, pending: PendingOperation) -> None:
         operation, number = pending.operation, pending.number
-        shown = self._channel.shown(number)
-        headers = self._coordination.compare(operation, number, pending.header, shown)
+        coordination, shown = self._coordination, self._channel.shown(number)
         waited = time.perf_counter() - pending.begin
-        payload = operation.prepare(headers, self._backend.rank)
-        payload.wires = [header.wire for header in headers]
+        payload = coordination.prepare(operation, number, pending.header, shown)
         with writing(payload.target):
-            reduce = self._transfers.reduce_pending
-            self._backend._transport(reduce, operation.kind, payload)
-        self._coordination.settle()
+            coordination.transport(self._transfers.reduce_pending, operation.kind, payload)
+        coordination.settle()
         pending.result = operation.result()
-        self._backend._count(operation.kind, payload, pending.begin, waited)
-        pending.num_settled = self._coordination.num_settled
+        coordination.count(operation.kind, payload.num_bytes, pending.begin, waited)
+        pending.num_settled = coordination.num_settled
 
     def _check(self) -> None:
         """Raises if one has failed: all operations after it are out of step for good."""
@@ -172,43 +165,47 @@ class PendingOperations:
         self.is_idle = True
 
 
-class SendCallbacks(NamedTuple):
-    """What a pending send needs from its backend."""
-
-    patience: Callable[[], Patience]
-    or_fail: Callable[..., Any]
-    """Calls a function; if its deadline passes, the others are told."""
-    finish: Callable[[bytes], None]
-    """Gets the receiver's header, checks it and counts the message."""
-    give_back: Callable[[], None]
-    """Called when the receiver has read everything."""
-
-
 class PendingSend(Work[None]):
     """A send whose receiver has been shown where the data lies."""
 
-    def __init__(self, message: PageMessage, peer: int, what: str, calls: SendCallbacks) -> None:
-        """``peer`` is the receiver's world rank, ``what`` names the message in errors."""
-        self._message, self._peer, self._what, self._calls = message, peer, what, calls
+    def __init__(
+        self,
+        message: PageMessage,
+        peer: int,
+        coordination: Coordination,
+        call: tuple[str, int, str],
+        check: Callable[[bytes], None],
+        give_back: Callable[[], None],
+    ) -> None:
+        """``peer`` is the receiver's world rank, ``call`` has signature, number and site.
+
+        ``check`` gets the receiver's header and counts the message; ``give_back`` is called when
+        the receiver has read everything.
+        """
+        self._message, self._peer, self._coordination = message, peer, coordination
+        self._call, self._check, self._give_back = call, check, give_back
         self._is_over = False
         self._error: BaseException | None = None
 
     def is_done(self) -> bool:
         """Whether the receiver has read it."""
         if not self._is_over and self._message.has_reached(FINISHED):
-            self._end(self._calls.patience())
+            self._end(self._patience())
         return self._is_over
 
     def wait(self, timeout: float | None = None) -> None:
         """Returns once the receiver has read it."""
         if not self._is_over:
-            patience = self._calls.patience()
-            self._calls.or_fail(self._await_answer, patience, timeout)
+            patience = self._patience()
+            self._coordination.or_fail(self._await_answer, patience, timeout)
             if not self._message.has_reached(ANSWERED):
-                raise under_way_error(self._what, timeout)
-            self._calls.or_fail(self._end, patience)
+                raise under_way_error(self._call[0], timeout)
+            self._coordination.or_fail(self._end, patience)
         if self._error is not None:
             raise self._error
+
+    def _patience(self) -> Patience:
+        return self._coordination.patience(*self._call, eager=True)
 
     def _await_answer(self, patience: Patience, timeout: float | None) -> None:
         until = math.inf if timeout is None else time.monotonic() + timeout
@@ -219,10 +216,10 @@ class PendingSend(Work[None]):
         self._message.await_state(ANSWERED, patience, self._peer)
         self._is_over = True
         try:
-            self._calls.finish(self._message.theirs)
+            self._check(self._message.theirs)
         except BaseException as error:
             self._error = error
             self._message.abandon()
             return
         self._message.finish(patience)
-        self._calls.give_back()
+        self._give_back()

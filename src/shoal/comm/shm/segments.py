@@ -1,4 +1,4 @@
-"""Memory that the ranks of one host map together.
+"""Memory that the ranks of one host map together: tensors, staged copies, messages.
 
 A segment is an anonymous file (memfd): it has no name that could be left behind, does not
 care how small ``/dev/shm`` is, and is gone with the last process that maps it, however that
@@ -20,12 +20,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shoal.comm.shm.routing import HALF_BYTES, WINDOW_BYTES
 from shoal.torch_support.memory import PrivateView, as_bytes, of_dtype
 
 _ALIGNMENT = 128
 _SLAB_BYTES = 8 << 20
 _LARGEST_IN_SLAB = 1 << 20
 _MOST_VIEWS = 1024
+_MOST_IDLE_BYTES = 64 << 20
+_SMALLEST_BYTES = 256
 _FIELDS = struct.Struct("<QQQQQ")
 
 
@@ -68,7 +71,6 @@ class Arena:
     """The segments of this process: made here, found by address, freed with their tensors."""
 
     def __init__(self) -> None:
-        """No segment yet."""
         self._segments: dict[int, _Segment] = {}
         self._addresses: list[int] = []
         self._slab: mmap.mmap | None = None
@@ -134,11 +136,100 @@ class Arena:
         self._slab = None
 
 
+class Staging:
+    """Two halves of a segment, so that one can be filled while the other is still read.
+
+    Views and locations are cached, because small operations are all overhead.
+
+    Attributes:
+        turn: How often a half was taken; its parity says which.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        """The segment is made when it is first used."""
+        self._arena = arena
+        self._halves: list[Tensor] = []
+        self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        self._locations: list[bytes] = []
+        self._num_freed = -1
+        self.turn = 0
+
+    def put(self, source: Tensor) -> None:
+        """Copies a source that fits into the half whose turn it is."""
+        self.room(source).copy_(source)
+
+    def room(self, source: Tensor) -> Tensor:
+        """Flat memory for a source that fits, in the half whose turn it is."""
+        key = (self.turn % 2, source.nbytes, source.dtype)
+        view = self._views.get(key)
+        if view is None:
+            self._allocate()
+            view = of_dtype(self._halves[key[0]][: source.nbytes], source.dtype)
+            if len(self._views) < 1024:
+                self._views[key] = view
+        return view
+
+    def scratch(self, dtype: torch.dtype) -> Tensor:
+        """Memory for a window in the half whose turn it is, for this rank alone."""
+        self._allocate()
+        return of_dtype(self._halves[self.turn % 2][:WINDOW_BYTES], dtype)
+
+    def location(self) -> bytes:
+        """Where the half lies whose turn it is, encoded."""
+        if self._num_freed != self._arena.num_freed:
+            self._allocate()
+            self._num_freed = self._arena.num_freed
+            self._locations = [self._arena.encoded_location(half) for half in self._halves]
+        return self._locations[self.turn % 2]
+
+    def _allocate(self) -> None:
+        if not self._halves:
+            whole = self._arena.empty(2 * HALF_BYTES)
+            self._halves = [whole[:HALF_BYTES], whole[HALF_BYTES:]]
+
+    def close(self) -> None:
+        """Frees the segment."""
+        self._halves, self._views, self._locations = [], {}, []
+        self._num_freed = -1
+
+
+class MessageMemory:
+    """Pieces of an arena for messages whose tensors are not in shared memory already.
+
+    They are used again and again: fresh pages cost more than the copy into them, and a receiver
+    that has mapped a piece once finds it again at once.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._idle: dict[int, list[Tensor]] = {}
+        self._idle_bytes = 0
+
+    def take(self, num_bytes: int) -> Tensor:
+        """At least so many bytes; `give_back` them when the receiver has read them."""
+        rounded = max(1 << (num_bytes - 1).bit_length(), _SMALLEST_BYTES)
+        try:
+            piece = self._idle[rounded].pop()
+        except (KeyError, IndexError):
+            return self._arena.empty(rounded)
+        self._idle_bytes -= rounded
+        return piece
+
+    def give_back(self, piece: Tensor) -> None:
+        """Keeps a piece for later messages, unless enough are kept."""
+        if self._idle_bytes + piece.nbytes <= _MOST_IDLE_BYTES:
+            self._idle_bytes += piece.nbytes
+            self._idle.setdefault(piece.nbytes, []).append(piece)
+
+    def close(self) -> None:
+        """Frees everything."""
+        self._idle.clear()
+
+
 class Peer:
     """The segments of one other process, mapped here when first seen."""
 
     def __init__(self, pid: int) -> None:
-        """``pid`` is the owner's process."""
         self._pid = pid
         self._mapped: dict[int, tuple[int, Tensor]] = {}
         self._views: dict[tuple[bytes, int, torch.dtype], Tensor] = {}

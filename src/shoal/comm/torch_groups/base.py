@@ -13,20 +13,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.backend import WorldState
+from shoal.comm.bootstrap.store import Bootstrap
+from shoal.comm.control.connect import connect
 from shoal.comm.control.patience import Patience
-from shoal.comm.control.plane import Channel
-from shoal.comm.operation import Operation, Payload
+from shoal.comm.control.plane import Channel, Control
+from shoal.comm.operation import Payload
 from shoal.comm.operation.partition import split_sizes
 from shoal.comm.operation.reduction import ReduceOp, finish, reduce_into
 from shoal.comm.process_backend import ProcessBackend
-from shoal.comm.torch_groups.groups import Links, ProcessGroup
+from shoal.comm.torch_groups.groups import Links, Maker, ProcessGroup, find_group, link
+from shoal.torch_support.dtypes import Native, traits
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
@@ -41,6 +43,7 @@ _REDUCE_OPS = {
     ReduceOp.MAX: dist.ReduceOp.MAX,
     ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
 }
+_EXTREMES = (ReduceOp.MIN, ReduceOp.MAX)
 
 
 class Origin(NamedTuple):
@@ -69,8 +72,30 @@ class ProcessGroupBackend(ProcessBackend):
         self._links = links
         self._group: Any = group
         self._others = [rank for rank in ranks if rank != links.control.rank]
-        self._origins: WeakKeyDictionary[Operation, Origin] = WeakKeyDictionary()
         self._coordination.settle()  # connected: from here on the others can do without the store
+
+    @classmethod
+    def connect(
+        cls,
+        bootstrap: Bootstrap,
+        state: WorldState,
+        kind: Any,
+        device: str,
+        maker: Callable[[Control, str], Maker],
+    ) -> Self:
+        """The world's backend on this rank: over the script's own group, or one that is made.
+
+        ``maker`` leads from control plane and address of this host to what makes such groups.
+        """
+        control = connect(bootstrap)
+        try:
+            found = find_group(kind, device, bootstrap)
+            links = link(bootstrap, control, state.timeout, found, partial(maker, control))
+            ranks = range(bootstrap.size)
+            return cls(state, control.channel(0, ranks), ranks, links, links.connect_world())
+        except BaseException:
+            control.close()
+            raise
 
     def _make_group(self, members: Sequence[int], group_id: int) -> Self:
         ranks = [self.ranks[member] for member in members]
@@ -92,47 +117,20 @@ class ProcessGroupBackend(ProcessBackend):
         """Ends all transfers of this group, for good."""
 
     @abstractmethod
-    def _can_reduce(self, op: ReduceOp, dtype: torch.dtype) -> bool:
-        """Whether the process group's own arithmetic will do."""
-
-    @abstractmethod
     def _on_worker(self, origin: Origin, task: Callable[[], Any]) -> Any:
         """Runs a task in a thread that is not the caller's, as if on the caller's stream."""
 
-    # Streams --------------------------------------------------------------------------------
-
-    def _collective(self, operation: Operation, async_op: bool) -> Any:
-        self._note_origin(operation)
-        return super()._collective(operation, async_op)
-
-    def _message(self, operation: Operation, peer: int, tag: int, async_op: bool) -> Any:
-        self._note_origin(operation)
-        return super()._message(operation, peer, tag, async_op)
-
-    def _note_origin(self, operation: Operation) -> None:
-        if torch.cuda.is_initialized():
-            stream = torch.cuda.current_stream(self.device if self.device.type == "cuda" else None)
-            self._origins[operation] = Origin(stream, stream.record_event())
-
-    def _perform(self, operation: Operation, number: int, site: str, eager: bool) -> Any:
-        task = partial(super()._perform, operation, number, site, eager)
-        return self._in_order(operation, task, eager)
-
-    def _deliver(
-        self, operation: Operation, peer: int, key: tuple[int, int], site: str, eager: bool
-    ) -> Any:
-        task = partial(super()._deliver, operation, peer, key, site, eager)
-        return self._in_order(operation, task, eager)
-
-    def _in_order(self, operation: Operation, task: Callable[[], Any], eager: bool) -> Any:
+    def _ordered(self, task: Callable[[], Any], eager: bool) -> Callable[[], Any]:
         """What is not eager runs in a thread of its own, which has other streams."""
-        origin = None if eager else self._origins.get(operation)
-        return task() if origin is None else self._on_worker(origin, task)
+        if eager or not torch.cuda.is_initialized():
+            return task
+        stream = torch.cuda.current_stream(self.device if self.device.type == "cuda" else None)
+        return partial(self._on_worker, Origin(stream, stream.record_event()), task)
 
     # Collectives ----------------------------------------------------------------------------
 
     def _all_reduce(self, payload: Payload, patience: Patience) -> None:
-        target = _given(payload.target)
+        target = payload.gotten
         if self._can_reduce(payload.op, target.dtype):
             options = _timed(dist.AllreduceOptions())
             options.reduceOp = _REDUCE_OPS[payload.op]
@@ -144,15 +142,20 @@ class ProcessGroupBackend(ProcessBackend):
             reduce_into(payload.op, self._slices(target, counts, patience), own)
             self._spread(target, counts, patience)
 
+    def _can_reduce(self, op: ReduceOp, dtype: torch.dtype) -> bool:
+        """Whether the process group's own arithmetic will do."""
+        native: Native = getattr(traits(dtype), self.name)
+        return native is Native.ALL or (native is Native.SUMS and op not in _EXTREMES)
+
     def _reduce(self, payload: Payload, patience: Patience) -> None:
-        source = _given(payload.source)
+        source = payload.given
         counts = split_sizes(source.numel(), self.size)
         own = torch.empty_like(source[: counts[self.rank]])
         reduce_into(payload.op, self._slices(source, counts, patience), own)
         self._collect(own, counts, payload.target, payload.root, patience)
 
     def _reduce_scatter(self, payload: Payload, patience: Patience) -> None:
-        source, target = _given(payload.source), _given(payload.target)
+        source, target = payload.given, payload.gotten
         reduce_into(payload.op, self._slices(source, payload.counts, patience), target)
 
     def _slices(self, source: Tensor, counts: Sequence[int], patience: Patience) -> list[Tensor]:
@@ -168,7 +171,7 @@ class ProcessGroupBackend(ProcessBackend):
         return torch.empty(numel, dtype=like.dtype, device=like.device)
 
     def _broadcast(self, payload: Payload, patience: Patience) -> None:
-        data = as_bytes(_given(payload.target))
+        data = as_bytes(payload.gotten)
         self._carry_one(lambda: self._start_broadcast(data, payload.root), patience)
 
     def _start_broadcast(self, data: Tensor, root: int) -> Work:
@@ -177,7 +180,7 @@ class ProcessGroupBackend(ProcessBackend):
         return self._group.broadcast([data], options)  # type: ignore[no-any-return]
 
     def _all_gather(self, payload: Payload, patience: Patience) -> None:
-        source, target = _given(payload.source), _given(payload.target)
+        source, target = payload.given, payload.gotten
         target.split(payload.counts)[self.rank].copy_(source)
         self._spread(target, payload.counts, patience)
 
@@ -193,7 +196,7 @@ class ProcessGroupBackend(ProcessBackend):
         self._carry(works(), patience)
 
     def _gather(self, payload: Payload, patience: Patience) -> None:
-        source = _given(payload.source)
+        source = payload.given
         self._collect(source, payload.counts, payload.target, payload.root, patience)
 
     def _collect(
@@ -214,7 +217,7 @@ class ProcessGroupBackend(ProcessBackend):
         self._swap(source, leaving, target, arriving, patience)
 
     def _scatter(self, payload: Payload, patience: Patience) -> None:
-        target = _given(payload.target)
+        target = payload.gotten
         leaving, arriving = [0] * self.size, [0] * self.size
         arriving[payload.root] = payload.counts[self.rank]
         source = payload.source
@@ -225,7 +228,7 @@ class ProcessGroupBackend(ProcessBackend):
         self._swap(source, leaving, target, arriving, patience)
 
     def _all_to_all(self, payload: Payload, patience: Patience) -> None:
-        source, target = _given(payload.source), _given(payload.target)
+        source, target = payload.given, payload.gotten
         self._swap(source, payload.counts, target, payload.arriving, patience)
 
     def _swap(
@@ -263,11 +266,6 @@ class ProcessGroupBackend(ProcessBackend):
 
     def _close_group(self, group: ProcessGroup) -> None:
         """Ends a process group of ours; where there is no more to it, its last user does."""
-
-
-def _given(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

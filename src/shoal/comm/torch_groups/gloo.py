@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,17 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.backend import WorldState
-from shoal.comm.bootstrap.store import Bootstrap, connect
-from shoal.comm.control.page.page import PageControl
+from shoal.comm.bootstrap.store import Bootstrap
+from shoal.comm.control.page.control import PageControl
 from shoal.comm.control.patience import Patience
-from shoal.comm.control.plane import Message
+from shoal.comm.control.plane import Control, Message
 from shoal.comm.operation import Payload
-from shoal.comm.operation.reduction import ReduceOp
+from shoal.comm.process_backend import by_host_memory
 from shoal.comm.torch_groups.base import NEVER, Origin, ProcessGroupBackend, as_bytes
-from shoal.comm.torch_groups.groups import Maker, ProcessGroup, find_group, link
+from shoal.comm.torch_groups.groups import Maker, ProcessGroup
 from shoal.comm.torch_groups.watchdog import Flight
 from shoal.errors import BackendUnavailableError
-from shoal.torch_support.dtypes import Native, traits
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
@@ -41,7 +38,6 @@ _SMALL_BYTES = 64 << 10
 # Fresh memory costs as much as what is done with it: up to here it is kept.
 _MAX_KEPT_BYTES = 64 << 20
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-_EXTREMES = (ReduceOp.MIN, ReduceOp.MAX)
 
 
 class GlooBackend(ProcessGroupBackend):
@@ -57,10 +53,6 @@ class GlooBackend(ProcessGroupBackend):
 
     name = "gloo"
     _kept = torch.empty(0, dtype=torch.uint8)
-
-    def _can_reduce(self, op: ReduceOp, dtype: torch.dtype) -> bool:
-        native = traits(dtype).gloo
-        return native is Native.ALL or (native is Native.SUMS and op not in _EXTREMES)
 
     def _spread(self, target: Tensor, counts: Sequence[int], patience: Patience) -> None:
         if target.nbytes > _SMALL_BYTES:
@@ -80,28 +72,15 @@ class GlooBackend(ProcessGroupBackend):
         return self._kept[:num_bytes].view(like.dtype)
 
     def _send(self, payload: Payload, message: Message, patience: Patience) -> None:
-        assert payload.source is not None
-        data = as_bytes(payload.source.cpu())
-        peer, tag = payload.root, _FIRST_TAG + message.ticket
+        data, peer, tag = as_bytes(payload.given), payload.root, _FIRST_TAG + message.ticket
         self._carry_one(lambda: self._group.send([data], peer, tag), patience, peer)
 
     def _recv(self, payload: Payload, message: Message, patience: Patience) -> None:
-        target = payload.target
-        assert target is not None
-        data = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
-        peer, tag = payload.root, _FIRST_TAG + message.ticket
-        self._carry_one(lambda: self._group.recv([as_bytes(data)], peer, tag), patience, peer)
-        if data is not target:
-            target.copy_(data)
+        data, peer, tag = as_bytes(payload.gotten), payload.root, _FIRST_TAG + message.ticket
+        self._carry_one(lambda: self._group.recv([data], peer, tag), patience, peer)
 
-    # Host memory ----------------------------------------------------------------------------
-
-    def _move(self, kind: str, payload: Payload, patience: Patience) -> None:
-        staged = _on_host(payload)
-        super()._move(kind, staged, patience)
-        if staged is not payload and payload.target is not None:
-            assert staged.target is not None
-            payload.target.copy_(staged.target)
+    def _mover(self, kind: str) -> Callable[..., None]:
+        return by_host_memory(super()._mover(kind))
 
     def _on_worker(self, origin: Origin, task: Callable[[], Any]) -> Any:
         with torch.cuda.stream(origin.stream):
@@ -146,40 +125,19 @@ def _await_end(works: Iterable[Work]) -> None:
             work.wait(_END_S)
 
 
-def _on_host(payload: Payload) -> Payload:
-    """The payload itself, or one in host memory in place of a GPU's."""
-    source, target = payload.source, payload.target
-    tensors = [tensor for tensor in (source, target) if tensor is not None]
-    if all(tensor.device.type == "cpu" for tensor in tensors):
-        return payload
-    staged = None if source is None else source.cpu()
-    if target is source:
-        return replace(payload, source=staged, target=staged)
-    into = None if target is None else torch.empty_like(target, device="cpu")
-    return replace(payload, source=staged, target=into)
-
-
 def connect_gloo(bootstrap: Bootstrap, state: WorldState) -> GlooBackend:
-    """The world's backend on this rank: over the script's own group, or one that is made."""
+    """The world's backend on this rank."""
     if not (dist.is_available() and dist.is_gloo_available()):
         raise BackendUnavailableError(
             "backend='gloo' needs a PyTorch that was built with Gloo; this one was not. Install "
             "one from pytorch.org, or use backend='shm' (one host) or 'mpi'."
         )
-    control = connect(bootstrap)
-    try:
-        found = find_group(dist.ProcessGroupGloo, "cpu", bootstrap)
-        maker = partial(_maker, isinstance(control, PageControl))
-        links = link(bootstrap, control, state.timeout, found, maker)
-        ranks = range(bootstrap.size)
-        group = links.connect_world()
-        return GlooBackend(state, control.channel(0, ranks), ranks, links, group)
-    except BaseException:
-        control.close()
-        raise
+    return GlooBackend.connect(bootstrap, state, dist.ProcessGroupGloo, "cpu", _maker)
 
 
-def _maker(is_one_host: bool, address: str) -> Maker:
+def _maker(control: Control, address: str) -> Maker:
+    is_one_host = isinstance(control, PageControl)
+
     def make(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
         kind: Any = dist.ProcessGroupGloo  # torch's types do not know its options
         options = kind._Options()

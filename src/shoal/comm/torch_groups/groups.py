@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shoal.comm.bootstrap.store import Bootstrap, StoreBootstrap, host_store
 from shoal.comm.control.addresses import LOOPBACK, own_address, settled_address
-from shoal.comm.control.page.page import PageControl
+from shoal.comm.control.page.control import PageControl
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Control
 from shoal.comm.torch_groups.watchdog import Flight, Watchdog
@@ -116,12 +116,8 @@ def link(
 ) -> Links:
     """What the groups of a new world need; every rank of it calls this.
 
-    Args:
-        bootstrap: Where the ranks met.
-        control: The world's control plane.
-        timeout: Seconds that making a process group may take.
-        found: A process group that the script made; it counts if every rank has one.
-        maker: From this host's address to what makes process groups.
+    A process group that the script made (``found``) counts if every rank has one. ``maker`` leads
+    from this host's address to what makes process groups.
     """
     is_one_host = isinstance(control, PageControl)
     address = LOOPBACK if is_one_host else own_address(bootstrap)

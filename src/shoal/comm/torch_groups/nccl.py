@@ -28,16 +28,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.backend import WorldState
-from shoal.comm.bootstrap.store import Bootstrap, connect, host_id
+from shoal.comm.bootstrap.store import Bootstrap
+from shoal.comm.control.connect import host_id
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Channel, Message
 from shoal.comm.operation import Payload
-from shoal.comm.operation.reduction import ReduceOp
 from shoal.comm.torch_groups.base import NEVER, Origin, ProcessGroupBackend, as_bytes
-from shoal.comm.torch_groups.groups import Links, Maker, ProcessGroup, find_group, link
+from shoal.comm.torch_groups.groups import Links, Maker, ProcessGroup
 from shoal.comm.torch_groups.watchdog import Flight
 from shoal.errors import BackendUnavailableError
-from shoal.torch_support.dtypes import Native, traits
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
@@ -60,7 +59,6 @@ class NCCLBackend(ProcessGroupBackend):
     """
 
     name = "nccl"
-    _is_through_at_once = False
 
     def __init__(
         self,
@@ -73,6 +71,7 @@ class NCCLBackend(ProcessGroupBackend):
         """``group`` connects the ranks; one rank alone needs none."""
         super().__init__(state, channel, ranks, links, group)
         self._device = local_device(links.control.rank)
+        self._coordination.is_through_at_once = False
         self._side: torch.cuda.Stream | None = None
         self._verdict: BaseException | None = None
         self._num_begun = self._coordination.num_settled
@@ -93,9 +92,6 @@ class NCCLBackend(ProcessGroupBackend):
 
     # Collectives ----------------------------------------------------------------------------
 
-    def _can_reduce(self, op: ReduceOp, dtype: torch.dtype) -> bool:
-        return traits(dtype).nccl is Native.ALL
-
     def _spread(self, target: Tensor, counts: Sequence[int], patience: Patience) -> None:
         if len(set(counts)) > 1:
             super()._spread(target, counts, patience)
@@ -107,14 +103,12 @@ class NCCLBackend(ProcessGroupBackend):
     # Messages -------------------------------------------------------------------------------
 
     def _send(self, payload: Payload, message: Message, patience: Patience) -> None:
-        assert payload.source is not None
-        data, peer = as_bytes(payload.source), payload.root
+        data, peer = as_bytes(payload.given), payload.root
         group = self._pair_group(message.ticket, self.rank, peer)
         self._carry_one(lambda: group.send([data], 1, 0), patience, peer)
 
     def _recv(self, payload: Payload, message: Message, patience: Patience) -> None:
-        assert payload.target is not None
-        data, peer = as_bytes(payload.target), payload.root
+        data, peer = as_bytes(payload.gotten), payload.root
         group = self._pair_group(message.ticket, peer, self.rank)
         self._carry_one(lambda: group.recv([data], 0, 0), patience, peer)
 
@@ -203,21 +197,12 @@ class NCCLBackend(ProcessGroupBackend):
 
 
 def connect_nccl(bootstrap: Bootstrap, state: WorldState) -> NCCLBackend:
-    """The world's backend on this rank: over the script's own group, or one that is made."""
+    """The world's backend on this rank."""
     _check_available()
     device = local_device(bootstrap.rank)
     _check_own_gpu(bootstrap, device)
-    control = connect(bootstrap)
-    try:
-        kind: Any = dist.ProcessGroupNCCL
-        found = find_group(kind, "cuda", bootstrap)
-        links = link(bootstrap, control, state.timeout, found, lambda _: _maker(kind, device))
-        ranks = range(bootstrap.size)
-        group = links.connect_world()
-        return NCCLBackend(state, control.channel(0, ranks), ranks, links, group)
-    except BaseException:
-        control.close()
-        raise
+    kind: Any = dist.ProcessGroupNCCL
+    return NCCLBackend.connect(bootstrap, state, kind, "cuda", lambda *_: _maker(kind, device))
 
 
 def _check_available() -> None:

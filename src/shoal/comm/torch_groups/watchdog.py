@@ -82,7 +82,6 @@ class Watchdog:
     """
 
     def __init__(self, control: Control) -> None:
-        """Starts with the first transfer."""
         self._control = control
         self._flights: set[Flight] = set()
         self._lock = threading.Lock()
@@ -96,7 +95,10 @@ class Watchdog:
             self._flights.add(flight)
             if not self._is_needed.is_set():
                 self._is_needed.set()
-                self._ensure_thread()
+                if self._thread is None:
+                    name = f"shoal-watchdog-{self._control.rank}"
+                    self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+                    self._thread.start()
 
     def release(self, flight: Flight) -> None:
         """The transfer needs no looking after any more."""
@@ -111,12 +113,6 @@ class Watchdog:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-
-    def _ensure_thread(self) -> None:
-        if self._thread is None:
-            name = f"shoal-watchdog-{self._control.rank}"
-            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-            self._thread.start()
 
     def _run(self) -> None:
         while not self._is_closed.wait(_LOOK_EVERY_S):

@@ -15,8 +15,7 @@ import torch
 
 from shoal.comm.backend import WorldState
 from shoal.comm.bootstrap.store import report_failure, store_for_one_host
-from shoal.comm.memory.backend import InMemoryBackend
-from shoal.comm.memory.simulator import Simulator
+from shoal.comm.memory.backend import InMemoryBackend, Simulator
 from shoal.comm.world import World, set_current
 from shoal.errors import DeadlineError
 from shoal.launch.function.call import WORKER, copy_call, encode_call

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from shoal.comm.backend import Backend
 from shoal.comm.bootstrap.connect import NAMES, connect_backend
 from shoal.comm.bootstrap.store import Bootstrap, StoreBootstrap, host_store, report_failure
-from shoal.comm.control.page.page import is_supported
+from shoal.comm.control.page.control import is_supported
 from shoal.comm.memory.backend import InMemoryBackend
 from shoal.comm.world import find_current
 from shoal.errors import BackendUnavailableError, LaunchError, MismatchError, PeerError

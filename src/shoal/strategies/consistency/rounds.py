@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 
 from shoal.comm import Backend
 from shoal.comm.operation import Barrier, Payload
-from shoal.comm.operation.header import Header
+from shoal.comm.operation.base import Header
 from shoal.strategies.consistency.progress import NUM_WORDS, Progress
 
 

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 
 from shoal.comm import Backend
-from shoal.comm.operation.header import spec
+from shoal.comm.operation.base import spec
 from shoal.errors import MismatchError, ShoalError
 
 

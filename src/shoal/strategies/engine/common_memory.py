@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shoal.comm import Backend
 from shoal.comm.operation import Barrier
-from shoal.comm.operation.header import Header
+from shoal.comm.operation.base import Header
 from shoal.errors import MismatchError
 from shoal.torch_support.memory import PrivateView, of_dtype
 

@@ -27,7 +27,7 @@ from shoal.strategies.gradients.model_gradients import ModelGradients
 from shoal.strategies.layers.buffers import share_buffers
 from shoal.strategies.layers.precision import Precision
 from shoal.strategies.settings import Ownership, Ranks, Settings, Sharding
-from shoal.system.allocator import keep_freed_memory
+from shoal.system.libc import keep_freed_memory
 
 
 class Engine:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm import Backend
-from shoal.comm.accounting.ledger import Account
+from shoal.comm.accounting import Account
 from shoal.sharding.layout import GroupLayout
 from shoal.strategies.engine.absent import AbsentParameter
 from shoal.strategies.engine.changes import Changes

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm import Backend
-from shoal.comm.accounting.ledger import Account
+from shoal.comm.accounting import Account
 from shoal.strategies.engine.flat_group import FlatGroup
 
 # Of how many buffers a group remembers the views.

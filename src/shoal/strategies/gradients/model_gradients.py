@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shoal.comm import Backend
 from shoal.comm.operation import Barrier
-from shoal.comm.operation.header import Header
+from shoal.comm.operation.base import Header
 from shoal.errors import MismatchError, ShoalError
 from shoal.strategies.gradients.clipping import clip_norm
 from shoal.strategies.gradients.group_gradients import GroupGradients

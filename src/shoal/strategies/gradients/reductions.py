@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from shoal.comm import Backend
 from shoal.comm.operation import AllReduce, Operation, Payload, ReduceScatter
-from shoal.comm.operation.header import Header
+from shoal.comm.operation.base import Header
 from shoal.strategies.consistency.progress import FrozenParameters, Progress
 from shoal.strategies.consistency.rounds import Round, Vote
 

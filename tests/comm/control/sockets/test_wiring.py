@@ -15,12 +15,12 @@ import pytest
 from control_worlds import TIMEOUT_S, ThreadBootstrap, on_all
 from shoal.comm.control import addresses
 from shoal.comm.control.addresses import ADDRESS_VARIABLE
-from shoal.comm.control.sockets import handshake, wiring
-from shoal.comm.control.sockets.handshake import HandshakeError, Steps
+from shoal.comm.control.sockets import wiring
 from shoal.comm.control.sockets.sockets import SocketControl
+from shoal.comm.control.sockets.wiring import HandshakeError, Steps
 from shoal.errors import ShoalError
 
-KEY, OTHER_KEY = handshake.make_key("token", ""), handshake.make_key("token", "secret")
+KEY, OTHER_KEY = wiring.make_key("token", ""), wiring.make_key("token", "secret")
 _PLACES_ROUND = 2
 
 
@@ -42,26 +42,26 @@ def _returned(talk: Steps, data: bytes) -> int:
 
 
 def test_two_ranks_with_the_key_meet() -> None:
-    assert shake(handshake.call(KEY, 3, 1), handshake.answer(KEY, 1, 4)) == (1, 3)
+    assert shake(wiring.call(KEY, 3, 1), wiring.answer(KEY, 1, 4)) == (1, 3)
 
 
 def test_the_called_must_know_the_key() -> None:
     with pytest.raises(HandshakeError, match="does not know"):
-        shake(handshake.call(KEY, 3, 1), handshake.answer(OTHER_KEY, 1, 4))
+        shake(wiring.call(KEY, 3, 1), wiring.answer(OTHER_KEY, 1, 4))
 
 
 def test_the_caller_must_know_the_key() -> None:
-    called = handshake.answer(KEY, 1, 4)
+    called = wiring.answer(KEY, 1, 4)
     next(called)
-    hello, _ = next(handshake.call(OTHER_KEY, 3, 1))
+    hello, _ = next(wiring.call(OTHER_KEY, 3, 1))
     reply, _ = called.send(hello)
     with pytest.raises(HandshakeError, match="does not know"):
         called.send(reply[32:])  # the called's own proof, sent back
 
 
 def test_a_proof_is_good_for_one_handshake_only() -> None:
-    caller = handshake.call(KEY, 3, 1)
-    called, again = handshake.answer(KEY, 1, 4), handshake.answer(KEY, 1, 4)
+    caller = wiring.call(KEY, 3, 1)
+    called, again = wiring.answer(KEY, 1, 4), wiring.answer(KEY, 1, 4)
     hello, _ = next(caller)
     next(called)
     next(again)
@@ -74,11 +74,11 @@ def test_a_proof_is_good_for_one_handshake_only() -> None:
 @pytest.mark.parametrize(("rank", "peer"), [(1, 1), (0, 1), (4, 1), (3, 2)])
 def test_a_rank_that_has_no_business_calling_is_refused(rank: int, peer: int) -> None:
     with pytest.raises(HandshakeError, match="means another rank"):
-        shake(handshake.call(KEY, rank, peer), handshake.answer(KEY, 1, 4))
+        shake(wiring.call(KEY, rank, peer), wiring.answer(KEY, 1, 4))
 
 
 def test_token_and_secret_do_not_run_into_each_other() -> None:
-    assert handshake.make_key("ab", "c") != handshake.make_key("a", "bc")
+    assert wiring.make_key("ab", "c") != wiring.make_key("a", "bc")
 
 
 # Strangers ------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def is_dropped(stranger: socket.socket) -> bool:
 
 
 def say_hello(key: bytes) -> bytes:
-    return next(handshake.call(key, 1, 0))[0]
+    return next(wiring.call(key, 1, 0))[0]
 
 
 def test_strangers_are_dropped_and_hold_nobody_up() -> None:
@@ -176,8 +176,8 @@ def test_a_stranger_who_says_nothing_is_dropped_while_others_are_awaited(
 
 def test_ranks_with_different_secrets_refuse_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     secrets = iter([b"one", b"two"])
-    make_key = handshake.make_key
-    monkeypatch.setattr(handshake, "make_key", lambda token, _: make_key(token, str(next(secrets))))
+    make_key = wiring.make_key
+    monkeypatch.setattr(wiring, "make_key", lambda token, _: make_key(token, str(next(secrets))))
     for error in failures_of_connecting(2):
         assert "SHOAL_TOKEN must have the same value" in str(error)
 

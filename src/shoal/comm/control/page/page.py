@@ -1,10 +1,4 @@
-"""The control plane between ranks of one host: a page of memory that all of them map.
-
-[Note: memory order]
-Ranks publish by writing data and then a counter, and read the counter before the data.
-Nothing in Python fences memory, so this is right only where the processor keeps stores in
-order and loads in order. x86 does; ARM does not, and there the page refuses to start.
-No step relies on a store being seen before a later load (the one order x86 gives up).
+"""The page of memory that the ranks of one host share: what is where, and a group's side of it.
 
 [Note: the ring of headers]
 A rank writes the header of operation n at index n % RING. Ranks that carry out one operation
@@ -16,152 +10,97 @@ ranks are done with n - RING, so no rank reads a header while it is rewritten.
 
 from __future__ import annotations
 
+import mmap
 import os
-import platform
-import time
+import struct
+import threading
 from collections.abc import Iterator, Sequence
-from functools import lru_cache, partial
+from functools import partial
 
-from shoal.comm.control.page.memory import LINE, MAX_GROUPS, MESSAGES, RING, WORD, Page
-from shoal.comm.control.page.message import ANSWERED, FREE, OFFERED, PageMessage
-from shoal.comm.control.page.process_watch import DeathWatch, spent_if_stopped
 from shoal.comm.control.patience import Patience
-from shoal.comm.control.plane import Channel, Control, Failure
-from shoal.errors import BackendUnavailableError, ShoalError
+from shoal.comm.control.plane import Channel, Message
+from shoal.errors import ShoalError
 
-_JOINING, _RUNNING, _LEFT, _FAILED = range(4)
-# Words of a rank's row in the roster; texts follow them.
-_PID, _STATE, _FAILED_AT, _CULPRIT, _IS_ECHO = range(5)
-_WHERE_AT, _WHERE_BYTES = 64, 960
-_REASON_AT, _REASON_BYTES = 1024, 7168
-_STOPPED_FOR_S = 1.0
-_LOOK_FOR_DEATHS_EVERY_S = 0.01
+LINE = 64
+WORD = 8
+MAX_GROUPS = 1024
+RING = 8  # headers that a rank keeps in each group, see [Note: the ring of headers]
+MESSAGES = 256
+MESSAGE_HEADER = 768
+_ROSTER_ROW = 8192
+_LENGTH = struct.Struct("<I")
+FREE, CLAIMED, OFFERED, ANSWERED, FINISHED = range(5)
 
 
-class PageControl(Control):
-    """The control plane of a world whose ranks are processes of one host."""
+class PageLayout:
+    """Where things are on the page of a world of ``size`` ranks. Untouched parts cost nothing."""
 
-    def __init__(
-        self, page: Page, rank: int, pids: Sequence[int], *, ranks_read_directly: bool = False
-    ) -> None:
-        """``pids`` are the processes of all ranks, by rank.
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.header_bytes = 1024 + 16 * size
+        self.channel_row = 2 * LINE + RING * self.header_bytes
+        self.channel_row += -self.channel_row % LINE
+        self._message_row = LINE + 2 * MESSAGE_HEADER
+        self._roster = LINE
+        self._channels = self._roster + size * _ROSTER_ROW
+        self._states = self._channels + MAX_GROUPS * size * self.channel_row
+        self._messages = self._states + size * size * MESSAGES * WORD
+        self.total_bytes = self._messages + size * size * MESSAGES * self._message_row
 
-        ``ranks_read_directly`` if each can read the others' memory, see `process_memory.py`.
-        """
-        self.rank, self.size = rank, len(pids)
-        self._page = page
-        self.pids = pids
-        self.ranks_read_directly = ranks_read_directly
-        self._words = page.words
-        self._row = page.layout.roster(rank)
-        self._death = DeathWatch({pid: peer for peer, pid in enumerate(pids) if pid != os.getpid()})
-        self._next_look_for_deaths = 0.0
-        self._stopped: dict[int, tuple[float, bytes]] = {}
-        self._is_closed = False
-        self._noted = ""
-        self._words[self._row // WORD + _PID] = os.getpid()
-        self._set_state(_RUNNING)
+    def roster(self, rank: int) -> int:
+        """Offset of a rank's row of the roster."""
+        return self._roster + rank * _ROSTER_ROW
 
-    def _set_state(self, state: int) -> None:
-        self._words[self._row // WORD + _STATE] = state
+    def channel(self, group_id: int, rank: int) -> int:
+        """Offset of a rank's row in a group's channel."""
+        return self._channels + (group_id * self.size + rank) * self.channel_row
 
-    def channel(self, group_id: int, ranks: Sequence[int]) -> PageChannel:
-        """A row per member in the channel area; no communication needed."""
-        if group_id >= MAX_GROUPS:
+    def message(self, source: int, destination: int, index: int) -> int:
+        """Offset of one of the open messages from one rank to another."""
+        box = source * self.size + destination
+        return self._messages + (box * MESSAGES + index) * self._message_row
+
+    def message_states(self, source: int, destination: int) -> int:
+        """Offset of the states of all these messages, side by side: they are searched often."""
+        return self._states + (source * self.size + destination) * MESSAGES * WORD
+
+
+class Page:
+    """The mapped memory: words that are counters and flags, and texts between them."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        """Maps the file; the descriptor stays the caller's."""
+        self.layout = PageLayout(size)
+        self._map = mmap.mmap(fd, self.layout.total_bytes)
+        self.words = memoryview(self._map).cast("Q")
+        self.lock = threading.Lock()
+
+    @staticmethod
+    def create(size: int) -> int:
+        """A new anonymous file of the right size; it vanishes with its last user."""
+        fd = os.memfd_create("shoal-control")
+        os.ftruncate(fd, PageLayout(size).total_bytes)
+        return fd
+
+    def write(self, offset: int, data: bytes, capacity: int) -> None:
+        """Writes a text that must fit."""
+        if len(data) + 4 > capacity:
             raise ShoalError(
-                f"this world has made {MAX_GROUPS} groups, which is all there is room for: "
-                "make groups once and keep them instead of making them in a loop"
+                f"an operation's header takes {len(data)} bytes where {capacity - 4} fit: "
+                "a tensor with this many dimensions or split sizes cannot be described"
             )
-        return PageChannel(self._page, group_id, ranks, self.rank)
+        self._map[offset : offset + 4 + len(data)] = _LENGTH.pack(len(data)) + data
 
-    def publish(self, failure: Failure) -> None:
-        """Writes the failure into this rank's row, then raises the world's alarm."""
-        self._record(self.rank, failure)
-
-    def _record(self, reporter: int, failure: Failure) -> None:
-        if self._is_closed:
-            return
-        row = self._page.layout.roster(reporter)
-        word = row // WORD
-        if self._words[word + _STATE] == _FAILED:
-            return
-        reason = failure.reason.encode(errors="replace")[: _REASON_BYTES - 4]
-        self._page.write(row + _REASON_AT, reason, _REASON_BYTES)
-        self._words[word + _FAILED_AT] = failure.time_ns
-        self._words[word + _CULPRIT] = failure.rank
-        self._words[word + _IS_ECHO] = failure.is_echo
-        self._words[word + _STATE] = _FAILED
-        self._words[0] = 1
-
-    def failure(self) -> Failure | None:
-        """The first failure; deaths of ranks are recorded here."""
-        now = time.monotonic()
-        if now >= self._next_look_for_deaths:
-            self._next_look_for_deaths = now + _LOOK_FOR_DEATHS_EVERY_S
-            self._record_deaths()
-        if not self._words[0]:
-            return None
-        failures = [self._read_failure(rank) for rank in range(self.size)]
-        known = [failure for failure in failures if failure is not None]
-        return min(known, key=lambda failure: (failure.is_echo, failure.time_ns), default=None)
-
-    def _record_deaths(self) -> None:
-        for rank in self._death.died():
-            if self._state(rank) not in (_LEFT, _FAILED):
-                reason = f"its process (pid {self.pids[rank]}) died without an exception"
-                self._record(rank, Failure(rank, reason, time.monotonic_ns()))
-
-    def _state(self, rank: int) -> int:
-        return self._words[self._page.layout.roster(rank) // WORD + _STATE]
-
-    def _read_failure(self, reporter: int) -> Failure | None:
-        row = self._page.layout.roster(reporter)
-        word = row // WORD
-        if self._words[word + _STATE] != _FAILED:
-            return None
-        reason = self._page.read(row + _REASON_AT).decode(errors="replace")
-        culprit, is_echo = self._words[word + _CULPRIT], bool(self._words[word + _IS_ECHO])
-        return Failure(culprit, reason, self._words[word + _FAILED_AT], is_echo)
-
-    def absence(self, rank: int) -> str | None:
-        """A rank that left, or whose process has been stopped for more than a moment."""
-        if self._state(rank) == _LEFT:
-            return "it has left: it returned without taking part"
-        spent = spent_if_stopped(self.pids[rank])
-        if spent is None:
-            self._stopped.pop(rank, None)
-            return None
-        now = time.monotonic()
-        since, spent_then = self._stopped.get(rank, (now, spent))
-        if spent != spent_then:  # it has run in the meantime: this is another stop
-            since = now
-        self._stopped[rank] = (since, spent)
-        if now - since < _STOPPED_FOR_S:
-            return None
-        return f"its process (pid {self.pids[rank]}) is stopped (SIGSTOP or a debugger)"
-
-    def note(self, where: str) -> None:
-        """Writes into this rank's row."""
-        if where != self._noted:  # most of what a rank does it does again and again
-            self._noted = where
-            self._page.write(self._row + _WHERE_AT, _clipped(where), _WHERE_BYTES)
-
-    def whereabouts(self, rank: int) -> str:
-        """Reads from the other's row; it may be writing, so this is a hint only."""
-        data = self._page.read(self._page.layout.roster(rank) + _WHERE_AT)
-        return data.decode(errors="replace") or "its own code, before any operation"
-
-    def leave(self) -> None:
-        """Marks this rank as gone, unless it failed."""
-        if not self._is_closed and self._state(self.rank) != _FAILED:
-            self._set_state(_LEFT)
+    def read(self, offset: int) -> bytes:
+        """Reads a text."""
+        start = offset + 4
+        (length,) = _LENGTH.unpack(self._map[offset:start])
+        return self._map[start : start + length]
 
     def close(self) -> None:
-        """Closes the death watch and unmaps the page."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._death.close()
-            self._page.close()
+        """Unmaps the memory; twice is fine."""
+        self.words.release()
+        self._map.close()
 
 
 class PageChannel(Channel):
@@ -298,20 +237,64 @@ class PageChannel(Channel):
         return None
 
 
-@lru_cache(maxsize=1024)
-def _clipped(where: str) -> bytes:
-    return where.encode(errors="replace")[: _WHERE_BYTES - 4]
+class PageMessage(Message):
+    """One open message between two ranks: a state word, a key and two headers."""
 
+    def __init__(self, page: Page, pair: tuple[int, int], index: int, *, is_sender: bool) -> None:
+        """``pair`` is sender and receiver as world ranks."""
+        self.ticket = index
+        self._page, self._words = page, page.words
+        self._offset = page.layout.message(*pair, index)
+        self._key = self._offset // WORD
+        self._state = page.layout.message_states(*pair) // WORD + index
+        self._is_sender = is_sender
+        self._receiver = pair[1]
 
-def is_supported() -> bool:
-    """Whether a control page works here: see [Note: memory order]."""
-    return platform.system() == "Linux" and platform.machine() in ("x86_64", "AMD64")
+    def claim(self) -> bool:
+        """Takes the entry if it is free. Only threads of the sender compete for it."""
+        with self._page.lock:
+            is_free = self._words[self._state] == FREE
+            if is_free:
+                self._words[self._state] = CLAIMED
+        return is_free
 
+    def write_offer(self, key: tuple[int, int, int], header: bytes) -> None:
+        """Shows the receiver key and header."""
+        for word, part in enumerate(key):
+            self._words[self._key + word] = part
+        self._page.write(self._offset + LINE, header, MESSAGE_HEADER)
+        self._words[self._state] = OFFERED
 
-def check_platform() -> None:
-    """Raises where a control page cannot work."""
-    if not is_supported():
-        raise BackendUnavailableError(
-            f"shared memory between ranks needs Linux on x86-64; this is {platform.system()} on "
-            f"{platform.machine()}. Use backend='gloo' (processes) or backend='memory' (threads)."
-        )
+    def is_offer_of(self, key: tuple[int, int, int]) -> bool:
+        """Whether this is the message the receiver looks for."""
+        words = self._words
+        return words[self._state] == OFFERED and tuple(words[self._key : self._key + 3]) == key
+
+    def write_answer(self, header: bytes) -> None:
+        """Shows the sender our header; from here on both know both."""
+        self.theirs = self._page.read(self._offset + LINE)
+        self._page.write(self._offset + LINE + MESSAGE_HEADER, header, MESSAGE_HEADER)
+        self._words[self._state] = ANSWERED
+
+    def has_reached(self, state: int) -> bool:
+        """Whether the other side has moved the message on that far."""
+        return bool(self._words[self._state] >= state)
+
+    def await_state(self, state: int, patience: Patience, peer: int) -> None:
+        """Waits until the other side has moved the message on."""
+        while self._words[self._state] < state:
+            patience.pause(lambda: [peer] if self._words[self._state] < state else [])
+        self.theirs = self._page.read(self._offset + LINE + MESSAGE_HEADER)
+
+    def finish(self, patience: Patience) -> None:
+        """The receiver marks it finished; the sender then frees the entry."""
+        if self._is_sender:
+            self.await_state(FINISHED, patience, self._receiver)
+            self._words[self._state] = FREE
+        else:
+            self._words[self._state] = FINISHED
+
+    def abandon(self) -> None:
+        """The sender frees the entry; the receiver has read what it needs."""
+        if self._is_sender:
+            self._words[self._state] = FREE

@@ -8,11 +8,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from shoal.comm.control.sockets.connection import Connection, ConnectionEndedError
 from shoal.comm.control.sockets.frames import FrameError
 from shoal.system.deadline import wait_until
+
+if TYPE_CHECKING:
+    from shoal.comm.control.sockets.sockets import SocketControl
 
 _BEAT_EVERY_S = 1.0
 # How long `close` gives the peers to take our last words and hang up too.
@@ -20,31 +23,15 @@ _LINGER_S = 1.0
 _FLUSH_POLL_S = 0.001
 
 
-class FrameHandler(Protocol):
-    """What the reader reports to."""
-
-    def hear(self, rank: int, kind: int, body: bytes) -> None:
-        """A frame has come in; raises `FrameError` if it makes no sense."""
-
-    def lose(self, rank: int, reason: str) -> None:
-        """A peer will not be heard of any more."""
-
-    def heartbeat(self) -> bytes:
-        """A frame that says that we live."""
-
-    def give_up(self, reason: str) -> None:
-        """The reader itself has failed: nothing will be heard of anybody."""
-
-
 class Reader:
     """Reads, in a thread of its own, and sends what the peers' sockets did not take at once."""
 
     def __init__(
-        self, connections: Iterable[Connection], handler: FrameHandler, name: str, silence_s: float
+        self, connections: Iterable[Connection], control: SocketControl, name: str, silence_s: float
     ) -> None:
         """A peer that has said nothing for ``silence_s`` is lost."""
         self._open = set(connections)
-        self._handler = handler
+        self._control = control
         self._silence_s = silence_s
         self._beat_every_s = min(_BEAT_EVERY_S, silence_s / 4)
         self._beat_at = self._turned_at = time.monotonic()
@@ -95,7 +82,7 @@ class Reader:
             while not self._is_through():
                 self._turn()
         except Exception as error:
-            self._handler.give_up(f"its control thread failed: {error!r}")
+            self._control.give_up(f"its control thread failed: {error!r}")
         finally:
             for connection in self._open:
                 connection.close()
@@ -143,7 +130,7 @@ class Reader:
     def _listen(self, connection: Connection) -> None:
         try:
             for kind, body in connection.receive():
-                self._handler.hear(connection.rank, kind, body)
+                self._control.hear(connection.rank, kind, body)
         except ConnectionEndedError as end:
             self._end(connection, str(end))
         except FrameError as error:
@@ -155,13 +142,13 @@ class Reader:
         self._selector.unregister(connection)
         self._open.discard(connection)
         connection.close()
-        self._handler.lose(connection.rank, reason)
+        self._control.lose(connection.rank, reason)
 
     def _beat(self, now: float) -> None:
         if now < self._beat_at:
             return
         self._beat_at = now + self._beat_every_s
-        frame = self._handler.heartbeat()
+        frame = self._control.heartbeat()
         for connection in self._open:
             # What could not be sent yet will show that we live as soon as the peer reads it.
             if not connection.has_rest and not connection.send(frame):
@@ -175,7 +162,7 @@ class Reader:
             if was_away:  # this process did not run: what looks like their silence was ours
                 connection.heard_at = now
             elif now - connection.heard_at > self._silence_s:
-                self._handler.lose(connection.rank, f"silent for {self._silence_s:g} s")
+                self._control.lose(connection.rank, f"silent for {self._silence_s:g} s")
 
     def _hang_up(self) -> None:
         for connection in self._open:

@@ -28,9 +28,8 @@ from typing import TYPE_CHECKING
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Control, Failure
 from shoal.comm.control.sockets import frames
-from shoal.comm.control.sockets.channel import SocketChannel, SocketMessage, Tickets
+from shoal.comm.control.sockets.channel import Inbox, SocketChannel, SocketMessage, Tickets
 from shoal.comm.control.sockets.connection import Connection
-from shoal.comm.control.sockets.inbox import Inbox
 from shoal.comm.control.sockets.reader import Reader
 from shoal.comm.control.sockets.wiring import TOKEN_VARIABLE, connect_all
 from shoal.errors import ShoalError

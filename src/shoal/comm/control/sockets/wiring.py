@@ -3,24 +3,35 @@
 Each rank listens, tells the others where, calls every lower rank and answers every higher one.
 All of that goes on at once in one loop, so a stranger that connects and says nothing delays no
 rank: it is dropped when its time is up. The listener is closed once all ranks are connected.
+
+[Note: the handshake]
+Two ranks prove to each other who they are before they talk. Both know a key and never show it. The
+caller says its rank and a random number; the called answers with a random number of its own and a
+proof that it knows the key; the caller returns its proof. A proof covers both random numbers, both
+ranks and the side that makes it, so nothing that was overheard, or said by the other side, can be
+used again. The two sides are generators that know nothing of sockets: each yields what to send and
+how many bytes it then needs, is sent those bytes, and returns the peer's rank. `Handshake` runs one
+of them over a socket.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import hashlib
+import hmac
 import json
 import logging
 import os
 import secrets
 import selectors
 import socket
+import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.comm.control.addresses import ADDRESS_VARIABLE, own_address, settled_address
-from shoal.comm.control.sockets import handshake
-from shoal.comm.control.sockets.handshake import Handshake, HandshakeError
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
@@ -32,6 +43,12 @@ logger = logging.getLogger("shoal")
 CONNECT_S = 30.0
 ANSWER_S = 5.0
 TOKEN_VARIABLE = "SHOAL_TOKEN"
+Steps = Generator[tuple[bytes, int], bytes, int]
+
+_MAGIC = b"shoal\0\0\1"
+_HELLO = struct.Struct("<8sII32s")
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
 
 
 class Address(NamedTuple):
@@ -66,7 +83,7 @@ def _exchange_key(bootstrap: Bootstrap) -> tuple[str, bytes]:
         mine["token"] = secrets.token_hex(32)
     everybody = [json.loads(data) for data in bootstrap.all_gather(json.dumps(mine).encode())]
     host = settled_address(mine["host"], [each["host"] for each in everybody])
-    return host, handshake.make_key(everybody[0]["token"], os.environ.get(TOKEN_VARIABLE, ""))
+    return host, make_key(everybody[0]["token"], os.environ.get(TOKEN_VARIABLE, ""))
 
 
 def _listen(host: str, size: int) -> socket.socket:
@@ -84,7 +101,7 @@ def _listen(host: str, size: int) -> socket.socket:
 
 def _exchange_addresses(bootstrap: Bootstrap, listener: socket.socket, key: bytes) -> list[Address]:
     host, port = listener.getsockname()[:2]
-    mine = Address(host, port, handshake.fingerprint(key))
+    mine = Address(host, port, fingerprint(key))
     encoded = bootstrap.all_gather(json.dumps(mine).encode())
     addresses = [Address(*json.loads(data)) for data in encoded]
     others = [
@@ -163,7 +180,7 @@ class _Wiring:
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setblocking(False)
-        steps = handshake.call(self._key, self._rank, peer)
+        steps = call(self._key, self._rank, peer)
         name = f"rank {peer} at {address.host} port {address.port}"
         attempt = Handshake(sock, steps, name, self._deadline, is_call=True)
         self._under_way.add(attempt)
@@ -178,7 +195,7 @@ class _Wiring:
         except OSError:  # it has gone again, or descriptors are short: others may fare better
             return
         sock.setblocking(False)
-        steps = handshake.answer(self._key, self._rank, self._size)
+        steps = answer(self._key, self._rank, self._size)
         name = f"{address[0]} port {address[1]}"
         attempt = Handshake(sock, steps, name, time.monotonic() + ANSWER_S, is_call=False)
         self._under_way.add(attempt)
@@ -215,3 +232,108 @@ class _Wiring:
     def _forget(self, attempt: Handshake) -> None:
         self._selector.unregister(attempt.socket)
         self._under_way.discard(attempt)
+
+
+# See [Note: the handshake] ----------------------------------------------------------------------
+
+
+class HandshakeError(Exception):
+    """The other side is not who it should be."""
+
+
+def make_key(token: str, secret: str) -> bytes:
+    """The key of a world: ``token`` is the run's own, ``secret`` what the user added."""
+    return hashlib.sha256(f"{len(token)}:{token}{secret}".encode()).digest()
+
+
+def fingerprint(key: bytes) -> str:
+    """Lets ranks see that their keys are the same."""
+    return _prove(key, b"fingerprint", b"").hex()
+
+
+def call(key: bytes, rank: int, peer: int) -> Steps:
+    """The side of ``rank``, which has connected to ``peer``."""
+    hello = _HELLO.pack(_MAGIC, rank, peer, secrets.token_bytes(_NONCE_BYTES))
+    reply = yield hello, _NONCE_BYTES + _PROOF_BYTES
+    nonce, proof = reply[:_NONCE_BYTES], reply[_NONCE_BYTES:]
+    _check(proof, _prove(key, b"called", hello + nonce))
+    yield _prove(key, b"caller", hello + nonce), 0
+    return peer
+
+
+def answer(key: bytes, rank: int, size: int) -> Steps:
+    """The side of ``rank``, to which another has connected."""
+    hello = yield b"", _HELLO.size
+    magic, caller, called, _ = _HELLO.unpack(hello)
+    if magic != _MAGIC or called != rank or not rank < caller < size:
+        raise HandshakeError("it speaks another language or means another rank")
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    reply = nonce + _prove(key, b"called", hello + nonce)
+    proof = yield reply, _PROOF_BYTES
+    _check(proof, _prove(key, b"caller", hello + nonce))
+    return int(caller)
+
+
+def _prove(key: bytes, side: bytes, transcript: bytes) -> bytes:
+    return hmac.digest(key, side + b"\0" + transcript, "sha256")
+
+
+def _check(proof: bytes, expected: bytes) -> None:
+    if not hmac.compare_digest(proof, expected):
+        raise HandshakeError("it does not know this run's key")
+
+
+class Handshake:
+    """One handshake under way, over one socket that never blocks."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        steps: Steps,
+        name: str,
+        deadline: float,
+        *,
+        is_call: bool,
+    ) -> None:
+        """``name`` says who is at the other end; ``is_call`` whether it was us who connected."""
+        self.socket, self.name, self.deadline, self.is_call = sock, name, deadline, is_call
+        self._steps = steps
+        self._is_begun = False
+        self._wanted = 0
+        self._received = b""
+
+    def go_on(self) -> int | None:
+        """Does what can be done now; returns the peer's rank once it is proven."""
+        try:
+            if not self._is_begun:
+                self._begin()
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    self._receive()
+        except StopIteration as end:
+            return int(end.value)
+        return None
+
+    def _begin(self) -> None:
+        code = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, os.strerror(code))
+        self._is_begun = True
+        self._send(next(self._steps))
+
+    def _receive(self) -> None:
+        """Never more than was asked for: what follows is for the connection to read."""
+        missing = self._wanted - len(self._received)
+        data = self.socket.recv(missing) if missing else b""
+        if missing and not data:
+            raise HandshakeError("it hung up")
+        self._received += data
+        if len(self._received) == self._wanted:
+            received, self._received = self._received, b""
+            self._send(self._steps.send(received))
+
+    def _send(self, step: tuple[bytes, int]) -> None:
+        data, self._wanted = step
+        # A hundred bytes always fit into the buffer of a new socket.
+        if self.socket.send(data) != len(data):
+            raise HandshakeError("it does not listen")

@@ -1,4 +1,4 @@
-"""Operations whose result has the shape of the input, and the barrier."""
+"""Operations on whole tensors: reductions in place, broadcasts and messages; and the barrier."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoal.comm.operation.base import Operation, Payload
-from shoal.comm.operation.flat import flatten, write_back
-from shoal.comm.operation.header import Header, mismatch, spec
+from shoal.comm.operation.base import (
+    Header,
+    Operation,
+    Payload,
+    are_alike,
+    decode_spec,
+    encode_spec,
+    flatten,
+    make_like,
+    mismatch,
+    spec,
+    write_back,
+)
 from shoal.comm.operation.reduction import ReduceOp, check_dtype
-from shoal.comm.operation.specification import are_alike, decode_spec, encode_spec, make_like
 
 
 class Barrier(Operation):
@@ -47,7 +56,6 @@ class AllReduce(_InPlace):
     kind = "all_reduce"
 
     def __init__(self, tensor: Tensor, op: ReduceOp) -> None:
-        """Checks that the reduction makes sense for the dtype."""
         check_dtype(op, tensor.dtype)
         super().__init__(tensor)
         self._op = op
@@ -64,7 +72,6 @@ class Reduce(_InPlace):
     kind = "reduce"
 
     def __init__(self, tensor: Tensor, op: ReduceOp, root: int, is_root: bool) -> None:
-        """Checks that the reduction makes sense for the dtype."""
         check_dtype(op, tensor.dtype)
         super().__init__(tensor)
         self._op, self._root, self._is_root = op, root, is_root
@@ -134,3 +141,61 @@ def _shown(header: Header) -> str:
         return header.signature
     dtype, shape = decode_spec(header.meta)
     return f"{header.signature} of {spec(dtype, shape)}"
+
+
+class Send(Operation):
+    """One rank's half of a message."""
+
+    kind = "send"
+
+    def __init__(self, tensor: Tensor, peer: int, tag: int) -> None:
+        """The peer must receive a tensor of the same shape and dtype."""
+        self.source = flatten(tensor)
+        self.meta = encode_spec(tensor)
+        shape = spec(tensor.dtype, tuple(tensor.shape))
+        self.signature = f"send({shape}, dst={peer}{_tagged(tag)})"
+        self._peer = peer
+
+    def prepare(self, headers: Sequence[Header], rank: int) -> Payload:
+        """The tensor, towards the peer."""
+        assert self.source is not None
+        return Payload(source=self.source, root=self._peer, total=self.source.numel())
+
+    def result(self) -> None:
+        """A send has no result."""
+
+
+class Receive(Operation):
+    """The other half: a tensor to fill, or none to take what comes."""
+
+    kind = "recv"
+
+    def __init__(self, tensor: Tensor | None, peer: int, tag: int, device: torch.device) -> None:
+        """Without a tensor, one like the sender's is made."""
+        self._tensor, self._peer, self._device = tensor, peer, device
+        self.meta = () if tensor is None else encode_spec(tensor)
+        shown = "anything" if tensor is None else spec(tensor.dtype, tuple(tensor.shape))
+        self.signature = f"recv({shown}, src={peer}{_tagged(tag)})"
+
+    def prepare(self, headers: Sequence[Header], rank: int) -> Payload:
+        """A tensor for what the sender's header promises. ``headers`` is the sender's alone."""
+        if self._tensor is None:
+            self._tensor = make_like(headers[0].meta, self._device)
+        self._target = flatten(self._tensor)
+        return Payload(target=self._target, root=self._peer, total=self._target.numel())
+
+    def result(self) -> Tensor:
+        """The tensor, now as it was sent."""
+        assert self._tensor is not None
+        write_back(self._target, self._tensor)
+        return self._tensor
+
+
+def _tagged(tag: int) -> str:
+    return f", tag={tag}" if tag else ""
+
+
+def check_message(sent: Header, received: Header, ranks: tuple[int, int]) -> None:
+    """Raises on both sides unless the receiver's tensor is like the sender's."""
+    if received.meta and not are_alike(received.meta, sent.meta):
+        raise mismatch([sent, received], ranks, "a receive differs from what was sent")

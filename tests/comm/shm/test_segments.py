@@ -9,9 +9,8 @@ import torch
 
 import shoal
 from pools import Team
-from shoal.comm.shm import message_memory
-from shoal.comm.shm.message_memory import MessageMemory
-from shoal.comm.shm.segments import Arena
+from shoal.comm.shm import segments
+from shoal.comm.shm.segments import Arena, MessageMemory
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ def test_what_was_given_back_is_used_again(memory) -> None:
 
 
 def test_no_more_is_kept_than_is_good(memory, monkeypatch) -> None:
-    monkeypatch.setattr(message_memory, "_MOST_IDLE_BYTES", 4096)
+    monkeypatch.setattr(segments, "_MOST_IDLE_BYTES", 4096)
     pieces = [memory.take(2048) for _ in range(3)]
     for piece in pieces:
         memory.give_back(piece)

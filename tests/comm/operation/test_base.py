@@ -1,4 +1,4 @@
-"""What ranks show each other of an operation, and the error if they differ."""
+"""What ranks show each other of an operation, the error if they differ, and flat memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from shoal.comm.operation.header import Header, check_equal, mismatch, spec
+from shoal.comm.operation.base import Header, check_equal, flatten, mismatch, spec
 from shoal.errors import MismatchError
 
 headers = st.builds(
@@ -55,3 +55,14 @@ def test_a_mismatch_of_many_ranks_is_short() -> None:
 def test_specs_read_like_torch() -> None:
     assert spec(torch.float32, (3, 5)) == "float32[3, 5]"
     assert spec(torch.bool, ()) == "bool[]"
+
+
+def test_what_transports_see_is_flat_and_dense() -> None:
+    """A single element of a row keeps that row's stride, and cannot be viewed as bytes then."""
+    for tensor in (torch.zeros(3, 2)[:1, 1], torch.zeros(4, 2)[0, 1], torch.zeros(3, 4).t()):
+        flat = flatten(tensor)
+        assert flat.stride() == (1,)
+        assert flat.view(torch.uint8).numel() == 4 * tensor.numel()
+    row = torch.zeros(3)
+    assert flatten(row).data_ptr() == row.data_ptr()
+    assert flatten(torch.tensor([True])).dtype is torch.uint8

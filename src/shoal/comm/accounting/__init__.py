@@ -1,1 +1,0 @@
-"""How often, how much and how long: operations, and memory."""
