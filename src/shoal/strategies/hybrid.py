@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shoal.comm import Backend, Mesh, World
 from shoal.sharding.split import Split
 from shoal.strategies.model import ranks_for
-from shoal.strategies.pipeline.model import PipelineParallelModel
+from shoal.strategies.pipeline.pipeline_parallel import PipelineParallelModel
 from shoal.strategies.ranks import Ownership
 from shoal.strategies.tensor.model import share_values
 from shoal.strategies.tensor.parallelize import parallelize

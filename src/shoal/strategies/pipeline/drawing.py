@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from shoal.strategies.pipeline.schedule.schedules import Pass, make_schedule
-from shoal.strategies.pipeline.schedule.simulation import Span, bubble, simulate
+from shoal.strategies.pipeline.schedules import Pass, Span, bubble, make_schedule, simulate
 
 _COLORS = {Pass.FORWARD: "#7fb3ff", Pass.BACKWARD: "#ffb074", Pass.WEIGHTS: "#a8d8a0"}
 _WORDS = {Pass.FORWARD: "forward", Pass.BACKWARD: "backward", Pass.WEIGHTS: "weights"}

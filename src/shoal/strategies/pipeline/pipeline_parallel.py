@@ -17,13 +17,12 @@ from shoal.strategies.guards.admission import check_models
 from shoal.strategies.layers.materialization import materialize
 from shoal.strategies.model import ShardedModel, ranks_for
 from shoal.strategies.pipeline.pipeline import Pipeline
-from shoal.strategies.pipeline.schedule.schedules import Pass, Tick, choose_chunks
-from shoal.strategies.pipeline.schedule.simulation import Span
-from shoal.strategies.pipeline.stages.stage import Stage
-from shoal.strategies.pipeline.stages.units import cut_chain, find_units
+from shoal.strategies.pipeline.schedules import Pass, Span, Tick, choose_chunks
+from shoal.strategies.pipeline.stage import Stage
+from shoal.strategies.pipeline.units import cut_chain, find_units
 from shoal.strategies.ranks import Ownership
 from shoal.strategies.settings import LEVELS
-from shoal.strategies.training import LossFunction, count_items
+from shoal.strategies.training import LossFunction
 
 
 class PipelineParallelModel(ShardedModel):
@@ -165,9 +164,9 @@ class PipelineParallelModel(ShardedModel):
         Returns:
             The mean loss over the global batch, the same on every rank.
         """
-        count = count_items(inputs) if weight is None else weight
-        self.uneven_rows = 0  # the parts are weighted by their rows
-        return self.pipeline.train(inputs, targets, loss_fn, float(count))
+        if self.uneven_rows:
+            self.uneven_rows = 0  # the parts are weighted by their rows
+        return self.pipeline.train(inputs, targets, loss_fn, weight)
 
     @contextlib.contextmanager
     def predicting(self) -> Iterator[None]:

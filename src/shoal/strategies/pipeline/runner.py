@@ -5,23 +5,106 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from shoal.comm import objects
+from shoal.comm.work import Work
 from shoal.errors import ShoalError
 from shoal.strategies.pipeline.learning.chunk_forward import ChunkForward
-from shoal.strategies.pipeline.learning.route import Route, Shapes, ValueId
-from shoal.strategies.pipeline.learning.unit_results import decode_leaf, encode_leaf
-from shoal.strategies.pipeline.running.links import LinkMessage, StageLinks
-from shoal.strategies.pipeline.running.split_backward import SplitBackward
-from shoal.strategies.pipeline.schedule.schedules import Pass, Tick
-from shoal.strategies.pipeline.schedule.simulation import Span
-from shoal.strategies.pipeline.stages.stage import Stage
+from shoal.strategies.pipeline.learning.route import (
+    Route,
+    Shapes,
+    ValueId,
+    decode_leaf,
+    encode_leaf,
+)
+from shoal.strategies.pipeline.schedules import Pass, Span, Tick
+from shoal.strategies.pipeline.split_backward import SplitBackward
+from shoal.strategies.pipeline.stage import Stage
+from shoal.torch_support.raw import as_bytes
 
 if TYPE_CHECKING:
-    from shoal.strategies.model import ShardedModel
+    from shoal.strategies.engine.passes import Passes
+
+
+class LinkMessage(IntEnum):
+    """What a message between two chunks carries; each kind has a tag of its own."""
+
+    VALUES = 0
+    GRADIENTS = 1
+    SHAPES = 2
+
+
+class StageLinks:
+    """What one rank sends to and receives from the chunks of all ranks, its own included.
+
+    Sends return at once, since the receiver may take the message much later.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage, self._group, self._rank = stage, stage.group, stage.rank
+        self._pending: list[Work[Any]] = []
+        self._local: dict[int, list[list[Tensor | None]]] = {}
+        """Messages from this rank to itself, by tag."""
+
+    def _tag(self, kind: LinkMessage, source: int, target: int) -> int:
+        return (source * self._stage.num_chunks + target) * len(LinkMessage) + kind
+
+    def send(
+        self, kind: LinkMessage, source: int, target: int, values: list[Tensor | None]
+    ) -> None:
+        """Sends from chunk to chunk; None arrives as None."""
+        tag, peer = self._tag(kind, source, target), self._stage.rank_of_chunk[target]
+        if peer == self._rank:
+            self._local.setdefault(tag, []).append(values)
+            return
+        self._forget_received()
+        for value in values:
+            self._pending.append(self._group.start_send(self._framed(value), peer, tag))
+
+    def receive(self, kind: LinkMessage, source: int, target: int, count: int) -> list[Any]:
+        """Waits for the next message of a kind: ``count`` tensors, or None where None was sent."""
+        tag, peer = self._tag(kind, source, target), self._stage.rank_of_chunk[source]
+        if peer == self._rank:
+            return self._local[tag].pop(0)
+        return [_unframed(self._group.recv(src=peer, tag=tag)) for _ in range(count)]
+
+    def send_object(self, kind: LinkMessage, source: int, target: int, value: Any) -> None:
+        """Sends plain data to a chunk of another rank."""
+        tag, peer = self._tag(kind, source, target), self._stage.rank_of_chunk[target]
+        data = as_bytes(bytearray(objects.encode(value))).to(self._group.device)
+        self._pending.append(self._group.start_send(data, peer, tag))
+
+    def receive_object(self, kind: LinkMessage, source: int, target: int) -> Any:
+        """Waits for what `send_object` sent."""
+        peer = self._stage.rank_of_chunk[source]
+        return self._group.recv_object(peer, self._tag(kind, source, target))
+
+    def _forget_received(self) -> None:
+        """Drops sends that have ended; errors of theirs are raised."""
+        for work in [work for work in self._pending if work.is_done()]:
+            work.wait()
+            self._pending.remove(work)
+
+    def finish(self) -> None:
+        """Waits until everything was received."""
+        while self._pending:
+            self._pending.pop().wait()
+
+    def _framed(self, value: Tensor | None) -> Tensor:
+        """With one dimension more in front, of length 1, or 0 for None."""
+        if value is None:  # NCCL takes nothing from the CPU
+            return torch.empty(0, 0, device=self._group.device)
+        return value.detach().unsqueeze(0)
+
+
+def _unframed(message: Tensor) -> Tensor | None:
+    return None if message.shape[0] == 0 else message.squeeze(0)
+
 
 _MESSAGES = {Pass.FORWARD: LinkMessage.VALUES, Pass.BACKWARD: LinkMessage.GRADIENTS}
 
@@ -41,7 +124,7 @@ class Runner:
 
     def __init__(
         self,
-        model: ShardedModel,
+        passes: Passes,
         stage: Stage,
         routes: Sequence[tuple[Route, str]],
         call_model: Callable[[int], Any],
@@ -52,14 +135,14 @@ class Runner:
         """Nothing runs yet.
 
         Args:
-            model: The model, whose engine averages gradients over the data axis.
+            passes: The model's, which average gradients over the data axis.
             stage: This rank's.
             routes: For each micro-batch its route and the size of its inputs.
             call_model: Calls the module with a micro-batch, given its number.
             loss: The scaled loss of a micro-batch, from its number and the model's output.
             delays_weights: Whether the gradients of weights have ticks of their own.
         """
-        self._model, self._stage, self._routes = model, stage, routes
+        self._passes, self._stage, self._routes = passes, stage, routes
         self._call_model, self._loss = call_model, loss
         self._delays_weights = delays_weights
         self._links = StageLinks(stage)
@@ -67,16 +150,15 @@ class Runner:
         self.spans: list[Span] = []
 
     def run(self, ticks: Sequence[Tick], *, averages: bool) -> None:
-        """Runs all ticks; ``averages``: the last backward also averages the gradients.
-
-        It is the last tick, unless weights are delayed: then nothing is averaged here.
-        """
-        num_local = len(ticks) - (averages and not self._delays_weights)
-        with self._model.no_sync():
-            for tick in ticks[:num_local]:
+        """Runs all ticks; ``averages``: the last is a backward that also averages gradients."""
+        passes, last = self._passes, len(ticks) - 1
+        auto_sync = passes.auto_sync
+        try:
+            for number, tick in enumerate(ticks):
+                passes.auto_sync = averages and number == last
                 self._run_tick(tick)
-        for tick in ticks[num_local:]:
-            self._run_tick(tick)
+        finally:
+            passes.auto_sync = auto_sync
         self._links.finish()
 
     def _run_tick(self, tick: Tick) -> None:
@@ -128,9 +210,11 @@ class Runner:
             value_id: value.clone() if value_id in overwritten else value
             for value_id, value in arrived.items()
         }
-        forward = ChunkForward(self._stage, chunk, route.calls, shown, route.exported[chunk])
         shapes = self._receive_shapes(route, size, chunk)
-        output = forward.run(lambda: self._call_model(tick.micro_batch), shapes)
+        forward = ChunkForward(
+            self._stage, chunk, route.calls, shown, shapes, route.exported[chunk]
+        )
+        output = forward.run(self._call_model, tick.micro_batch)
         self._announce_shapes(route, size, chunk, forward.shapes)
         produced = forward.produced
         _check_gradients(route, produced)
@@ -139,7 +223,7 @@ class Runner:
             with self._stage.interceptor.in_loss():
                 loss = self._loss(tick.micro_batch, output)
         self._send(tick, produced)
-        self._model.engine.passes.expect_backward(list(produced.values()))
+        self._passes.expect_backward(list(produced.values()))
         differentiable = {n: value for n, value in produced.items() if n in route.needs_grad}
         return _InFlight(arrived, differentiable, loss)
 
@@ -147,6 +231,8 @@ class Runner:
         """What the calls of earlier chunks return, for inputs of this size."""
         if chunk == 0:
             return []
+        if self._stage.rank_of_chunk[chunk - 1] == self._stage.rank:
+            return route.announced[chunk - 1, size]
         if (chunk, size) not in route.shapes:
             encoded = self._links.receive_object(LinkMessage.SHAPES, chunk - 1, chunk)
             route.shapes[chunk, size] = [[decode_leaf(leaf) for leaf in call] for call in encoded]
@@ -158,8 +244,9 @@ class Runner:
             return
         known = route.announced.setdefault((chunk, size), shapes)
         if known is shapes:
-            encoded = [[encode_leaf(leaf) for leaf in call] for call in shapes]
-            self._links.send_object(LinkMessage.SHAPES, chunk, chunk + 1, encoded)
+            if self._stage.rank_of_chunk[chunk + 1] != self._stage.rank:
+                encoded = [[encode_leaf(leaf) for leaf in call] for call in shapes]
+                self._links.send_object(LinkMessage.SHAPES, chunk, chunk + 1, encoded)
         elif known != shapes:
             calls = zip(route.calls, known, shapes, strict=False)
             units = [call.unit for call, one, other in calls if one != other]

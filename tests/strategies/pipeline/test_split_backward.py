@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.strategies.pipeline.running.split_backward import SplitBackward
+from shoal.strategies.pipeline.split_backward import SplitBackward
 from strategies.models import Block
 
 

@@ -1,35 +1,57 @@
-"""Which rank of a pipeline has which parameter, and what the modules of other ranks show instead.
+"""One rank's part of a pipeline, and which rank has which parameter.
 
 The modules of other ranks stay in the model, with their attributes, but without memory: each of
 their parameters is an absent value. The parameters come back while the whole model is wanted.
-
-[Note: listed parameters]
-While the model's own forward or a loss runs, ``parameters()`` lists those of all ranks: a penalty
-over all weights, or a look at the dtype of the first, means the whole model. Optimizers, clipping
-and states ask at other times, and mean this rank's. Parameters of other ranks are absent values, or
-borrowed if their numbers were used when the route was learned. Losses are not learned: a loss that
-uses parameters of other ranks ends in an error, and not in the sum over one rank's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MethodType
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from shoal.comm import Backend
 from shoal.strategies.pipeline.learning.absent_value import absent_like
+from shoal.strategies.pipeline.learning.chunk_forward import CallInterceptor
 from shoal.strategies.pipeline.learning.route import ValueId
-from shoal.strategies.pipeline.stages.units import Unit
+from shoal.strategies.pipeline.units import Unit
 
 
-class _Registration(NamedTuple):
-    """Where a tensor is registered."""
+class Stage:
+    """One rank's part of a pipeline.
 
-    module: nn.Module
-    attribute: str
+    Attributes:
+        module: The user's module, of which this rank has some units.
+        group: The ranks of the pipeline, in order.
+        rank: This rank's number in the pipeline.
+        num_chunks: The chunks of the model, over all ranks.
+        rank_of_chunk: The rank that has each chunk.
+        chunk_of_unit: The chunk of each unit, by name.
+        parameters: Which rank has which parameters.
+        interceptor: Hands calls of units to the chunk's forward.
+        is_last: Whether this rank has the last chunk, and so the model's output.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: Backend,
+        num_chunks: int,
+        units: list[Unit],
+        chunk_of_unit: Mapping[str, int],
+    ) -> None:
+        """Intercepts the calls of the units; ``parameters.release()`` frees what others have."""
+        self.module, self.group, self.rank = module, group, group.rank
+        self.num_chunks, self.chunk_of_unit = num_chunks, chunk_of_unit
+        self.rank_of_chunk = [chunk % group.size for chunk in range(num_chunks)]
+        self.is_last = self.rank_of_chunk[-1] == self.rank
+        self.parameters = StageParameters(module, units, chunk_of_unit, group.rank, group.size)
+        self.interceptor = CallInterceptor(module, units, chunk_of_unit, self.parameters.listed_in)
+
+
+# Where a parameter is registered: a module and its attribute.
+_Registration = tuple[nn.Module, str]
 
 
 class StageParameters:
@@ -43,17 +65,16 @@ class StageParameters:
         rank: int,
         stages: int,
     ) -> None:
-        """Looks at the whole model; `release` frees what other ranks have."""
-        self._model, self._rank, self._stages = model, rank, stages
+        self._rank, self._stages = rank, stages
         self._units, self._chunk_of_unit = units, chunk_of_unit
         self.by_name: dict[str, nn.Parameter] = dict(model.named_parameters())
         """All of the model's, by their first name; those of other ranks have no memory."""
-        self.names: dict[int, str] = {id(p): name for name, p in self.by_name.items()}
+        self.names = {id(parameter): name for name, parameter in self.by_name.items()}
         """The first name of each parameter, by its identity."""
         self._registrations = _registrations(model, self.names)
         self._orders = {module: list(module._parameters) for module in model.modules()}
         chunk_of = _module_chunks(model, units, chunk_of_unit)
-        self._chunk = {n: chunk_of[self._registrations[n][0].module] for n in self.by_name}
+        self._chunk = {n: chunk_of[self._registrations[n][0][0]] for n in self.by_name}
         self._buffer_chunk = {
             name: chunk_of[module]
             for prefix, module in model.named_modules()
@@ -63,6 +84,7 @@ class StageParameters:
         self._first_name = {name: self.names[id(parameter)] for name, parameter in every}
         self.foreign = [name for name in self.by_name if not self.is_own(name)]
         """The names of the parameters that other ranks have."""
+        self.own = [parameter for name, parameter in self.by_name.items() if self.is_own(name)]
 
     def rank_of(self, name: str) -> int:
         """The rank that has a parameter."""
@@ -138,26 +160,7 @@ class StageParameters:
             order = [key for key in self._orders[module] if key in module._parameters]
             module._parameters = {key: module._parameters[key] for key in order}
 
-    # Listing --------------------------------------------------------------------------------
-
-    def list_all_while(self, is_in_users_code: Callable[[], bool]) -> None:
-        """Lets modules list all parameters in the user's code; see [Note: listed parameters]."""
-
-        def named_parameters(
-            module: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-        ) -> Iterator[tuple[str, Any]]:
-            if is_in_users_code():
-                yield from module._named_members(
-                    self._listed_in, prefix, recurse, remove_duplicate=remove_duplicate
-                )
-            else:
-                yield from type(module).named_parameters(module, prefix, recurse, remove_duplicate)
-
-        for part in self._model.modules():
-            # A method, not a function that knows the module: copies of a part list their own.
-            vars(part)["named_parameters"] = MethodType(named_parameters, part)
-
-    def _listed_in(self, module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
+    def listed_in(self, module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
         """A module's own parameters in their order, with what is shown for those of other ranks."""
         present = module._parameters
         order = self._orders.get(module, [])
@@ -170,7 +173,7 @@ def _registrations(model: nn.Module, names: Mapping[int, str]) -> dict[str, list
     for module in model.modules():
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
-                found[names[id(parameter)]].append(_Registration(module, attribute))
+                found[names[id(parameter)]].append((module, attribute))
     return found
 
 
@@ -182,12 +185,10 @@ def _module_chunks(
     for unit in units:
         for part in unit.module.modules():
             found.setdefault(part, chunk_of_unit[unit.name])
-    return {module: _chunk_below(module, found) for module in model.modules()}
-
-
-def _chunk_below(module: nn.Module, found: Mapping[nn.Module, int]) -> int:
-    below: Iterator[int] = (found[part] for part in module.modules() if part in found)
-    return next(below, 0)
+    return {
+        module: next((found[part] for part in module.modules() if part in found), 0)
+        for module in model.modules()
+    }
 
 
 def _free_buffers(module: nn.Module, unit: str) -> None:

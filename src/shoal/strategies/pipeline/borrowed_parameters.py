@@ -11,15 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from shoal.strategies.pipeline.learning.route import Route
-from shoal.strategies.pipeline.running.links import LinkMessage
-from shoal.strategies.pipeline.stages.stage import Stage
+from shoal.strategies.pipeline.runner import LinkMessage
+from shoal.strategies.pipeline.stage import Stage
 
 
 class BorrowedParameters:
     """What this rank lends to other ranks and borrows from them."""
 
     def __init__(self, stage: Stage) -> None:
-        """Nothing is borrowed yet."""
         self._group, self._parameters, self._rank = stage.group, stage.parameters, stage.rank
         self._copies: dict[str, Tensor] = {}
         # Beyond the tags of the links between chunks.

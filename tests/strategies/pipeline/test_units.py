@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
-from shoal.strategies.pipeline.stages.units import cut_chain, find_units
+from shoal.strategies.pipeline import measure_units
+from shoal.strategies.pipeline.units import cut_chain, find_units
 from strategies.models import GPT
 
 
@@ -59,3 +61,16 @@ def test_too_many_stages() -> None:
         cut_chain(find_units(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 3), 3)
     with pytest.raises(ValueError, match=r"cannot be cut into parts, of which 3 are"):
         cut_chain(find_units(nn.Linear(2, 2), 3), 3)
+
+
+def test_cut_by_time() -> None:
+    class Slow(nn.Linear):
+        def forward(self, x):
+            for _ in range(200):
+                x = x + 0
+            return super().forward(x)
+
+    model = nn.Sequential(Slow(4, 4), *(nn.Linear(4, 4) for _ in range(3)))
+    balance = measure_units(model, torch.randn(2, 4), stages=2)
+    assert balance["0"] > 2 * balance["1"]
+    assert list(cut_chain(find_units(model, 2), 2, balance=balance).values()) == [0, 1, 1, 1]

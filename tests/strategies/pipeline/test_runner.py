@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.strategies.pipeline.running.links import LinkMessage, StageLinks
+from shoal.strategies.pipeline.runner import LinkMessage, StageLinks
 
 
 def test_what_stands_for_none_is_on_the_device_of_the_transport() -> None:

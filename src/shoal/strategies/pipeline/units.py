@@ -1,4 +1,4 @@
-"""The units that a model is cut into, and how they are shared out among chunks.
+"""The units that a model is cut into, what they cost, and how they are shared out among chunks.
 
 [Note: units]
 A *unit* is a module that is never cut. Lists and sequences of modules are opened, and their members
@@ -10,10 +10,17 @@ cut into chunks where the user says, or so that the largest chunk is as small as
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shoal.strategies.training import call_module
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -50,7 +57,7 @@ def find_units(model: nn.Module, at_least: int) -> list[Unit]:
     if chain:  # units registered between members of the chain join it
         first, last = chain[0], chain[-1]
         units[first:last] = [
-            replace(unit, is_in_chain=is_callable(unit.module)) for unit in units[first:last]
+            replace(unit, is_in_chain=_is_callable(unit.module)) for unit in units[first:last]
         ]
     return _opened_further(units, at_least)
 
@@ -62,7 +69,7 @@ def _open(module: nn.Module, name: str) -> Iterator[Unit]:
     elif _is_container(module) or any(_is_chain(part) for part in module.modules()):
         for child_name, child in module.named_children():
             yield from _open(child, _join(name, child_name))
-    elif has_state(module):
+    elif _has_state(module):
         yield Unit(name, module, is_in_chain=False)
 
 
@@ -71,24 +78,24 @@ def _children(module: nn.Module, name: str) -> Iterator[Unit]:
         if _is_container(child):
             yield from _children(child, _join(name, child_name))
         else:
-            yield Unit(_join(name, child_name), child, is_in_chain=is_callable(child))
+            yield Unit(_join(name, child_name), child, is_in_chain=_is_callable(child))
 
 
 def _is_chain(module: nn.Module) -> bool:
-    return isinstance(module, _LISTS) and sum(map(has_state, module.children())) > 1
+    return isinstance(module, _LISTS) and sum(map(_has_state, module.children())) > 1
 
 
 def _is_container(module: nn.Module) -> bool:
     """Whether a module has no forward, only members that are called, as a `ModuleList`."""
-    return not is_callable(module) and any(True for _ in module.children())
+    return not _is_callable(module) and any(True for _ in module.children())
 
 
-def is_callable(module: nn.Module) -> bool:
+def _is_callable(module: nn.Module) -> bool:
     """Whether a module has a forward: lists of modules and of parameters have none."""
     return type(module).forward is not nn.Module.forward
 
 
-def has_state(module: nn.Module) -> bool:
+def _has_state(module: nn.Module) -> bool:
     """Whether a module has anything that is trained or saved; every rank runs those without."""
     if any(True for _ in module.parameters()):
         return True
@@ -102,13 +109,10 @@ def has_state(module: nn.Module) -> bool:
 
 def _unique(units: Iterator[Unit]) -> list[Unit]:
     """A module that is registered twice is one unit."""
-    seen: set[int] = set()
-    unique = []
+    found: dict[nn.Module, Unit] = {}
     for unit in units:
-        if id(unit.module) not in seen:
-            seen.add(id(unit.module))
-            unique.append(unit)
-    return unique
+        found.setdefault(unit.module, unit)
+    return list(found.values())
 
 
 def _opened_further(units: list[Unit], at_least: int) -> list[Unit]:
@@ -117,7 +121,7 @@ def _opened_further(units: list[Unit], at_least: int) -> list[Unit]:
         openable = [unit for unit in units if len(_parts(unit)) > 1]
         if not openable:
             break
-        largest = max(openable, key=lambda unit: num_elements(unit.module))
+        largest = max(openable, key=lambda unit: sum(p.numel() for p in unit.module.parameters()))
         parts = _parts(largest)
         known = {id(unit.module) for unit in units}
         index = units.index(largest)
@@ -127,17 +131,12 @@ def _opened_further(units: list[Unit], at_least: int) -> list[Unit]:
 
 def _parts(unit: Unit) -> list[Unit]:
     """The units inside of a unit: those of the first module that has more than one."""
-    parts = [part for part in _children(unit.module, unit.name) if has_state(part.module)]
+    parts = [part for part in _children(unit.module, unit.name) if _has_state(part.module)]
     return _parts(parts[0]) if len(parts) == 1 else parts
 
 
 def _join(name: str, child: str) -> str:
     return f"{name}.{child}" if name else child
-
-
-def num_elements(module: nn.Module) -> int:
-    """The elements of all parameters of a module."""
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 # Cutting ------------------------------------------------------------------------------------
@@ -252,3 +251,69 @@ def _chain_weights(units: Sequence[Unit], costs: Sequence[float]) -> list[float]
         else:
             before += cost
     return weights
+
+
+# Measuring ----------------------------------------------------------------------------------
+
+
+@torch.enable_grad()
+def measure_units(
+    module: nn.Module, inputs: Any, stages: int = 2, repeats: int = 3
+) -> dict[str, float]:
+    """Seconds of forward and backward of each unit, for ``balance=``.
+
+    Call it before the module is wrapped, on a machine that holds all of it; buffers and random
+    numbers move on as in any forward.
+
+    Args:
+        module: The plain module.
+        inputs: As for ``train_step``: one micro-batch.
+        stages: How many units there must be at least.
+        repeats: How many runs; the fastest counts.
+
+    Example:
+        >>> balance = measure_units(module, inputs, stages=4)
+        >>> model = shoal.as_distributed(module, strategy="pipeline", balance=balance)
+    """
+    units = find_units(module, stages)
+    best: dict[str, float] = {}
+    for _ in range(repeats):
+        watch = _Stopwatch(units)
+        handles = [unit.module.register_forward_pre_hook(watch.begin) for unit in units]
+        handles += [unit.module.register_forward_hook(watch.end) for unit in units]
+        call_module(module, module, inputs)
+        for handle in handles:
+            handle.remove()
+        for name, seconds in watch.seconds.items():
+            best[name] = min(seconds, best.get(name, seconds))
+    return best
+
+
+class _Stopwatch:
+    """Times the forward of each unit and, right after that, its backward."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._names = {unit.module: unit.name for unit in units}
+        self._begun: dict[nn.Module, float] = {}
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def begin(self, part: nn.Module, _: Any) -> None:
+        self._begun[part] = time.perf_counter()
+
+    def end(self, part: nn.Module, args: Any, output: Any) -> None:
+        name = self._names[part]
+        forward = time.perf_counter() - self._begun.pop(part)
+        self.seconds[name] += forward + _time_backward(part, args, output)
+
+
+def _time_backward(part: nn.Module, args: Any, output: Any) -> float:
+    """Seconds of the backward of this unit alone, to its inputs and parameters."""
+    tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    inputs = [t for t in tree_leaves(args) if isinstance(t, Tensor) and t.requires_grad]
+    wanted = [*inputs, *(p for p in part.parameters() if p.requires_grad)]
+    if not tensors or not wanted:
+        return 0.0
+    gradients = [torch.ones_like(tensor) for tensor in tensors]
+    begin = time.perf_counter()
+    torch.autograd.grad(tensors, wanted, gradients, retain_graph=True, allow_unused=True)
+    return time.perf_counter() - begin
