@@ -10,4 +10,4 @@ from shoal.strategies.model import ShardedModel as ShardedModel
 from shoal.strategies.pipeline.pipeline_parallel import (
     PipelineParallelModel as PipelineParallelModel,
 )
-from shoal.strategies.tensor.model import TensorParallelModel as TensorParallelModel
+from shoal.strategies.tensor.tensor_parallel import TensorParallelModel as TensorParallelModel

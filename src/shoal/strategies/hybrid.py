@@ -19,9 +19,9 @@ from shoal.sharding.split import Split
 from shoal.strategies.model import ranks_for
 from shoal.strategies.pipeline.pipeline_parallel import PipelineParallelModel
 from shoal.strategies.ranks import Ownership
-from shoal.strategies.tensor.model import share_values
 from shoal.strategies.tensor.parallelize import parallelize
 from shoal.strategies.tensor.plan.tensor_plan import TensorPlan
+from shoal.strategies.tensor.tensor_parallel import share_values
 from shoal.strategies.tensor.tensor_parts import TensorParts
 
 

@@ -24,11 +24,11 @@ Words:
 - *stack*: blocks that are called one after the other, for sequence parallelism.
 """
 
-from shoal.strategies.tensor.layers.cross_entropy import vocabulary_cross_entropy
-from shoal.strategies.tensor.model import TensorParallelModel
+from shoal.strategies.tensor.layers.vocabulary import vocabulary_cross_entropy
 from shoal.strategies.tensor.parallelize import parallelize
 from shoal.strategies.tensor.plan.draft import draft
 from shoal.strategies.tensor.plan.tensor_plan import Style, TensorPlan
+from shoal.strategies.tensor.tensor_parallel import TensorParallelModel
 from shoal.strategies.tensor.tensor_parts import TensorParts
 
 __all__ = [

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from shoal.comm import Backend
 from shoal.comm import differentiable as collective
 from shoal.comm.agreement import agree
+from shoal.errors import MismatchError
 from shoal.sharding.split import Split
 from shoal.strategies.tensor.layers.attention import make_attention
 from shoal.strategies.tensor.layers.dropout import SplitDropout, during, has_rate
-from shoal.strategies.tensor.layers.embedding import make_head_table, make_vocabulary
 from shoal.strategies.tensor.layers.linear import make_column, make_row
 from shoal.strategies.tensor.layers.sequence import (
     SequenceTrial,
@@ -24,13 +26,20 @@ from shoal.strategies.tensor.layers.sequence import (
     loose_parameters,
     region_stack,
 )
-from shoal.strategies.tensor.plan.splits import all_splits
-from shoal.strategies.tensor.plan.tensor_plan import Layer, SplitBlock, Style, TensorPlan
+from shoal.strategies.tensor.layers.vocabulary import make_head_table, make_vocabulary
+from shoal.strategies.tensor.plan.tensor_plan import (
+    Layer,
+    SplitBlock,
+    Style,
+    TensorPlan,
+    all_splits,
+)
 from shoal.strategies.tensor.plan.user_plan import make_plan
 from shoal.strategies.tensor.region import RegionEntry, TensorGroup
-from shoal.strategies.tensor.same_batch import begin_together
 from shoal.strategies.tensor.split_parameter import ReadGuard
 from shoal.strategies.tensor.tensor_parts import TensorParts
+from shoal.torch_support.fingerprint import checksum, fingerprint
+from shoal.torch_support.random_state import set_torch_states, torch_states
 
 
 def parallelize(
@@ -215,3 +224,43 @@ def _surround_forward(module: nn.Module, group: Backend, guard: ReadGuard) -> No
 
     module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
     module.register_forward_hook(end, always_call=True)
+
+
+Seen = list[tuple[str, str, int]]
+"""Of each tensor dtype and shape, a fingerprint of a sample, and a checksum of all elements."""
+
+
+def begin_together(group: Backend, device: torch.device, inputs: Any) -> None:
+    """Compares what the ranks were given, and lets all go on with the first one's generators.
+
+    Of tensors shapes, a sample and a sum over all elements are compared, not every element.
+
+    Raises:
+        MismatchError: On all ranks of the group, if tensors among the inputs differ.
+    """
+    seen = [_look_at(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    generators = torch_states(device) if group.rank == 0 else []
+    answers = group.all_gather_object((seen, generators))
+    _check_same([fingerprints for fingerprints, _ in answers])
+    if group.rank > 0:
+        set_torch_states(answers[0][1], device)
+
+
+def _check_same(everybody: list[Seen]) -> None:
+    odd = next((rank for rank, other in enumerate(everybody) if other != everybody[0]), None)
+    if odd is not None:
+        raise MismatchError(
+            f"the ranks of a tensor group must be given the same batch; ranks 0 and {odd} of the "
+            f"group got {_described(everybody[0])} and {_described(everybody[odd])}. Choose the "
+            "batch by model.data_group (its rank and size), not by the world: "
+            "shoal.sampler(data, batch_size, world=model.data_group)."
+        )
+
+
+def _look_at(tensor: Tensor) -> tuple[str, str, int]:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype}{list(tensor.shape)}", fingerprint(tensor), int(checksum(tensor))
+
+
+def _described(seen: Seen) -> str:
+    return ", ".join(f"{kind} (checksum {total})" for kind, _, total in seen)

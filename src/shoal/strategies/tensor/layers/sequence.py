@@ -28,8 +28,8 @@ from shoal.strategies.layers.module_snapshot import Snapshot
 from shoal.strategies.tensor.layers.dropout import SequenceDropout, Undropped, during, has_rate
 from shoal.strategies.tensor.layers.linear import sizes_of
 from shoal.strategies.tensor.plan.cut import Cut
+from shoal.strategies.tensor.plan.proposals import describe
 from shoal.strategies.tensor.plan.tensor_plan import SplitBlock, Style, TensorPlan
-from shoal.strategies.tensor.plan.verdict import describe
 from shoal.strategies.tensor.region import RegionEntry
 from shoal.strategies.tensor.trial.trial_call import arguments, evaluating, random_weights
 from shoal.torch_support.random_state import RandomState

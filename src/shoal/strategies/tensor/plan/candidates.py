@@ -1,8 +1,8 @@
-"""Blocks that might be split: found by the names of their layers, or by how their sizes fit."""
+"""What might be split: blocks by the names or sizes of their layers, and vocabularies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.modules import activation
 
 from shoal.strategies.tensor.layers.linear import is_linear, sizes_of
-from shoal.strategies.tensor.plan.known_names import ATTENTION, FEED_FORWARD, Pattern
-from shoal.strategies.tensor.plan.source_code import has_own_forward, hook_reads_weights
-from shoal.strategies.tensor.plan.tensor_plan import Style
-from shoal.strategies.tensor.user_hooks import hooks_of
+from shoal.strategies.tensor.layers.vocabulary import may_split_rows
+from shoal.strategies.tensor.plan.known_names import ATTENTION, FEED_FORWARD, OUTPUTS, Pattern
+from shoal.strategies.tensor.plan.obstacles import has_own_forward, hook_reads_weights, hooks_of
+from shoal.strategies.tensor.plan.tensor_plan import SplitBlock, Style, alone, join_names
 
 _HUGGING_FACE_STYLES = {
     "colwise": Style.COLUMN,
@@ -49,6 +49,16 @@ class Candidate:
     is_named: bool = True
     is_certain: bool = False
     inside: tuple[str, ...] = ()
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All layers, relative to the block."""
+        return (*self.columns, self.row)
+
+    @property
+    def names(self) -> list[str]:
+        """All layers, by their full names."""
+        return [join_names(self.block, path) for path in self.paths]
 
 
 def find_candidates(name: str, module: nn.Module) -> Iterator[Candidate]:
@@ -144,13 +154,42 @@ def certified(module: nn.Module) -> dict[str, Style]:
     found: dict[str, Style] = {}
     for prefix, part in module.named_modules():
         plan = getattr(part, "_tp_plan", None)
-        if isinstance(plan, dict) and plan:
-            names = [name for name, _ in part.named_modules()]
-            for pattern, text in plan.items():
-                style = _HUGGING_FACE_STYLES.get(str(text))
-                if style is None:
-                    continue
-                for name in names:
-                    if fnmatchcase(name, pattern):
-                        found[f"{prefix}.{name}" if prefix else name] = style
+        for pattern, text in plan.items() if isinstance(plan, dict) else ():
+            style = _HUGGING_FACE_STYLES.get(str(text))
+            for name, _ in part.named_modules():
+                if style is not None and fnmatchcase(name, pattern):
+                    found[join_names(prefix, name)] = style
     return found
+
+
+def find_vocabularies(
+    module: nn.Module, taken: Container[int], certified: Mapping[str, Style], num_ranks: int
+) -> Iterator[SplitBlock]:
+    """Embeddings and heads of one vocabulary.
+
+    An embedding without a head stays whole, unless the model itself says otherwise: many use its
+    weight as the head, without a layer that would know that it is split.
+    """
+    embeddings = {n: p for n, p in module.named_modules() if isinstance(p, nn.Embedding)}
+    sizes = {part.num_embeddings for part in embeddings.values()}
+    heads = {
+        name: part
+        for name, part in module.named_modules()
+        if is_linear(part) and id(part) not in taken and sizes_of(part)[1] in sizes
+    }
+    tied = {id(part.weight) for part in embeddings.values()}
+    for size in sorted(sizes):
+        own = {
+            name: head
+            for name, head in heads.items()
+            if sizes_of(head)[1] == size
+            and (id(head.weight) in tied or name.rpartition(".")[2] in OUTPUTS)
+        }
+        if size < num_ranks:
+            continue
+        for name, part in embeddings.items():
+            is_known = bool(own) or certified.get(name) is Style.VOCABULARY
+            if is_known and part.num_embeddings == size and may_split_rows(part):
+                yield alone(name, Style.VOCABULARY, size)
+        for name in own:
+            yield alone(name, Style.COLUMN, size, gives_logits=True)

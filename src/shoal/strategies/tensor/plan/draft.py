@@ -9,46 +9,46 @@ module does with them, and costs more communication. Anything else stays whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
 from shoal.strategies.tensor.layers.linear import sizes_of
-from shoal.strategies.tensor.plan.candidates import Candidate, certified, find_candidates
+from shoal.strategies.tensor.plan.candidates import (
+    Candidate,
+    certified,
+    find_candidates,
+    find_vocabularies,
+)
 from shoal.strategies.tensor.plan.cut import Cut
-from shoal.strategies.tensor.plan.proposals import propose
-from shoal.strategies.tensor.plan.source_code import (
+from shoal.strategies.tensor.plan.obstacles import (
     has_own_forward,
+    have_hooks,
+    have_reading_hooks,
+    inner_modules,
     reads_weight_of,
     reads_weights,
+    reason_to_stay_whole,
 )
-from shoal.strategies.tensor.plan.splits import (
-    describe_rest,
-    drop_contradictions,
-    join_names,
+from shoal.strategies.tensor.plan.proposals import (
+    Verdict,
+    are_hooked,
+    between,
+    describe,
+    make_block,
+    propose,
+    try_proposal,
 )
 from shoal.strategies.tensor.plan.tensor_plan import (
     Layer,
     SplitBlock,
     Style,
     TensorPlan,
+    alone,
+    describe_rest,
+    drop_contradictions,
 )
-from shoal.strategies.tensor.plan.verdict import (
-    Verdict,
-    are_hooked,
-    between,
-    describe,
-    make_block,
-    try_proposal,
-)
-from shoal.strategies.tensor.plan.vocabulary import find_vocabularies
-from shoal.strategies.tensor.trial.watching import uses_parameters
-from shoal.strategies.tensor.user_hooks import (
-    have_hooks,
-    have_reading_hooks,
-    inner_modules,
-    reason_to_stay_whole,
-)
+from shoal.strategies.tensor.trial.trial_call import uses_parameters
 
 
 def draft(module: nn.Module, num_ranks: int) -> TensorPlan:
@@ -57,14 +57,13 @@ def draft(module: nn.Module, num_ranks: int) -> TensorPlan:
     Example:
         >>> print(draft(nn.TransformerEncoderLayer(64, 4), 2))
     """
-    return Draft(module, num_ranks).finish()
+    return _Draft(module, num_ranks).finish()
 
 
-class Draft:
+class _Draft:
     """A plan in the making."""
 
     def __init__(self, module: nn.Module, num_ranks: int) -> None:
-        """Nothing is split yet."""
         self._module, self._num_ranks = module, num_ranks
         self.plan = TensorPlan(num_ranks)
         self._claimed: set[int] = set()
@@ -80,12 +79,13 @@ class Draft:
             if isinstance(part, nn.MultiheadAttention):
                 self._add_attention(name, part)
             elif _is_transformer_layer(part):
-                self._add_feed_forward(name, part)
+                self._consider(Candidate(name, ("linear1",), "linear2"), _FeedForward(part))
             else:
                 for candidate in find_candidates(name, part):
                     self._consider(candidate)
-        certain, taken = self._certified, self._claimed
-        for block in find_vocabularies(self._module, taken, certain, self._num_ranks):
+        for block in find_vocabularies(
+            self._module, self._claimed, self._certified, self._num_ranks
+        ):
             reason = reason_to_stay_whole(self._module.get_submodule(block.name))
             if reads_weight_of(self._module, block.name):
                 reason = "its weight is read without calling it"
@@ -111,22 +111,17 @@ class Draft:
             self.plan.notes[name] = f"stays whole: {attention.num_heads} heads for more ranks"
         else:
             heads = Cut.of(attention.num_heads)
-            layer = Layer(name, Style.HEADS, heads, block=name)
+            layer = Layer(name, Style.HEADS, heads)
             self.plan.blocks.append(SplitBlock(name, (layer,), heads=heads))
-
-    def _add_feed_forward(self, name: str, layer: nn.Module) -> None:
-        candidate = Candidate(name, ("linear1",), "linear2")
-        self._consider(candidate, FeedForward(layer))
 
     # Candidates --------------------------------------------------------------------------
 
     def _consider(self, candidate: Candidate, stand_in: nn.Module | None = None) -> None:
         block = self._module.get_submodule(candidate.block)
-        layers = [block.get_submodule(path) for path in (*candidate.columns, candidate.row)]
+        layers = [block.get_submodule(path) for path in candidate.paths]
         if not self._are_free(layers):
             return
-        names = [join_names(candidate.block, path) for path in (*candidate.columns, candidate.row)]
-        if any(reads_weight_of(self._module, name, candidate.block) for name in names):
+        if any(reads_weight_of(self._module, n, candidate.block) for n in candidate.names):
             self.plan.notes[candidate.block] = "stays whole: its layers' weights are read elsewhere"
             return
         is_hooked = are_hooked(candidate, block)
@@ -181,11 +176,8 @@ class Draft:
         return None
 
     def _is_certified(self, candidate: Candidate) -> bool:
-        styles = dict.fromkeys(candidate.columns, Style.COLUMN) | {candidate.row: Style.ROW}
-        return all(
-            self._certified.get(join_names(candidate.block, path)) is style
-            for path, style in styles.items()
-        )
+        *columns, row = (self._certified.get(name) for name in candidate.names)
+        return row is Style.ROW and all(style is Style.COLUMN for style in columns)
 
     def _add_alone(self, candidate: Candidate, block: nn.Module, is_hooked: bool) -> None:
         """See [Note: never wrong]."""
@@ -193,8 +185,8 @@ class Draft:
             self.plan.notes[candidate.block] = "stays whole: its code reads its layers' weights"
             return
         alone = [
-            self._add_layer(join_names(candidate.block, path), is_row=path == candidate.row)
-            for path in (*candidate.columns, candidate.row)
+            self._add_layer(name, is_row=path == candidate.row)
+            for name, path in zip(candidate.names, candidate.paths, strict=True)
         ]
         if any(alone):
             self.plan.notes[candidate.block] = "is computed whole, only its weights are split: " + (
@@ -209,8 +201,12 @@ class Draft:
         """Whether anything in a block is known to use the layers' weights itself."""
         if any(map(reads_weights, _users(block, candidate))) or have_reading_hooks(block):
             return True
-        paths = (*candidate.columns, candidate.row)
-        names = [f"{p}.{key}" for p in paths for key, _ in _own_parameters(block.get_submodule(p))]
+        paths = candidate.paths
+        names = [
+            f"{path}.{key}"
+            for path in paths
+            for key, _ in block.get_submodule(path).named_parameters(recurse=False)
+        ]
         key = f"uses {names} {describe(block)}"
         if key not in self._uses:
             self._uses[key] = uses_parameters(block, block.get_submodule(paths[0]), names)
@@ -225,17 +221,14 @@ class Draft:
         if reason is not None:
             self.plan.notes[name] = f"stays whole: {reason}"
             return False
-        style = Style.ROW if is_row else Style.COLUMN
-        layer = Layer(name, style, Cut.of(size), is_alone=True, block=name)
-        self.plan.blocks.append(SplitBlock(name, (layer,)))
+        self.plan.blocks.append(alone(name, Style.ROW if is_row else Style.COLUMN, size))
         return True
 
 
-class FeedForward(nn.Module):
+class _FeedForward(nn.Module):
     """The feed-forward half of torch's transformer layers, to be tried on its own."""
 
     def __init__(self, layer: nn.Module) -> None:
-        """Shares the layer's modules."""
         super().__init__()
         vars(self).update(_feed=layer._ff_block)  # not a child: its attention is of no interest
         for name, child in layer.named_children():
@@ -243,18 +236,13 @@ class FeedForward(nn.Module):
                 self.add_module(name, child)
 
     def forward(self, x: Tensor) -> Tensor:
-        """As the layer does it."""
         fed: Tensor = self._feed(x)  # type: ignore[operator]
         return fed
 
 
-def _own_parameters(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return layer.named_parameters(recurse=False)
-
-
 def _users(block: nn.Module, candidate: Candidate) -> list[nn.Module]:
     """The modules whose code has the layers at hand."""
-    paths = [path.rpartition(".")[0] for path in (*candidate.columns, candidate.row)]
+    paths = [path.rpartition(".")[0] for path in candidate.paths]
     return [block, *(block.get_submodule(path) for path in dict.fromkeys(paths))]
 
 

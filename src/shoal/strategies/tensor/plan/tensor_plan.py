@@ -1,11 +1,16 @@
-"""The plan: which layers are split, how, and why others are not."""
+"""The plan: which layers are split, how, why others are not, and what that means for parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from torch import Tensor, nn
+
+from shoal.sharding.split import Split
+from shoal.strategies.tensor.layers.linear import dim_of
 from shoal.strategies.tensor.plan.cut import Cut
 
 
@@ -27,8 +32,7 @@ _ALIASES = {"colwise": Style.COLUMN, "rowwise": Style.ROW, "vocab": Style.VOCABU
 
 def parse_style(text: str) -> Style | None:
     """What users and Hugging Face call a split; None for what is none."""
-    known = {**_ALIASES, **{style.value: style for style in Style}}
-    return known.get(text)
+    return {**_ALIASES, **{style.value: style for style in Style}}.get(text)
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,6 @@ class Layer:
         cut: How the dimension is shared out.
         is_alone: No partner takes its part, or hands it one: outputs of columns are joined,
             inputs of rows are cut.
-        block: The module that it and its partners are in; they share what they receive.
         gives_logits: Whether it gives a number for each token of a vocabulary.
     """
 
@@ -49,7 +52,6 @@ class Layer:
     style: Style
     cut: Cut
     is_alone: bool = False
-    block: str = ""
     gives_logits: bool = False
 
 
@@ -85,6 +87,11 @@ class SplitBlock:
     heads: Cut | None = None
     inside: tuple[str, ...] = ()
     drops: bool = False
+
+
+def alone(name: str, style: Style, size: int, *, gives_logits: bool = False) -> SplitBlock:
+    """A block of one layer, which takes and gives what is whole."""
+    return SplitBlock(name, (Layer(name, style, Cut.of(size), True, gives_logits),))
 
 
 @dataclass
@@ -129,11 +136,8 @@ class TensorPlan:
         parts = str(sizes[0]) if len(set(sizes)) == 1 else "/".join(map(str, sizes))
         sections = {section.unit for section in layer.cut.sections}
         units = "" if sections == {1} else f" in units of {max(sections)}"
-        how = "alone" if layer.is_alone else ""
-        if layer.is_alone and layer.style is Style.COLUMN:
-            how = "outputs joined"
-        elif layer.is_alone and layer.style is Style.ROW:
-            how = "inputs cut"
+        ways = {Style.COLUMN: "outputs joined", Style.ROW: "inputs cut"}
+        how = ways.get(layer.style, "alone") if layer.is_alone else ""
         return layer.name, layer.style.value, how, f"{parts} of {layer.cut.size}{units}"
 
 
@@ -151,3 +155,95 @@ def _merged(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
         (f"{pattern} ({len(names)})" if len(names) > 1 else names[0], *rest)
         for (pattern, *rest), names in found.items()
     ]
+
+
+def parameter_splits(
+    module: nn.Module, layer: Layer, num_ranks: int
+) -> dict[str, tuple[Split, ...]]:
+    """Every rank's part of each of a layer's parameters that are split, by their own names."""
+    if isinstance(module, nn.MultiheadAttention):
+        return _attention_splits(module, num_ranks)
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    if isinstance(module, nn.Embedding):
+        dim = 0 if layer.style is Style.VOCABULARY else 1
+        return {"weight": layer.cut.splits(weight.shape, dim, num_ranks)}
+    is_column = layer.style is Style.COLUMN
+    dim = dim_of(module, outputs=is_column)
+    splits = {"weight": layer.cut.splits(weight.shape, dim, num_ranks)}
+    bias: Tensor | None = module.bias  # type: ignore[assignment]
+    if is_column and bias is not None:
+        splits["bias"] = layer.cut.splits(bias.shape, 0, num_ranks)
+    return splits
+
+
+def _attention_splits(
+    attention: nn.MultiheadAttention, num_ranks: int
+) -> dict[str, tuple[Split, ...]]:
+    width, size = attention.embed_dim, attention.head_dim
+    one, three = Cut.of(width, size), Cut.of(3 * width, size, 3)
+    by_name = {
+        "in_proj_weight": (three, 0), "in_proj_bias": (three, 0),
+        "q_proj_weight": (one, 0), "k_proj_weight": (one, 0), "v_proj_weight": (one, 0),
+        "bias_k": (one, 2), "bias_v": (one, 2), "out_proj.weight": (one, 1),
+    }  # fmt: skip
+    own = dict(attention.named_parameters())
+    return {
+        name: cut.splits(own[name].shape, dim, num_ranks)
+        for name, (cut, dim) in by_name.items()
+        if name in own
+    }
+
+
+def all_splits(
+    module: nn.Module, plan: TensorPlan
+) -> Iterator[tuple[SplitBlock, str, tuple[Split, ...]]]:
+    """The full name of every parameter that a plan splits, with every rank's part."""
+    for block in plan.blocks:
+        for layer in block.layers:
+            part = module.get_submodule(layer.name)
+            for key, splits in parameter_splits(part, layer, plan.num_ranks).items():
+                yield block, join_names(layer.name, key), splits
+
+
+def describe_rest(module: nn.Module, plan: TensorPlan) -> str:
+    """How much of a model every rank has all of, and where most of that is."""
+    split = {id(module.get_parameter(name)) for _, name, _ in all_splits(module, plan)}
+    sizes: Counter[str] = Counter()
+    for name, parameter in module.named_parameters():
+        if id(parameter) not in split:
+            sizes[starred(name)] += parameter.numel()
+    total = sum(parameter.numel() for parameter in module.parameters())
+    if not sizes.total():
+        return ""
+    largest = ", ".join(name for name, _ in sizes.most_common(3))
+    return f"{sizes.total() / total:.1%} of {total} elements, most of it in {largest}"
+
+
+def drop_contradictions(module: nn.Module, plan: TensorPlan) -> None:
+    """Takes blocks out that share a parameter with modules that need it otherwise."""
+    while (odd := find_contradiction(module, plan)) is not None:
+        block, name = odd
+        plan.blocks.remove(block)
+        plan.notes[block.name] = f"stays whole: {name} is used elsewhere too, in another way"
+
+
+def find_contradiction(module: nn.Module, plan: TensorPlan) -> tuple[SplitBlock, str] | None:
+    """A block and its parameter that other modules have too and need otherwise."""
+    owners: dict[int, set[tuple[int, str]]] = {}
+    for part in module.modules():
+        for key, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(parameter), set()).add((id(part), key))
+    found: dict[int, list[tuple[SplitBlock, str, tuple[Split, ...]]]] = {}
+    for block, name, splits in all_splits(module, plan):
+        found.setdefault(id(module.get_parameter(name)), []).append((block, name, splits))
+    for identity, uses in found.items():
+        paths = [name.rpartition(".") for _, name, _ in uses]
+        known = {(id(module.get_submodule(owner)), key) for owner, _, key in paths}
+        if owners[identity] != known or len({splits for _, _, splits in uses}) > 1:
+            return uses[-1][0], uses[-1][1]
+    return None
+
+
+def join_names(block: str, path: str) -> str:
+    """A full name."""
+    return ".".join(part for part in (block, path) if part)

@@ -7,24 +7,35 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from shoal.strategies.tensor.layers.embedding import may_split_rows
 from shoal.strategies.tensor.layers.linear import is_linear, sizes_of
+from shoal.strategies.tensor.layers.vocabulary import may_split_rows
 from shoal.strategies.tensor.plan.candidates import Candidate
 from shoal.strategies.tensor.plan.cut import Cut
 from shoal.strategies.tensor.plan.draft import draft
-from shoal.strategies.tensor.plan.proposals import Proposal
-from shoal.strategies.tensor.plan.source_code import reads_weights
-from shoal.strategies.tensor.plan.splits import describe_rest, find_contradiction, join_names
+from shoal.strategies.tensor.plan.obstacles import (
+    have_hooks,
+    inner_modules,
+    reads_weights,
+    reason_to_stay_whole,
+)
+from shoal.strategies.tensor.plan.proposals import (
+    Proposal,
+    Verdict,
+    between,
+    make_block,
+    try_proposal,
+)
 from shoal.strategies.tensor.plan.tensor_plan import (
     Layer,
     SplitBlock,
     Style,
     TensorPlan,
+    alone,
+    describe_rest,
+    find_contradiction,
     parse_style,
 )
-from shoal.strategies.tensor.plan.verdict import Verdict, between, make_block, try_proposal
-from shoal.strategies.tensor.trial.watching import uses_parameters
-from shoal.strategies.tensor.user_hooks import have_hooks, inner_modules, reason_to_stay_whole
+from shoal.strategies.tensor.trial.trial_call import uses_parameters
 
 PlanPatterns = Mapping[str, str]
 
@@ -60,19 +71,15 @@ def plan_from_patterns(module: nn.Module, num_ranks: int, patterns: PlanPatterns
     plan = TensorPlan(num_ranks)
     if num_ranks == 1:
         return plan
-    found = draft(module, num_ranks)
-    for block in found.blocks:
-        if all(
-            styles.get(layer.name) is layer.style or _is_table(module, layer)
-            for layer in block.layers
-        ):
+    for block in draft(module, num_ranks).blocks:
+        if all(styles.get(x.name) is x.style or _is_table(module, x) for x in block.layers):
             plan.blocks.append(block)
             for layer in block.layers:
                 styles.pop(layer.name, None)
     for candidate in _pairs(module, styles):
         plan.blocks.append(_checked(module, candidate, num_ranks))
-        for path in (*candidate.columns, candidate.row):
-            styles.pop(join_names(candidate.block, path))
+        for name in candidate.names:
+            styles.pop(name)
     plan.blocks += [_alone(module, name, style, num_ranks) for name, style in styles.items()]
     _check_ties(module, plan)
     _check_nesting(module, plan)
@@ -95,9 +102,10 @@ def _styles(module: nn.Module, patterns: PlanPatterns) -> dict[str, Style]:
             raise ValueError(f"a layer is split by {known}; got {text!r} for {pattern!r}")
         names = [name for name, _ in module.named_modules() if name and fnmatchcase(name, pattern)]
         if not names:
+            linear = [name for name, part in module.named_modules() if is_linear(part)]
             raise ValueError(
                 f"the plan's pattern {pattern!r} fits no module; there are, for example, "
-                + ", ".join(_examples(module))
+                + ", ".join(linear[:4] or ["no linear layers"])
             )
         for name in names:
             _check_kind(name, module.get_submodule(name), style)
@@ -105,11 +113,6 @@ def _styles(module: nn.Module, patterns: PlanPatterns) -> dict[str, Style]:
                 raise ValueError(f"the plan splits {name} by {styles[name].value} and by {text}")
             styles[name] = style
     return styles
-
-
-def _examples(module: nn.Module) -> list[str]:
-    names = [name for name, part in module.named_modules() if is_linear(part)]
-    return names[:4] or ["no linear layers"]
 
 
 def _check_kind(name: str, module: nn.Module, style: Style) -> None:
@@ -156,15 +159,15 @@ def _checked(module: nn.Module, candidate: Candidate, num_ranks: int) -> SplitBl
     proposal = Proposal(
         tuple(Cut.of(size, num_sections=size // width) for size in sizes), Cut.of(width)
     )
-    names = ", ".join(join_names(candidate.block, path) for path in candidate.columns)
+    names = ", ".join(candidate.names[:-1])
     if width % num_ranks:
         raise ValueError(
             f"the {width} features between {names} and {candidate.row} do not divide by the "
             f"{num_ranks} ranks"
         )
-    for path in (*candidate.columns, candidate.row):
-        _check_may_split(join_names(candidate.block, path), block.get_submodule(path))
-        _check_hooks(candidate, [block.get_submodule(path)], names)
+    for name in candidate.names:
+        _check_may_split(name, module.get_submodule(name))
+        _check_hooks(candidate, [module.get_submodule(name)], names)
     try:
         verdict = try_proposal(candidate, block, proposal, num_ranks)
     except TypeError as error:  # it wants more than one tensor: the plan of the user is trusted
@@ -222,7 +225,7 @@ def _alone(module: nn.Module, name: str, style: Style, num_ranks: int) -> SplitB
         size = sizes_of(part)[0 if style is Style.ROW else 1]
     if size < num_ranks:
         raise ValueError(f"{name} has {size} features to share out over {num_ranks} ranks")
-    return SplitBlock(name, (Layer(name, style, Cut.of(size), is_alone=True, block=name),))
+    return alone(name, style, size)
 
 
 def _check_nesting(module: nn.Module, plan: TensorPlan) -> None:

@@ -1,7 +1,15 @@
-"""What source code says about reads of weights: a reason not to split a layer, never one to split.
+"""What keeps layers whole: code that reads their weights, and the user's hooks.
 
-Code that cannot be looked at counts as code that reads. What a look misses (an alias, a helper, a
-branch) is noticed when the model runs; see [Note: reads of parts].
+Source code is a reason not to split a layer, never one to split. Code that cannot be looked at
+counts as code that reads. What a look misses (an alias, a helper, a branch) is noticed when the
+model runs; see [Note: reads of parts].
+
+[Note: hooks]
+Between a column and its row a hook would be given a rank's part, and what it does with that is
+beyond any trial: it may keep a statistic where nobody looks. So a region has no hooks in it. Its
+layers are split each on its own instead, and then whatever goes through a module is whole again. A
+hook of a parameter would be given a part of the gradient however the layer is split, and one that
+reads weights a part of them: these layers stay whole.
 """
 
 from __future__ import annotations
@@ -10,7 +18,7 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -32,16 +40,11 @@ def reads_weights(module: nn.Module) -> bool:
 def reads_weight_of(module: nn.Module, name: str, below: str | None = None) -> bool:
     """Whether code of a module that a layer is in uses the layer's weight or bias by its name.
 
-    Torch's own modules do so for fast paths, which are switched off.
-
-    Args:
-        module: The model.
-        name: The layer's.
-        below: Only modules that this one is in are looked at; by default those of the layer.
+    Torch's own modules do so for fast paths, which are switched off. ``below``: only modules that
+    this one is in are looked at; by default those of the layer.
     """
-    *path, _ = (name if below is None else f"{below}." if below else "").split(".")
-    depths = range(len(path) + 1) if below is None else range(len(path))
-    users = [module.get_submodule(".".join(path[:depth])) for depth in depths]
+    path = [] if below == "" else (name if below is None else below).split(".")
+    users = [module.get_submodule(".".join(path[:depth])) for depth in range(len(path))]
     return any(
         _reads(method, name.rpartition(".")[2])
         for user in users
@@ -65,20 +68,16 @@ def has_own_forward(module: nn.Module) -> bool:
     return "forward" in vars(module)
 
 
-def _methods_of(module: nn.Module) -> Iterator[Any]:
+def _methods_of(module: nn.Module) -> list[Any]:
     kind: Any = type(module)
-    if has_own_forward(module):
-        yield vars(module)["forward"]
-    yield from _methods(kind)
+    own = [vars(module)["forward"]] if has_own_forward(module) else []
+    return own + _methods(kind)
 
 
 @functools.cache
-def _methods(kind: Any) -> tuple[Any, ...]:
-    return tuple(_find_methods(kind))
-
-
-def _find_methods(kind: type) -> Iterator[Any]:
+def _methods(kind: Any) -> list[Any]:
     """Every method, with those it overrides where `super` may call them; and any other forward."""
+    found: list[Any] = []
     overridden: set[str] = set()
     for base in kind.__mro__:
         if base in (nn.Module, object):
@@ -87,10 +86,11 @@ def _find_methods(kind: type) -> Iterator[Any]:
             is_code = inspect.isfunction(method) or name == "forward"
             if not is_code or name.startswith(_SETTING_UP) or name in overridden:
                 continue
-            yield method
+            found.append(method)
             code = _code_of(method)
             if code is not None and "super" not in _names_in(code):
                 overridden.add(name)
+    return found
 
 
 def _reads(function: Any, layer: str | None = None) -> bool:
@@ -176,3 +176,37 @@ def _harmless_reads(tree: ast.AST) -> Iterator[ast.AST]:
 
 def _is_call(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+
+
+_KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """What is called before or after a module's forward or backward."""
+    return [hook for kind in _KINDS for hook in getattr(module, kind).values()]
+
+
+def have_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether any of the modules has a hook; see [Note: hooks]."""
+    return any(map(hooks_of, modules))
+
+
+def inner_modules(block: nn.Module) -> list[nn.Module]:
+    """All modules in a block, without the block itself."""
+    return [part for part in block.modules() if part is not block]
+
+
+def reason_to_stay_whole(layer: nn.Module) -> str | None:
+    """Why a layer must not be split in any way; None if its hooks allow for it."""
+    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in layer.parameters()):
+        return "its parameters have hooks, which would get parts of gradients"
+    if any(type(p) is not nn.Parameter for p in layer.parameters()):
+        return "its parameters have a class of their own"
+    if have_reading_hooks(layer):
+        return "it has a hook that reads weights, and would get parts"
+    return None
+
+
+def have_reading_hooks(module: nn.Module) -> bool:
+    """Whether a hook of a module, or of one in it, uses weights itself."""
+    return any(hook_reads_weights(hook) for part in module.modules() for hook in hooks_of(part))

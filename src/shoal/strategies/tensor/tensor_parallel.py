@@ -16,7 +16,7 @@ from shoal.strategies.layers.buffers import share_buffers
 from shoal.strategies.layers.materialization import materialize
 from shoal.strategies.model import ShardedModel, ranks_for
 from shoal.strategies.settings import LEVELS
-from shoal.strategies.tensor.layers.cross_entropy import vocabulary_cross_entropy
+from shoal.strategies.tensor.layers.vocabulary import vocabulary_cross_entropy
 from shoal.strategies.tensor.parallelize import parallelize
 from shoal.strategies.tensor.plan.tensor_plan import TensorPlan
 from shoal.strategies.tensor.tensor_parts import TensorParts

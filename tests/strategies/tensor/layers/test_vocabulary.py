@@ -1,4 +1,4 @@
-"""Cross entropy of logits of which each rank has some classes."""
+"""Embeddings and cross entropy of a vocabulary that is split."""
 
 from __future__ import annotations
 
@@ -6,13 +6,43 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.strategies.tensor import vocabulary_cross_entropy
+from shoal.strategies.tensor import parallelize, vocabulary_cross_entropy
 from strategies.models import random_numbers, random_tokens
-from strategies.tensor.layers.comparison import run
-from strategies.tensor.layers.test_embedding import Tokens
+from strategies.tensor.layers.comparison import assert_same, both, run
+
+
+class Tokens(nn.Module):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 4, **settings)
+        self.lm_head = nn.Linear(4, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.lm_head(self.embedding(tokens))
+
+
+@pytest.mark.parametrize("settings", [{}, {"padding_idx": 7}, {"padding_idx": -1}])
+def test_vocabulary(settings: dict[str, Any]) -> None:
+    def check() -> None:
+        tokens = random_tokens(1, 11, 6, 9)
+        assert_same(both(lambda: Tokens(**settings), lambda m: (m(tokens),)))
+
+    run(check)
+    run(check, ranks=4)
+
+
+def test_a_token_beyond_the_vocabulary_is_refused() -> None:
+    def check() -> None:
+        module = Tokens()
+        parallelize(module, shoal.world().backend)
+        with pytest.raises(IndexError, match="from 0 to 10; got some from 3 to 11"):
+            module(torch.tensor([3, 11]))
+
+    run(check)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
