@@ -13,6 +13,7 @@ all of their gradients in both halves: the result is right, but no time is gaine
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -51,16 +52,14 @@ class SplitBackward:
             self._weights, self._apart = {}, list(range(len(self._tensors)))
             return
         graph = _Graph(self._tensors, self._inputs)
-        self._weights = graph.weights_by_node()
-        self._apart = [
-            index for index, tensor in enumerate(self._tensors) if not graph.leads_back(tensor)
-        ]
-        early = graph.early_weights()
+        self._weights = graph.weights_by_node
+        leads_back = [graph.leads_back[_node(tensor)] for tensor in self._tensors]
+        self._apart = [index for index, leads in enumerate(leads_back) if not leads]
         handles = [node.register_prehook(self._keeper(node)) for node in self._weights]
-        wanted = [*self._inputs, *early]
-        tensors = [t for index, t in enumerate(self._tensors) if index not in self._apart]
-        gradients = [g for index, g in enumerate(self._gradients) if index not in self._apart]
-        if wanted and tensors:
+        wanted = [*self._inputs, *graph.early_weights]
+        tensors = list(compress(self._tensors, leads_back))
+        if tensors:
+            gradients = list(compress(self._gradients, leads_back))
             torch.autograd.backward(tensors, gradients, inputs=wanted, retain_graph=True)
         for handle in handles:
             handle.remove()
@@ -90,25 +89,35 @@ class SplitBackward:
 
 
 class _Graph:
-    """Which nodes of a graph lead back to inputs, and at which nodes weights come in."""
+    """Which nodes of a graph lead back to inputs, and at which nodes weights come in.
+
+    Attributes:
+        leads_back: Whether a node depends on the inputs.
+        weights_by_node: The weights that come in at one node only, by that node.
+        early_weights: The weights that come in at several nodes.
+    """
 
     def __init__(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         self._inputs = {id(tensor) for tensor in inputs}
-        self._leads_back: dict[Node, bool] = {}
+        self.leads_back: dict[Node, bool] = {}
         self._weights: dict[Node, dict[int, Tensor]] = {}
         """The weights that come in at a node, by edges that do not lead back to inputs."""
         for tensor in tensors:
             self._explore(_node(tensor))
-        self._nodes_of_weight: dict[int, list[Node]] = {}
-        for node, leads_back in self._leads_back.items():
-            if leads_back:
-                for weight in self._weights[node]:
-                    self._nodes_of_weight.setdefault(weight, []).append(node)
+        uses: dict[int, list[tuple[Node, Tensor]]] = {}
+        for node in (node for node, leads_back in self.leads_back.items() if leads_back):
+            for key, weight in self._weights[node].items():
+                uses.setdefault(key, []).append((node, weight))
+        self.weights_by_node: dict[Node, list[Tensor]] = {}
+        for (node, weight), *others in uses.values():
+            if not others:
+                self.weights_by_node.setdefault(node, []).append(weight)
+        self.early_weights = [each[0][1] for each in uses.values() if len(each) > 1]
 
     def _explore(self, start: Node) -> None:
         """Judges children before parents; without recursion, because graphs are deep."""
         stack: list[tuple[Node, list[Node] | None]] = [(start, None)]
-        leads_back = self._leads_back
+        leads_back = self.leads_back
         while stack:
             node, children = stack.pop()
             if node in leads_back:
@@ -121,42 +130,16 @@ class _Graph:
             stack += [(child, None) for child in children if child not in leads_back]
 
     def _judge(self, node: Node, children: list[Node]) -> None:
-        if not children:
-            self._judge_leaf(node)
+        leads_back = self.leads_back
+        if children:
+            leads_back[node] = any(leads_back[child] for child in children)
+            aside = [self._weights[child] for child in children if not leads_back[child]]
+            self._weights[node] = {key: each for weights in aside for key, each in weights.items()}
             return
-        leads_back = self._leads_back
-        leads_back[node] = any(leads_back[child] for child in children)
-        aside = [self._weights[child] for child in children if not leads_back[child]]
-        self._weights[node] = {key: weight for weights in aside for key, weight in weights.items()}
-
-    def _judge_leaf(self, node: Node) -> None:
         variable: Any = getattr(node, "variable", None)
-        is_input = self._leads_back[node] = variable is not None and id(variable) in self._inputs
-        has_weight = variable is not None and not is_input
+        leads_back[node] = variable is not None and id(variable) in self._inputs
+        has_weight = variable is not None and not leads_back[node]
         self._weights[node] = {id(variable): variable} if has_weight else {}
-
-    def leads_back(self, tensor: Tensor) -> bool:
-        """Whether a tensor depends on the inputs."""
-        return self._leads_back[_node(tensor)]
-
-    def weights_by_node(self) -> dict[Node, list[Tensor]]:
-        """The weights that come in at one node only, by that node."""
-        found: dict[Node, list[Tensor]] = {}
-        for nodes in self._nodes_of_weight.values():
-            if len(nodes) == 1:
-                found.setdefault(nodes[0], [])
-        for node in found:
-            weights = self._weights[node].items()
-            found[node] = [w for key, w in weights if len(self._nodes_of_weight[key]) == 1]
-        return found
-
-    def early_weights(self) -> list[Tensor]:
-        """The weights that come in at several nodes."""
-        return [
-            self._weights[nodes[0]][key]
-            for key, nodes in self._nodes_of_weight.items()
-            if len(nodes) > 1
-        ]
 
 
 def _node(tensor: Tensor) -> Node:

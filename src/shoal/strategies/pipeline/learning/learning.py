@@ -7,7 +7,7 @@ attributes of modules are restored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,10 +49,10 @@ def learn(stage: Stage, call_model: Callable[[], Any]) -> Route:
         for chunk in range(stage.num_chunks):
             owner = stage.rank_of_chunk[chunk]
             if owner == stage.rank:
-                report = _ChunkLearning(stage, chunk, calls, values).run(call_model)
+                report = _LearningForward(stage, chunk, calls, values).report(call_model)
             else:
                 report = _serve(stage, owner)
-                calls += [_decoded_call(*call) for call in report["calls"]]
+                calls += map(_decoded_call, report["calls"])
             values |= {ValueId(*value_id): value for value_id, value in report["values"]}
             wanted[chunk] = [ValueId(*value_id) for value_id in report["wanted"]]
             overwritten[chunk] = {ValueId(*value_id) for value_id in report["overwritten"]}
@@ -96,40 +96,40 @@ def _writable_tensors(module: nn.Module) -> Iterator[Tensor]:
             yield tensor
 
 
-class _ChunkLearning:
-    """Learns one chunk that this rank has."""
+class _LearningForward(ChunkForward):
+    """The forward of a chunk that this rank has: notes what is called, and what units use.
+
+    All values of all units are produced, because it is not known yet which of them travel.
+    """
 
     def __init__(
-        self,
-        stage: Stage,
-        chunk: int,
-        calls: list[UnitCall],
-        values: dict[ValueId, Tensor],
+        self, stage: Stage, chunk: int, calls: list[UnitCall], values: Mapping[ValueId, Tensor]
     ) -> None:
-        """``calls`` and ``values`` are those of earlier chunks; ``calls`` grows."""
-        self._stage, self._calls, self._num_known = stage, calls, len(calls)
+        """``calls`` and ``values`` are all of earlier chunks; ``calls`` grows."""
+        super().__init__(stage, chunk, calls, values)
+        self._stage, self._num_known = stage, len(calls)
         self._fetched: dict[str, Tensor] = {}
         self._recorder = ValueRecorder(self._fetch)
-        self._forward = _LearningForward(
-            stage, chunk, calls, values, self._recorder, self._borrow_for
-        )
+        self._own_versions: dict[ValueId, tuple[Tensor, int]] = {}
+        self._hidden_versions: dict[ValueId, tuple[Tensor, int]] = {}
+        self._units: list[Unit] = []
 
-    def run(self, call_model: Callable[[], Any]) -> dict[str, Any]:
-        """Runs the chunk, and sends the report to all ranks."""
+    def report(self, call_model: Callable[[], Any]) -> dict[str, Any]:
+        """Runs the chunk; sends what it has found to all ranks, as data that needs no pickle."""
         with self._hidden_parameters():
-            self._forward.run(call_model)
-        produced = self._forward.produced
-        used = [value_id for value_id in sorted(self._recorder.used) if value_id.is_computed]
+            self.run(call_model)
         report = {
             "calls": [
-                _encoded_call(number, call, produced)
+                _encoded_call(number, call, self.produced)
                 for number, call in enumerate(self._calls)
                 if number >= self._num_known
             ],
-            "values": [(tuple(value_id), value) for value_id, value in produced.items()],
-            "wanted": _plain(used),
-            "overwritten": _plain(sorted(self._forward.overwritten())),
-            "rewritten": _plain(sorted(self._forward.rewritten())),
+            "values": [(tuple(value_id), value) for value_id, value in self.produced.items()],
+            "wanted": _plain(value_id for value_id in self._recorder.used if value_id.is_computed),
+            # Values of earlier chunks that the model wrote into here.
+            "overwritten": _plain(_changed(self._hidden_versions) | self._recorder.written),
+            # Values of this chunk that it wrote into after their unit had returned.
+            "rewritten": _plain(_changed(self._own_versions)),
             "borrowed": self._borrowed(),
         }
         self._stage.group.broadcast_object(("done", report), root=self._stage.rank)
@@ -138,7 +138,7 @@ class _ChunkLearning:
     def _borrowed(self) -> list[str]:
         """The parameters of other ranks that were used, in the model's order."""
         parameters = self._stage.parameters
-        names = {name for unit in self._forward.units for name in parameters.names_of(unit.module)}
+        names = {name for unit in self._units for name in parameters.names_of(unit.module)}
         names |= {value_id.name for value_id in self._recorder.used if not value_id.is_computed}
         return [name for name in parameters.foreign if name in names]
 
@@ -158,14 +158,6 @@ class _ChunkLearning:
             for name in parameters.foreign:
                 parameters.show_absent(name)
 
-    def _borrow_for(self, unit: Unit) -> None:
-        """Fetches the parameters of a unit that another rank has and that runs here."""
-        parameters = self._stage.parameters
-        for name in parameters.names_of(unit.module):
-            if not parameters.is_own(name):
-                value = self._fetch(name).detach()
-                parameters.show(name, value.requires_grad_(parameters.by_name[name].requires_grad))
-
     def _fetch(self, name: str) -> Tensor:
         if name not in self._stage.parameters.by_name:
             raise ShoalError(
@@ -177,80 +169,6 @@ class _ChunkLearning:
             self._stage.group.broadcast_object(("fetch", name), root=self._stage.rank)
             self._fetched[name] = _broadcast_parameter(self._stage, name)
         return self._fetched[name]
-
-
-def _serve(stage: Stage, learner: int) -> dict[str, Any]:
-    """Sends parameters to the rank that runs its chunk, until that rank reports."""
-    while True:
-        what, content = stage.group.broadcast_object(root=learner)
-        if what == "done":
-            report: dict[str, Any] = content
-            return report
-        _broadcast_parameter(stage, content)
-
-
-def _broadcast_parameter(stage: Stage, name: str) -> Tensor:
-    owner = stage.parameters.rank_of(name)
-    own = stage.parameters.by_name[name].detach().clone() if owner == stage.rank else None
-    value: Tensor = stage.group.broadcast(own, root=owner)
-    return value
-
-
-def _plain(value_ids: Sequence[ValueId]) -> list[tuple[Any, ...]]:
-    """As data that needs no pickle."""
-    return [tuple(value_id) for value_id in value_ids]
-
-
-def _encoded_call(number: int, call: UnitCall, produced: dict[ValueId, Tensor]) -> tuple[Any, ...]:
-    leaves = [
-        produced.get(ValueId(number, index, call.unit), leaf)
-        for index, leaf in enumerate(call.leaves)
-    ]
-    example = example_of(call.structure, leaves)
-    shapes = [encode_leaf(leaf) for leaf in call.leaves]
-    return (call.unit, call.chunk, example, call.attributes, shapes, call.needs_grad)
-
-
-def _decoded_call(
-    unit: str,
-    chunk: int,
-    example: Any,
-    attributes: list[str],
-    shapes: list[Any],
-    needs_grad: set[int],
-) -> UnitCall:
-    leaves = [decode_leaf(leaf) for leaf in shapes]
-    return UnitCall(unit, chunk, structure_of(example), attributes, leaves, set(needs_grad))
-
-
-# The chunk's forward ------------------------------------------------------------------------
-
-
-class _LearningForward(ChunkForward):
-    """A chunk's forward that notes the calls of units, and which earlier values they use.
-
-    All values of all units are produced, because it is not known yet which of them travel.
-    """
-
-    def __init__(
-        self,
-        stage: Stage,
-        chunk: int,
-        calls: list[UnitCall],
-        values: Mapping[ValueId, Tensor],
-        recorder: ValueRecorder,
-        borrow: Callable[[Unit], None],
-    ) -> None:
-        """``calls`` grows; ``values`` are all values of earlier chunks.
-
-        ``borrow(unit)`` is called before a unit runs, to get parameters that other ranks have.
-        """
-        super().__init__(stage, chunk, calls, values)
-        self._recorder, self._borrow = recorder, borrow
-        self._own_versions: dict[ValueId, tuple[Tensor, int]] = {}
-        self._hidden_versions: dict[ValueId, tuple[Tensor, int]] = {}
-        self.units: list[Unit] = []
-        """The units that ran here."""
 
     def _skip_unit(self, number: int, unit: Unit) -> Any:
         call = self._expected_call(number, unit)
@@ -271,7 +189,7 @@ class _LearningForward(ChunkForward):
         return put_results(unit, number, call, leaf)
 
     def _run_unit(self, number: int, unit: Unit, forward: Any, args: Any, kwargs: Any) -> Any:
-        self._borrow(unit)
+        self._borrow_for(unit)
         before = [(leaf, _version(leaf)) for leaf in tree_leaves((args, kwargs))]
         old_attributes = tensors_in(unit.module)
         output = self._require_present(forward(*args, **kwargs))
@@ -279,7 +197,7 @@ class _LearningForward(ChunkForward):
         leaves, structure = tree_flatten((output, attributes))
         _check_arguments(unit, before, tree_leaves((args, kwargs)), leaves)
         check_dataclasses(unit.name, leaves)
-        self.units.append(unit)
+        self._units.append(unit)
         shapes = [describe(leaf) for leaf in leaves]
         tensors = {n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         needs_grad = {n for n, leaf in tensors.items() if leaf.requires_grad}
@@ -293,19 +211,19 @@ class _LearningForward(ChunkForward):
             self._own_versions[value_id] = (leaf, leaf._version)
         return output
 
+    def _borrow_for(self, unit: Unit) -> None:
+        """Fetches the parameters of a unit that another rank has and that runs here."""
+        parameters = self._stage.parameters
+        for name in parameters.names_of(unit.module):
+            if not parameters.is_own(name):
+                value = self._fetch(name).detach()
+                parameters.show(name, value.requires_grad_(parameters.by_name[name].requires_grad))
+
     def _require_present(self, tree: Any) -> Any:
         """Replaces absent values by their real ones, and notes that they are used."""
         return tree_map(
             lambda leaf: self._recorder.use(leaf) if isinstance(leaf, AbsentValue) else leaf, tree
         )
-
-    def rewritten(self) -> set[ValueId]:
-        """Values of this chunk that the model wrote into after their unit had returned."""
-        return _changed(self._own_versions)
-
-    def overwritten(self) -> set[ValueId]:
-        """Values of earlier chunks that the model wrote into here."""
-        return _changed(self._hidden_versions) | self._recorder.written
 
 
 def _changed(versions: Mapping[ValueId, tuple[Tensor, int]]) -> set[ValueId]:
@@ -330,3 +248,40 @@ def _check_arguments(unit: Unit, before: Any, after: Sequence[Any], returned: An
             f"{unit.name} writes into its arguments, which ranks that leave it out would not see: "
             "let it return what it computes, or cut the pipeline elsewhere (cut=)"
         )
+
+
+def _serve(stage: Stage, learner: int) -> dict[str, Any]:
+    """Sends parameters to the rank that runs its chunk, until that rank reports."""
+    while True:
+        what, content = stage.group.broadcast_object(root=learner)
+        if what == "done":
+            report: dict[str, Any] = content
+            return report
+        _broadcast_parameter(stage, content)
+
+
+def _broadcast_parameter(stage: Stage, name: str) -> Tensor:
+    owner = stage.parameters.rank_of(name)
+    own = stage.parameters.by_name[name].detach().clone() if owner == stage.rank else None
+    value: Tensor = stage.group.broadcast(own, root=owner)
+    return value
+
+
+def _plain(value_ids: Iterable[ValueId]) -> list[tuple[Any, ...]]:
+    return [tuple(value_id) for value_id in sorted(value_ids)]
+
+
+def _encoded_call(number: int, call: UnitCall, produced: dict[ValueId, Tensor]) -> tuple[Any, ...]:
+    leaves = [
+        produced.get(ValueId(number, index, call.unit), leaf)
+        for index, leaf in enumerate(call.leaves)
+    ]
+    example = example_of(call.structure, leaves)
+    shapes = [encode_leaf(leaf) for leaf in call.leaves]
+    return (call.unit, call.chunk, example, call.attributes, shapes, call.needs_grad)
+
+
+def _decoded_call(encoded: tuple[Any, ...]) -> UnitCall:
+    unit, chunk, example, attributes, shapes, needs_grad = encoded
+    leaves = [decode_leaf(leaf) for leaf in shapes]
+    return UnitCall(unit, chunk, structure_of(example), attributes, leaves, set(needs_grad))

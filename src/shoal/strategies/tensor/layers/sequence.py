@@ -24,15 +24,13 @@ from shoal.comm import Backend
 from shoal.comm import differentiable as collective
 from shoal.comm.operation.partition import split_sizes
 from shoal.errors import ShoalError
-from shoal.strategies.layers.module_snapshot import Snapshot
 from shoal.strategies.tensor.layers.dropout import SequenceDropout, Undropped, during, has_rate
 from shoal.strategies.tensor.layers.linear import sizes_of
 from shoal.strategies.tensor.plan.cut import Cut
 from shoal.strategies.tensor.plan.proposals import describe
 from shoal.strategies.tensor.plan.tensor_plan import SplitBlock, Style, TensorPlan
 from shoal.strategies.tensor.region import RegionEntry
-from shoal.strategies.tensor.trial.trial_call import arguments, evaluating, random_weights
-from shoal.torch_support.random_state import RandomState
+from shoal.strategies.tensor.trial.trial_call import arguments, random_weights, unchanged
 
 _TOLERANCE = 1e-3
 _PART = "_shoal_is_part"
@@ -95,7 +93,6 @@ class SequenceTrial:
     """
 
     def __init__(self, module: nn.Module, stacks: list[Stack], plan: TensorPlan) -> None:
-        """Runs one block of each kind."""
         self._module, self._plan = module, plan
         self.drops = False
         self._runs = [self._run(stack, name) for stack in stacks for name in self._kinds(stack)]
@@ -116,15 +113,14 @@ class SequenceTrial:
         try:
             call = arguments(block, width, parameter.device, parameter.dtype, shape)
             weights = random_weights(block, parameter.dtype)
-            with evaluating(block), torch.no_grad():
-                output = functional_call(block, weights, (), call)
+            output = _evaluated(block, weights, call)
             self.drops = self.drops or _drops(block, weights, call)
         except Exception as error:
             raise ShoalError(
                 f"sequence_parallel=True needs blocks that can be tried with one tensor; "
                 f"{name} cannot: {error}"
             ) from error
-        return _Run(name, stack.dim, call, weights, _first(output))
+        return _Run(name, stack.dim, call, weights, output)
 
     def _width(self, stack: Stack) -> int:
         for layer in self._plan.layers:
@@ -148,9 +144,7 @@ class SequenceTrial:
             first = next(iter(call))
             own = {**call, first: collective.split(call[first], group, dim)}
             try:
-                with evaluating(block), torch.no_grad():
-                    output = _first(functional_call(block, parts, (), own))
-                joined = collective.join(output, group, dim)
+                joined = collective.join(_evaluated(block, parts, own), group, dim)
                 is_same = joined.shape == expected.shape and torch.allclose(
                     joined, expected, rtol=0, atol=_TOLERANCE * float(expected.abs().max())
                 )
@@ -164,24 +158,22 @@ class SequenceTrial:
                 )
 
 
+@torch.no_grad()
+def _evaluated(block: nn.Module, weights: dict[str, Tensor], call: dict[str, Any]) -> Tensor:
+    """The first tensor that a block gives, with nothing dropped."""
+    with unchanged(block):
+        output = functional_call(block.eval(), weights, (), call)
+    return next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+
+
+@torch.no_grad()
 def _drops(block: nn.Module, weights: dict[str, Tensor], call: dict[str, Any]) -> bool:
     """Whether a block drops something in training, wherever the rate is written."""
-    outside, snapshot = RandomState.capture(), Snapshot(block)
     undropped = Undropped(lambda: True)
     buffers = {name: buffer.clone() for name, buffer in block.named_buffers()}
-    try:
-        block.train()
-        with undropped, torch.no_grad():
-            functional_call(block, {**weights, **buffers}, (), call)
-    finally:
-        snapshot.restore()
-        outside.restore()
+    with unchanged(block), undropped:
+        functional_call(block.train(), {**weights, **buffers}, (), call)
     return bool(undropped.shapes)
-
-
-def _first(output: Any) -> Tensor:
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    return tensors[0]
 
 
 # Installing -----------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from shoal.sharding.split import Split
-from shoal.strategies.layers.module_snapshot import Snapshot
 from shoal.strategies.tensor.layers.linear import sizes_of
 from shoal.strategies.tensor.trial.trial_call import (
     SHAPES,
@@ -27,9 +26,9 @@ from shoal.strategies.tensor.trial.trial_call import (
     arguments,
     random_weights,
     switches,
+    unchanged,
 )
 from shoal.strategies.tensor.trial.trial_run import SplitDiffers, SplitTrial, TrialRun
-from shoal.torch_support.random_state import RandomState
 
 # Relative to the largest number there is: what is zero but for rounding has no size of its own.
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
@@ -59,19 +58,15 @@ def may_split(trial: SplitTrial, num_ranks: int) -> TrialFinding | None:
     Raises:
         TypeError: If the block cannot be called with one tensor.
     """
-    outside, snapshot = RandomState.capture(), Snapshot(trial.block)
     refusals: list[Exception] = []
     try:
-        with torch.enable_grad():
+        with unchanged(trial.block), torch.enable_grad():
             for dtype in _dtypes(trial.block):
                 found = list(_findings(trial, num_ranks, dtype, refusals))
                 if found:
                     return _together(found)
     except SplitDiffers:
         return None
-    finally:
-        snapshot.restore()
-        outside.restore()
     if any(isinstance(refusal, TypeError) for refusal in refusals):
         raise TypeError(str(refusals[0]))
     return None
@@ -130,7 +125,7 @@ class _TrialComparison:
             SplitDiffers: If the ranks do not give what one process gives.
         """
         trial, way = self._trial, self._way
-        width, device = sizes_of(trial.columns[0])[0], _device(trial.block)
+        width, device = sizes_of(trial.columns[0])[0], next(trial.block.parameters()).device
         call = arguments(trial.block, width, device, self._dtype, way.shape) | dict(way.flags)
         whole = TrialRun(trial, self._weights, call, way)
         try:
@@ -222,7 +217,3 @@ def _parts(
         name: splits[name][rank].take(value.detach()).requires_grad_() if name in splits else value
         for name, value in weights.items()
     }
-
-
-def _device(block: nn.Module) -> torch.device:
-    return next(parameter.device for parameter in block.parameters())

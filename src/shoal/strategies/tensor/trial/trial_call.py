@@ -1,9 +1,12 @@
-"""How a block may be called for a trial: with which tensor, in which mode, with which switches."""
+"""How a block is called for a trial, and whether it uses weights without calling their layers.
+
+The same class that guards split parameters while a model is trained is given to the parameters of
+a block while it is tried; see [Note: reads of parts].
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -40,8 +43,7 @@ class TrialCall:
     flags: tuple[tuple[str, bool], ...] = ()
 
 
-def all_calls(block: nn.Module) -> Iterator[TrialCall]:
-    """Every combination of a shape with a mode or a switch."""
+def _all_calls(block: nn.Module) -> Iterator[TrialCall]:
     for shape in SHAPES:
         yield TrialCall(shape)
         yield TrialCall(shape, training=True)
@@ -73,15 +75,14 @@ def random_weights(block: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def evaluating(block: nn.Module) -> Iterator[None]:
-    """Inside, nothing is dropped and no statistics are kept."""
-    modes = [(module, module.training) for module in block.modules()]
-    block.eval()
+def unchanged(block: nn.Module) -> Iterator[Snapshot]:
+    """Afterwards a block is as it was, whatever was called in which mode; random numbers too."""
+    outside, snapshot = RandomState.capture(), Snapshot(block)
     try:
-        yield
+        yield snapshot
     finally:
-        for module, mode in modes:
-            module.training = mode
+        snapshot.restore()
+        outside.restore()
 
 
 def is_hugging_face(block: nn.Module) -> bool:
@@ -133,30 +134,27 @@ def _head_size(block: nn.Module) -> int:
     raise TypeError("no size of a head is known")
 
 
-class RecordingGuard(ReadGuard):
+class _RecordingGuard(ReadGuard):
     """Notes that parameters were used outside of their layers' forward, and lets them be used."""
 
     def __init__(self, parameters: dict[str, Tensor]) -> None:
-        """Nothing was used yet."""
         super().__init__(parameters)
         self.was_used = False
 
     def notice(self, values: Any) -> None:
-        """A use that is to be known of."""
         self.was_used = self.was_used or bool(self.names_among(values))
 
 
 class _Operators(TorchDispatchMode):
     """Sees also what TorchScript and C++ do with parameters, who do not heed their class."""
 
-    def __init__(self, guard: RecordingGuard) -> None:
+    def __init__(self, guard: _RecordingGuard) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._guard = guard
 
     def look(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Lets the guard look at what an operator is given."""
         kwargs = kwargs or {}
         if self._guard.is_on:
             self._guard.notice((args, kwargs))
@@ -168,17 +166,18 @@ _Operators.__torch_dispatch__ = _Operators.look  # type: ignore[method-assign, a
 
 
 @contextlib.contextmanager
-def watching(block: nn.Module, weights: dict[str, Tensor]) -> Iterator[RecordingGuard]:
+def watching(block: nn.Module, weights: dict[str, Tensor]) -> Iterator[_RecordingGuard]:
     """Inside, uses of a block's parameters are recorded, whatever way code comes by them.
 
     ``weights`` take the places of parameters in the block, by name; code may also have kept the
     parameters themselves.
     """
     kept = {f"its own {name}": block.get_parameter(name) for name in weights}
-    guard = RecordingGuard({**weights, **kept})
+    guard = _RecordingGuard({**weights, **kept})
     layers = {block.get_submodule(name.rpartition(".")[0]) for name in weights}
     for layer in layers:
-        vars(layer)["forward"] = functools.partial(_call_own, guard, layer.forward)
+        # As a decorator, the context is entered around every call.
+        vars(layer)["forward"] = guard.lifted()(layer.forward)
     guard.begin()
     try:
         with _Operators(guard):
@@ -187,11 +186,6 @@ def watching(block: nn.Module, weights: dict[str, Tensor]) -> Iterator[Recording
         guard.end()
         for layer in layers:
             del vars(layer)["forward"]
-
-
-def _call_own(guard: ReadGuard, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    with guard.lifted():
-        return forward(*args, **kwargs)
 
 
 def uses_parameters(block: nn.Module, layer: nn.Module, names: Collection[str]) -> bool:
@@ -203,22 +197,16 @@ def uses_parameters(block: nn.Module, layer: nn.Module, names: Collection[str]) 
         names: Parameters of linear layers, relative to the block.
     """
     parameter, width = next(block.parameters()), sizes_of(layer)[0]
-    outside, snapshot = RandomState.capture(), Snapshot(block)
-    try:
-        for way in all_calls(block):
+    with unchanged(block) as snapshot, torch.no_grad():
+        for way in _all_calls(block):
             weights = random_weights(block, parameter.dtype)
             guarded = {name: weights[name] for name in names if name in weights}
-            with contextlib.ExitStack() as stack:
-                stack.callback(snapshot.restore)
-                guard = stack.enter_context(watching(block, guarded))
-                stack.enter_context(torch.no_grad())
-                # What cannot be called this way may have used a parameter before it failed.
-                stack.enter_context(contextlib.suppress(Exception))
+            # What cannot be called this way may have used a parameter before it failed.
+            with watching(block, guarded) as guard, contextlib.suppress(Exception):
                 call = arguments(block, width, parameter.device, parameter.dtype, way.shape)
                 block.train(way.training)
                 functional_call(block, weights, (), call | dict(way.flags))
+            snapshot.restore()
             if guard.was_used:
                 return True
-    finally:
-        outside.restore()
     return False

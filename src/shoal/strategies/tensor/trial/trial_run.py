@@ -92,6 +92,9 @@ class TrialRun:
         undropped = Undropped(lambda: self._is_inside)
         try:
             block.train(self._way.training)
+            if self._rank is not None:
+                for module, name, values in self._trial.numbers:
+                    setattr(module, name, values[self._rank])
             with self._hooked(at_row), self._undrawn(undropped):
                 buffers = {name: buffer.clone() for name, buffer in block.named_buffers()}
                 with self._watched():
@@ -168,8 +171,7 @@ class TrialRun:
         handles += [trial.row.register_forward_hook(at_row)]
         self._is_inside = False
         try:
-            with _numbers(trial.numbers, self._rank):
-                yield
+            yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -184,18 +186,3 @@ class TrialRun:
 
     def _leave(self, _: nn.Module, __: object) -> None:
         self._is_inside = False
-
-
-@contextlib.contextmanager
-def _numbers(
-    numbers: Sequence[tuple[nn.Module, str, Sequence[int]]], rank: int | None
-) -> Iterator[None]:
-    before = [(module, name, getattr(module, name)) for module, name, _ in numbers]
-    try:
-        if rank is not None:
-            for module, name, values in numbers:
-                setattr(module, name, values[rank])
-        yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
