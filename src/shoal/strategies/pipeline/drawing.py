@@ -80,7 +80,9 @@ class ScheduleDrawing:
         return "\n".join([*parts, "</svg>"])
 
     def _box(self, span: Span) -> str:
-        x, width = self._extent(span)
+        begin, end = self._limits()
+        scale = _WIDTH / (end - begin)
+        x, width = _LEFT + (span.start - begin) * scale, (span.stop - span.start) * scale
         y = _TOP + _ROW * span.rank + 4
         title = f"{_WORDS[span.tick.kind]} of {span.tick.micro_batch} in chunk {span.tick.chunk}"
         label = ""
@@ -105,11 +107,6 @@ class ScheduleDrawing:
             f'<text x="{_LEFT + 110 * index + 18}" y="{y}">{_WORDS[kind]}</text>'
             for index, kind in enumerate(used)
         ]
-
-    def _extent(self, span: Span) -> tuple[float, float]:
-        begin, end = self._limits()
-        scale = _WIDTH / (end - begin)
-        return _LEFT + (span.start - begin) * scale, (span.stop - span.start) * scale
 
     def _limits(self) -> tuple[float, float]:
         return min(s.start for s in self.spans), max(s.stop for s in self.spans)

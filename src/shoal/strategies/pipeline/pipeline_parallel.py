@@ -104,11 +104,10 @@ class PipelineParallelModel(ShardedModel):
         stage.parameters.release()
         super().__init__(module, mesh.group("data"), seed=seed, **options)
         self.engine.ownership = Ownership((group,), other_layers=group)
-        chosen: dict[str, Any] = {
+        self.options |= {
             "pipeline": pipeline, "data": data, "zero": zero, "micro_batches": micro_batches,
             "schedule": schedule, "chunks": chunks, "cut": cut, "outputs": outputs,
         }  # fmt: skip
-        self.options |= chosen
 
     @property
     def all_ranks(self) -> Backend:
@@ -223,9 +222,8 @@ class PipelineParallelModel(ShardedModel):
     def _share(self, value: Any, owner: int) -> Any:
         """The owner's value on every rank."""
         group = self.pipeline.stage.group
-        is_owner = group.rank == owner
         if group.broadcast_object(isinstance(value, Tensor), root=owner):
-            return group.broadcast(value if is_owner else None, root=owner)
+            return group.broadcast(value if group.rank == owner else None, root=owner)
         return group.broadcast_object(value, root=owner)
 
     def load_state_dict(
@@ -250,12 +248,10 @@ class PipelineParallelModel(ShardedModel):
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         """The averaged gradient of every parameter of all stages, whole on every rank."""
-        parameters, group = self.pipeline.stage.parameters, self.pipeline.stage.group
+        parameters = self.pipeline.stage.parameters
         own = dict(self.own_gradients())
         for name in parameters.by_name:
-            owner = parameters.rank_of(name)
-            has_one = group.broadcast_object(own.get(name) is not None, root=owner)
-            yield name, group.broadcast(own.get(name), root=owner) if has_one else None
+            yield name, self._share(own.get(name), parameters.rank_of(name))
 
     def describe(self) -> str:
         """Which rank has which layers and how many parameters, what travels, what optimizers do."""

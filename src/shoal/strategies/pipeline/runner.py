@@ -62,7 +62,9 @@ class StageLinks:
         if peer == self._rank:
             self._local.setdefault(tag, []).append(values)
             return
-        self._forget_received()
+        for work in [work for work in self._pending if work.is_done()]:
+            work.wait()  # raises its error
+            self._pending.remove(work)
         for value in values:
             self._pending.append(self._group.start_send(self._framed(value), peer, tag))
 
@@ -71,7 +73,8 @@ class StageLinks:
         tag, peer = self._tag(kind, source, target), self._stage.rank_of_chunk[source]
         if peer == self._rank:
             return self._local[tag].pop(0)
-        return [_unframed(self._group.recv(src=peer, tag=tag)) for _ in range(count)]
+        messages = [self._group.recv(src=peer, tag=tag) for _ in range(count)]
+        return [message.squeeze(0) if message.shape[0] else None for message in messages]
 
     def send_object(self, kind: LinkMessage, source: int, target: int, value: Any) -> None:
         """Sends plain data to a chunk of another rank."""
@@ -84,12 +87,6 @@ class StageLinks:
         peer = self._stage.rank_of_chunk[source]
         return self._group.recv_object(peer, self._tag(kind, source, target))
 
-    def _forget_received(self) -> None:
-        """Drops sends that have ended; errors of theirs are raised."""
-        for work in [work for work in self._pending if work.is_done()]:
-            work.wait()
-            self._pending.remove(work)
-
     def finish(self) -> None:
         """Waits until everything was received."""
         while self._pending:
@@ -100,10 +97,6 @@ class StageLinks:
         if value is None:  # NCCL takes nothing from the CPU
             return torch.empty(0, 0, device=self._group.device)
         return value.detach().unsqueeze(0)
-
-
-def _unframed(message: Tensor) -> Tensor | None:
-    return None if message.shape[0] == 0 else message.squeeze(0)
 
 
 _MESSAGES = {Pass.FORWARD: LinkMessage.VALUES, Pass.BACKWARD: LinkMessage.GRADIENTS}
@@ -230,7 +223,7 @@ class Runner:
     def _receive_shapes(self, route: Route, size: str, chunk: int) -> Shapes:
         """What the calls of earlier chunks return, for inputs of this size."""
         if chunk == 0:
-            return []
+            return ()
         if self._stage.rank_of_chunk[chunk - 1] == self._stage.rank:
             return route.announced[chunk - 1, size]
         if (chunk, size) not in route.shapes:

@@ -3,10 +3,9 @@
 A schedule is a function that yields one rank's ticks, and an entry of `SCHEDULES`.
 
 [Note: schedules]
-A pipeline has *ranks* (stages) and the model is cut into *chunks*: one for each rank, or several,
-so that chunk ``c`` is on rank ``c % stages``. A schedule is the order in which one rank does its
-passes. It says nothing about time: a rank starts a pass as soon as what the pass needs has arrived.
-With 4 stages and 4 micro-batches, one column for each unit of time:
+A schedule is the order in which one rank does its passes. It says nothing about time: a rank starts
+a pass as soon as what the pass needs has arrived. With 4 stages and 4 micro-batches, one column for
+each unit of time:
 
     gpipe         F0 F1 F2 F3 .  .  .  .  .  .  B0 B1 B2 B3      all forward, then all backward
                   .  F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3 .
@@ -46,13 +45,7 @@ class Pass(StrEnum):
 
 
 class Tick(NamedTuple):
-    """One pass of one micro-batch through one chunk.
-
-    Attributes:
-        kind: Which pass.
-        micro_batch: The number of the micro-batch in its batch.
-        chunk: The number of the chunk, counted from the model's beginning.
-    """
+    """One pass of one micro-batch through one chunk, both by their numbers in batch and model."""
 
     kind: Pass
     micro_batch: int
@@ -242,7 +235,7 @@ def simulate(schedule: Schedule, costs: Mapping[Pass, float] | None = None) -> l
 
 def default_costs(schedule: Schedule) -> Mapping[Pass, float]:
     """One for forward, two for backward, or one for each half of it."""
-    is_split = any(_delays_weights(ticks) for ticks in schedule)
+    is_split = any(map(_delays_weights, schedule))
     return {**COSTS, Pass.BACKWARD: 1.0} if is_split else COSTS
 
 

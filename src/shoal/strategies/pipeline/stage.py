@@ -24,12 +24,7 @@ class Stage:
     Attributes:
         module: The user's module, of which this rank has some units.
         group: The ranks of the pipeline, in order.
-        rank: This rank's number in the pipeline.
         num_chunks: The chunks of the model, over all ranks.
-        rank_of_chunk: The rank that has each chunk.
-        chunk_of_unit: The chunk of each unit, by name.
-        parameters: Which rank has which parameters.
-        interceptor: Hands calls of units to the chunk's forward.
         is_last: Whether this rank has the last chunk, and so the model's output.
     """
 
@@ -47,7 +42,7 @@ class Stage:
         self.rank_of_chunk = [chunk % group.size for chunk in range(num_chunks)]
         self.is_last = self.rank_of_chunk[-1] == self.rank
         self.parameters = StageParameters(module, units, chunk_of_unit, group.rank, group.size)
-        self.interceptor = CallInterceptor(module, units, chunk_of_unit, self.parameters.listed_in)
+        self.interceptor = CallInterceptor(module, units, self.parameters.listed_in)
 
 
 # Where a parameter is registered: a module and its attribute.

@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -30,8 +31,6 @@ class Unit:
     """A module that runs as a whole on one rank.
 
     Attributes:
-        name: The module's name in the model.
-        module: The module itself.
         is_in_chain: Whether it belongs to the chain that is cut; others run where they are called.
     """
 
@@ -148,21 +147,14 @@ def cut_chain(
     cut: Sequence[str] | None = None,
     balance: Mapping[str, float] | None = None,
 ) -> dict[str, int]:
-    """The chunk of each unit, by name.
-
-    Args:
-        units: All units of the model.
-        num_chunks: How many chunks.
-        cut: The names of the units that the second and the later chunks begin with.
-        balance: What each unit costs, by name; by default its number of parameters.
-    """
+    """The chunk of each unit, by name; ``cut`` and ``balance`` as for `PipelineParallelModel`."""
     chain = [unit for unit in units if unit.is_in_chain]
     if len(chain) < num_chunks:
         raise _too_few(chain, num_chunks)
-    costs = _costs(units, balance)
-    firsts = (
-        _named_cuts(chain, num_chunks, cut) if cut else _balanced_cuts(units, costs, num_chunks)
-    )
+    if cut:
+        firsts = _named_cuts(chain, num_chunks, cut)
+    else:
+        firsts = _balanced_cuts(_chain_weights(units, _costs(units, balance)), num_chunks)
     chunks: dict[str, int] = {}
     chunk = num_seen = 0
     for unit in units:
@@ -212,13 +204,10 @@ def _named_cuts(chain: Sequence[Unit], num_chunks: int, cut: Sequence[str]) -> l
     return firsts
 
 
-def _balanced_cuts(units: Sequence[Unit], costs: Sequence[float], num_chunks: int) -> list[int]:
+def _balanced_cuts(weights: Sequence[float], num_chunks: int) -> list[int]:
     """Where later chunks begin, so that the largest is as small as possible."""
-    weights = _chain_weights(units, costs)
     count = len(weights)
-    sums = [0.0]
-    for weight in weights:
-        sums.append(sums[-1] + weight)
+    sums = [0.0, *accumulate(weights)]
     # best[k][i]: the largest of k chunks of the chain's first i units, and where the last begins
     best = [[(float("inf"), 0)] * (count + 1) for _ in range(num_chunks + 1)]
     best[0][0] = (0.0, 0)
@@ -236,20 +225,12 @@ def _balanced_cuts(units: Sequence[Unit], costs: Sequence[float], num_chunks: in
 
 
 def _chain_weights(units: Sequence[Unit], costs: Sequence[float]) -> list[float]:
-    """What each unit of the chain costs, together with the other units that follow it.
-
-    Those before the first count with the first.
-    """
-    weights: list[float] = []
-    before = 0.0
+    """What each unit of the chain costs, with the others after it, and before the first."""
+    weights = [0.0] * sum(unit.is_in_chain for unit in units)
+    index = -1
     for unit, cost in zip(units, costs, strict=True):
-        if unit.is_in_chain:
-            weights.append(cost + before)
-            before = 0.0
-        elif weights:
-            weights[-1] += cost
-        else:
-            before += cost
+        index += unit.is_in_chain
+        weights[max(index, 0)] += cost
     return weights
 
 

@@ -1,8 +1,8 @@
-"""Splitting a module's layers over the ranks of a group, in place."""
+"""Splitting a module's layers over the ranks of a group, in place; and how a forward begins."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,8 +23,6 @@ from shoal.strategies.tensor.layers.sequence import (
     find_stacks,
     gather_main_input,
     install,
-    loose_parameters,
-    region_stack,
 )
 from shoal.strategies.tensor.layers.vocabulary import make_head_table, make_vocabulary
 from shoal.strategies.tensor.plan.tensor_plan import (
@@ -89,7 +87,8 @@ def parallelize(
         parameter.data = ranks[group.rank].take(parameter.data)
         parameter.grad = None
     for block in chosen.blocks:
-        _rebuild(module, block, shared, region_stack(block, stacks), splits_logits)
+        stack = next((stack for stack in stacks if stack.holds(block.name)), None)
+        _rebuild(module, block, shared, stack, splits_logits)
     _leave_fast_paths(module)
     sequence_trial.check({name: ranks[group.rank] for name, ranks in splits.items()}, group)
     for parameter in _partial(module, chosen, stacks, splits):
@@ -111,15 +110,13 @@ def _first_names(module: nn.Module, plan: TensorPlan) -> dict[str, tuple[Split, 
 
 def _partial(
     module: nn.Module, plan: TensorPlan, stacks: list[Stack], splits: Mapping[str, object]
-) -> Iterator[nn.Parameter]:
+) -> Iterable[nn.Parameter]:
     """Parameters that every rank has whole, but gets gradients of a part of the activations for."""
     split = {id(module.get_parameter(name)) for name in splits}
-    found = {id(p): p for stack in stacks for p in loose_parameters(module, stack, split)}
-    for block in plan.blocks:
-        for name in block.partial:
-            parameter = module.get_parameter(name)
-            found[id(parameter)] = parameter
-    yield from found.values()
+    blocks = [module.get_submodule(name) for stack in stacks for name in stack.names]
+    loose = [p for block in blocks for p in block.parameters() if id(p) not in split]
+    inside = [module.get_parameter(name) for block in plan.blocks for name in block.partial]
+    return {id(parameter): parameter for parameter in (*loose, *inside)}.values()
 
 
 def _rebuild(
@@ -233,12 +230,18 @@ Seen = list[tuple[str, str, int]]
 def begin_together(group: Backend, device: torch.device, inputs: Any) -> None:
     """Compares what the ranks were given, and lets all go on with the first one's generators.
 
-    Of tensors shapes, a sample and a sum over all elements are compared, not every element.
+    With different batches each rank would multiply its part of a weight with other inputs, and the
+    sums would belong to no batch at all. With different random numbers ranks would drop different
+    activations. Of tensors shapes, a sample and a sum over all elements are compared.
 
     Raises:
         MismatchError: On all ranks of the group, if tensors among the inputs differ.
     """
-    seen = [_look_at(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    seen = [
+        (f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}", fingerprint(x), int(checksum(x)))
+        for x in tensors
+    ]
     generators = torch_states(device) if group.rank == 0 else []
     answers = group.all_gather_object((seen, generators))
     _check_same([fingerprints for fingerprints, _ in answers])
@@ -255,11 +258,6 @@ def _check_same(everybody: list[Seen]) -> None:
             "batch by model.data_group (its rank and size), not by the world: "
             "shoal.sampler(data, batch_size, world=model.data_group)."
         )
-
-
-def _look_at(tensor: Tensor) -> tuple[str, str, int]:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{dtype}{list(tensor.shape)}", fingerprint(tensor), int(checksum(tensor))
 
 
 def _described(seen: Seen) -> str:

@@ -46,8 +46,6 @@ from shoal.strategies.pipeline.units import Unit
 if TYPE_CHECKING:
     from shoal.strategies.pipeline.stage import Stage
 
-Listing = Callable[[nn.Module], Iterator[tuple[str, Tensor | None]]]
-
 
 class _LeaveForward(BaseException):
     """Ends forward where another rank goes on. Not an Exception: models may catch those."""
@@ -64,16 +62,11 @@ class CallInterceptor:
         self,
         model: nn.Module,
         units: Sequence[Unit],
-        chunk_of_unit: Mapping[str, int],
-        list_all: Listing,
+        list_all: Callable[[nn.Module], Iterator[tuple[str, Tensor | None]]],
     ) -> None:
-        """Replaces the methods by which the units and the model are called.
-
-        ``list_all`` gives the parameters of a module on all ranks; see [Note: listed parameters].
-        """
+        """``list_all`` gives a module's parameters on all ranks; see [Note: listed parameters]."""
         self.current: ChunkForward | None = None
         self._is_in_loss = False
-        self._chunk_of_unit = chunk_of_unit
         for unit in units:
             for method in ("_call_impl", "forward"):
                 own = _own_method(unit.module, method)
@@ -136,10 +129,6 @@ class CallInterceptor:
         finally:
             self._is_in_loss = False
 
-    def chunk_of_call(self, unit: Unit, reached: int) -> int:
-        """The chunk in which a unit runs, if forward has reached the chunk ``reached``."""
-        return max(self._chunk_of_unit[unit.name], reached) if unit.is_in_chain else reached
-
 
 def _own_method(module: nn.Module, name: str) -> Callable[..., Any]:
     """A module's method, looked up when it is called: the module's class may change until then."""
@@ -176,8 +165,8 @@ class ChunkForward:
             shapes: What the calls of earlier chunks return.
             exported: The values of this chunk that other chunks want.
         """
-        self._interceptor, self.chunk = stage.interceptor, chunk
-        self._is_last = chunk == stage.num_chunks - 1
+        self._interceptor, self._chunk_of_unit = stage.interceptor, stage.chunk_of_unit
+        self.chunk, self._is_last = chunk, chunk == stage.num_chunks - 1
         self._calls, self._values, self._known, self._exported = calls, values, shapes, exported
         self._reached = self._num_calls = 0
         self.has_begun = self.is_inside_unit = False
@@ -198,7 +187,8 @@ class ChunkForward:
     def call(self, unit: Unit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A unit is called: it runs, is left out, or forward ends."""
         number, self._num_calls = self._num_calls, self._num_calls + 1
-        self._reached = self._interceptor.chunk_of_call(unit, self._reached)
+        if unit.is_in_chain:
+            self._reached = max(self._chunk_of_unit[unit.name], self._reached)
         if self._reached > self.chunk:
             raise _LeaveForward
         if self._reached < self.chunk:
@@ -209,7 +199,7 @@ class ChunkForward:
                 "reentrant activation checkpointing does: use it with use_reentrant=False, and "
                 "leave torch.no_grad() to whole calls of the model"
             )
-        args, kwargs = self._require_present(args), self._require_present(kwargs)
+        args, kwargs = self._require_present((args, kwargs))
         self.is_inside_unit = True
         try:
             return self._run_unit(number, unit, forward, args, kwargs)

@@ -11,8 +11,8 @@ Parameters outside of the regions get gradients from some positions only, and th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from shoal.strategies.tensor.layers.dropout import SequenceDropout, Undropped, d
 from shoal.strategies.tensor.layers.linear import sizes_of
 from shoal.strategies.tensor.plan.cut import Cut
 from shoal.strategies.tensor.plan.proposals import describe
-from shoal.strategies.tensor.plan.tensor_plan import SplitBlock, Style, TensorPlan
+from shoal.strategies.tensor.plan.tensor_plan import Style, TensorPlan
 from shoal.strategies.tensor.region import RegionEntry
 from shoal.strategies.tensor.trial.trial_call import arguments, random_weights, unchanged
 
@@ -95,14 +95,12 @@ class SequenceTrial:
     def __init__(self, module: nn.Module, stacks: list[Stack], plan: TensorPlan) -> None:
         self._module, self._plan = module, plan
         self.drops = False
-        self._runs = [self._run(stack, name) for stack in stacks for name in self._kinds(stack)]
-
-    def _kinds(self, stack: Stack) -> list[str]:
-        """One block of each kind."""
-        kinds: dict[str, str] = {}
-        for name in stack.names:
-            kinds.setdefault(describe(self._module.get_submodule(name)), name)
-        return list(kinds.values())
+        self._runs: list[_Run] = []
+        for stack in stacks:
+            kinds: dict[str, str] = {}  # one block of each is run
+            for name in stack.names:
+                kinds.setdefault(describe(module.get_submodule(name)), name)
+            self._runs += [self._run(stack, name) for name in kinds.values()]
 
     def _run(self, stack: Stack, name: str) -> _Run:
         block = self._module.get_submodule(name)
@@ -189,7 +187,7 @@ def install(module: nn.Module, stack: Stack, group: Backend, *, drops: bool) -> 
         part.register_forward_pre_hook(length.check, prepend=True, with_kwargs=True)
     if drops or any(map(has_rate, parts)):
         for part in parts:
-            _watch_dropout(part, length)
+            during(part, partial(length.dropout, part))
     parts[-1].register_forward_hook(length.end)
 
 
@@ -208,7 +206,11 @@ class _SequenceLength:
                 f"positions; got {tuple(hidden.shape)}"
             )
         self.whole = hidden.shape[self.dim]
-        return _replaced(args, kwargs, collective.split(hidden, self.group, self.dim))
+        own = collective.split(hidden, self.group, self.dim)
+        return (
+            tuple(own if value is hidden else value for value in args),
+            {key: own if value is hidden else value for key, value in kwargs.items()},
+        )
 
     def check(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         own = split_sizes(self.whole, self.group.size)[self.group.rank]
@@ -218,6 +220,10 @@ class _SequenceLength:
                 f"{type(module).__name__} got {_main(args, kwargs).shape[self.dim]} positions "
                 f"instead of this rank's {own}"
             )
+
+    def dropout(self, part: nn.Module) -> SequenceDropout:
+        cut = Cut.of(self.whole)
+        return SequenceDropout(self.group, lambda: part.training, self.dim, cut)
 
     def end(self, _: nn.Module, args: Any, output: Any) -> Any:
         leaves, structure = tree_flatten(output)
@@ -258,34 +264,3 @@ def gather_main_input(block: nn.Module, entry: RegionEntry) -> None:
 
 def _main(args: Any, kwargs: Any) -> Tensor:
     return next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-
-
-def _replaced(args: Any, kwargs: Any, tensor: Tensor) -> tuple[Any, Any]:
-    old = _main(args, kwargs)
-    return (
-        tuple(tensor if value is old else value for value in args),
-        {key: tensor if value is old else value for key, value in kwargs.items()},
-    )
-
-
-def _watch_dropout(part: nn.Module, length: _SequenceLength) -> None:
-    def mode() -> SequenceDropout:
-        cut = Cut.of(length.whole)
-        return SequenceDropout(length.group, lambda: part.training, length.dim, cut)
-
-    during(part, mode)
-
-
-def loose_parameters(module: nn.Module, stack: Stack, split: set[int]) -> Iterator[nn.Parameter]:
-    """The parameters of a stack that every rank has whole."""
-    seen: set[int] = set()
-    for name in stack.names:
-        for parameter in module.get_submodule(name).parameters():
-            if id(parameter) not in split and id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield parameter
-
-
-def region_stack(block: SplitBlock, stacks: list[Stack]) -> Stack | None:
-    """The stack that a region is in, if it is in one."""
-    return next((stack for stack in stacks if stack.holds(block.name)), None)

@@ -19,20 +19,16 @@ from shoal.strategies.tensor.region import TensorGroup
 
 def may_split_rows(embedding: nn.Module) -> bool:
     """Whether looking up some rows is independent of the others."""
+    forward: Any = getattr(type(embedding), "forward", None)  # TorchScript's classes have none
     return (
         isinstance(embedding, nn.Embedding)
         and isinstance(embedding._parameters.get("weight"), nn.Parameter)
         and "forward" not in vars(embedding)
-        and _looks_up(type(embedding))
+        # It leaves the looking up to `nn.Embedding`, whatever it does with the result.
+        and (forward is nn.Embedding.forward or "super" in forward.__code__.co_names)
         and embedding.max_norm is None
         and not embedding.scale_grad_by_freq
     )
-
-
-def _looks_up(kind: type[nn.Embedding]) -> bool:
-    """Whether it leaves the looking up to `nn.Embedding`, whatever it does with the result."""
-    forward = kind.forward
-    return forward is nn.Embedding.forward or "super" in forward.__code__.co_names
 
 
 class VocabularyEmbedding(nn.Embedding):

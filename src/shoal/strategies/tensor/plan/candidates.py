@@ -82,7 +82,7 @@ def _in_a_row(name: str, module: nn.Sequential) -> Iterator[Candidate]:
     inside: list[str] = []
     for key, child in module.named_children():
         if is_linear(child):
-            if first is not None and _fits(module.get_submodule(first), child):
+            if first and sizes_of(module.get_submodule(first))[1] == sizes_of(child)[0]:
                 yield Candidate(name, (first,), key, False, is_plain, is_certain, tuple(inside))
                 first = None
             else:
@@ -99,10 +99,6 @@ def _works_by_element(module: nn.Module) -> bool:
     is_known = type(module) in (nn.Dropout, nn.Identity)
     is_activation = type(module).__module__ == activation.__name__
     return is_known or (is_activation and not isinstance(module, _NOT_BY_ELEMENT))
-
-
-def _fits(column: nn.Module, row: nn.Module) -> bool:
-    return sizes_of(column)[1] == sizes_of(row)[0]
 
 
 def _named(name: str, module: nn.Module, pattern: Pattern, may_attend: bool) -> Iterator[Candidate]:

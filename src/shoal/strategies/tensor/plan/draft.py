@@ -199,9 +199,11 @@ class _Draft:
 
     def _uses_parameters(self, candidate: Candidate, block: nn.Module) -> bool:
         """Whether anything in a block is known to use the layers' weights itself."""
-        if any(map(reads_weights, _users(block, candidate))) or have_reading_hooks(block):
-            return True
         paths = candidate.paths
+        owners = dict.fromkeys(path.rpartition(".")[0] for path in paths)
+        users = [block, *map(block.get_submodule, owners)]
+        if any(map(reads_weights, users)) or have_reading_hooks(block):
+            return True
         names = [
             f"{path}.{key}"
             for path in paths
@@ -238,12 +240,6 @@ class _FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         fed: Tensor = self._feed(x)  # type: ignore[operator]
         return fed
-
-
-def _users(block: nn.Module, candidate: Candidate) -> list[nn.Module]:
-    """The modules whose code has the layers at hand."""
-    paths = [path.rpartition(".")[0] for path in candidate.paths]
-    return [block, *(block.get_submodule(path) for path in dict.fromkeys(paths))]
 
 
 def _is_transformer_layer(module: nn.Module) -> bool:

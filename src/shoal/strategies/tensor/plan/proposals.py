@@ -50,6 +50,12 @@ class Proposal:
     heads: Cut | None = None
     tables: tuple[str, ...] = ()
 
+    @classmethod
+    def by_sections(cls, columns: Sequence[int], width: int) -> Proposal:
+        """Columns of some sizes, which give a row as many sections as it is wide."""
+        cuts = (Cut.of(size, num_sections=size // width) for size in columns)
+        return cls(tuple(cuts), Cut.of(width))
+
     @property
     def is_plain(self) -> bool:
         """Whether each rank gets neighbouring features, and no module is told anything."""
@@ -70,12 +76,10 @@ def propose(candidate: Candidate, block: nn.Module) -> Iterator[Proposal]:
         if candidate.is_named:
             return
     if all(size % width == 0 for size in columns):
-        yield Proposal(
-            tuple(Cut.of(size, num_sections=size // width) for size in columns), Cut.of(width)
-        )
-    if any(size != width for size in columns) and not any(size % width for size in columns):
-        # What belongs together may also lie side by side.
-        yield Proposal(tuple(Cut.of(size, size // width) for size in columns), Cut.of(width))
+        yield Proposal.by_sections(columns, width)
+        if any(size != width for size in columns):
+            # What belongs together may also lie side by side.
+            yield Proposal(tuple(Cut.of(size, size // width) for size in columns), Cut.of(width))
 
 
 def _attention(

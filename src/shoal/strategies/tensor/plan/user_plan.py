@@ -10,7 +10,6 @@ from torch import nn
 from shoal.strategies.tensor.layers.linear import is_linear, sizes_of
 from shoal.strategies.tensor.layers.vocabulary import may_split_rows
 from shoal.strategies.tensor.plan.candidates import Candidate
-from shoal.strategies.tensor.plan.cut import Cut
 from shoal.strategies.tensor.plan.draft import draft
 from shoal.strategies.tensor.plan.obstacles import (
     have_hooks,
@@ -81,7 +80,12 @@ def plan_from_patterns(module: nn.Module, num_ranks: int, patterns: PlanPatterns
         for name in candidate.names:
             styles.pop(name)
     plan.blocks += [_alone(module, name, style, num_ranks) for name, style in styles.items()]
-    _check_ties(module, plan)
+    odd = find_contradiction(module, plan)
+    if odd is not None:
+        raise ValueError(
+            f"{odd[1]} is shared with a layer that the plan splits in another way, or not at all: "
+            "split both by the vocabulary (an embedding by vocabulary, its head by column)"
+        )
     _check_nesting(module, plan)
     plan.whole = describe_rest(module, plan)
     return plan
@@ -116,17 +120,13 @@ def _styles(module: nn.Module, patterns: PlanPatterns) -> dict[str, Style]:
 
 
 def _check_kind(name: str, module: nn.Module, style: Style) -> None:
-    fits = {
-        Style.COLUMN: is_linear(module),
-        Style.ROW: is_linear(module),
-        Style.VOCABULARY: may_split_rows(module),
-        Style.HEADS: type(module) is nn.MultiheadAttention,
-    }
-    if not fits[style]:
-        wanted = {
-            Style.VOCABULARY: "a plain nn.Embedding without max_norm and scale_grad_by_freq",
-            Style.HEADS: "a plain nn.MultiheadAttention",
-        }.get(style, "a linear layer without a forward of its own")
+    fits, wanted = is_linear(module), "a linear layer without a forward of its own"
+    if style is Style.VOCABULARY:
+        fits = may_split_rows(module)
+        wanted = "a plain nn.Embedding without max_norm and scale_grad_by_freq"
+    elif style is Style.HEADS:
+        fits, wanted = type(module) is nn.MultiheadAttention, "a plain nn.MultiheadAttention"
+    if not fits:
         raise ValueError(
             f"{style.value} is for {wanted}; {name} is a {type(module).__name__}. Leave it out of "
             "the plan, or give the pattern of a layer inside it."
@@ -156,9 +156,7 @@ def _checked(module: nn.Module, candidate: Candidate, num_ranks: int) -> SplitBl
     block = module.get_submodule(candidate.block)
     sizes = [sizes_of(block.get_submodule(path))[1] for path in candidate.columns]
     width = sizes_of(block.get_submodule(candidate.row))[0]
-    proposal = Proposal(
-        tuple(Cut.of(size, num_sections=size // width) for size in sizes), Cut.of(width)
-    )
+    proposal = Proposal.by_sections(sizes, width)
     names = ", ".join(candidate.names[:-1])
     if width % num_ranks:
         raise ValueError(
@@ -238,12 +236,3 @@ def _check_nesting(module: nn.Module, plan: TensorPlan) -> None:
                 f"{outer.name or 'the model'}, where each rank has a part already. Leave one of "
                 "them out of the plan."
             )
-
-
-def _check_ties(module: nn.Module, plan: TensorPlan) -> None:
-    odd = find_contradiction(module, plan)
-    if odd is not None:
-        raise ValueError(
-            f"{odd[1]} is shared with a layer that the plan splits in another way, or not at all: "
-            "split both by the vocabulary (an embedding by vocabulary, its head by column)"
-        )

@@ -61,7 +61,9 @@ def may_split(trial: SplitTrial, num_ranks: int) -> TrialFinding | None:
     refusals: list[Exception] = []
     try:
         with unchanged(trial.block), torch.enable_grad():
-            for dtype in _dtypes(trial.block):
+            # Some modules insist on single precision; large ones need not be tried in double.
+            is_large = sum(parameter.numel() for parameter in trial.block.parameters()) > _LARGE
+            for dtype in [torch.float32] if is_large else _TOLERANCES:
                 found = list(_findings(trial, num_ranks, dtype, refusals))
                 if found:
                     return _together(found)
@@ -103,12 +105,6 @@ def _together(findings: Sequence[TrialFinding]) -> TrialFinding:
     return TrialFinding(partial, whole, inside, any(found.drops for found in findings))
 
 
-def _dtypes(block: nn.Module) -> list[torch.dtype]:
-    """Some modules insist on single precision, and large ones need not be tried in double."""
-    is_large = sum(parameter.numel() for parameter in block.parameters()) > _LARGE
-    return [torch.float32] if is_large else list(_TOLERANCES)
-
-
 class _TrialComparison:
     """One process against the ranks, for one way to call the block."""
 
@@ -146,7 +142,11 @@ class _TrialComparison:
     ) -> tuple[frozenset[str], frozenset[str]]:
         """Parameters with partial gradients, and all that have a gradient and are not split."""
         trial = self._trial
-        signal = [_signal(output) for output in outputs]
+        # What to weigh the elements of results with, so that all gradients are tried at once.
+        signal = [
+            torch.linspace(-1, 2, x.numel(), dtype=x.dtype, device=x.device).view(x.shape)
+            for x in outputs
+        ]
         expected = whole.gradients(outputs, signal)
         runs = [
             TrialRun(trial, _parts(self._weights, trial.splits, rank), call, self._way, rank)
@@ -202,12 +202,6 @@ class _TrialComparison:
 
 def _largest(tensor: Tensor | None) -> float:
     return float(tensor.detach().abs().max()) if tensor is not None and tensor.numel() else 0.0
-
-
-def _signal(output: Tensor) -> Tensor:
-    """What to weigh the elements of a result with, so that all gradients are tried at once."""
-    steps = torch.linspace(-1, 2, output.numel(), dtype=output.dtype, device=output.device)
-    return steps.view(output.shape)
 
 
 def _parts(

@@ -21,7 +21,7 @@ from shoal.torch_support.random_state import torch_states
 
 @dataclass(frozen=True)
 class SplitTrial:
-    """A way to split a block.
+    """A way to split a block, to be tried.
 
     Attributes:
         block: The module that is called with one tensor.
@@ -161,13 +161,25 @@ class TrialRun:
     @contextlib.contextmanager
     def _hooked(self, at_row: Any) -> Iterator[None]:
         trial = self._trial
+
+        def enter(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            self._is_inside = True
+            return tuple(tensor.detach() for tensor in inputs)
+
+        def note(module: nn.Module, _: object) -> None:
+            if self._is_inside:
+                self.inside[module] = None
+
+        def leave(*_: object) -> None:
+            self._is_inside = False
+
         handles = [
-            part.register_forward_pre_hook(self._note)
+            part.register_forward_pre_hook(note)
             for part in trial.block.modules()
             if part is not trial.block and part is not trial.row and part not in trial.columns
         ]
-        handles += [column.register_forward_pre_hook(self._enter) for column in trial.columns]
-        handles += [trial.row.register_forward_pre_hook(self._leave)]
+        handles += [column.register_forward_pre_hook(enter) for column in trial.columns]
+        handles += [trial.row.register_forward_pre_hook(leave)]
         handles += [trial.row.register_forward_hook(at_row)]
         self._is_inside = False
         try:
@@ -175,14 +187,3 @@ class TrialRun:
         finally:
             for handle in handles:
                 handle.remove()
-
-    def _enter(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        self._is_inside = True
-        return tuple(tensor.detach() for tensor in inputs)
-
-    def _note(self, module: nn.Module, _: object) -> None:
-        if self._is_inside:
-            self.inside[module] = None
-
-    def _leave(self, _: nn.Module, __: object) -> None:
-        self._is_inside = False
