@@ -43,18 +43,12 @@ class BorrowedParameters:
         ]
         for name in route.borrowed[self._rank]:
             value = self._group.recv(src=parameters.rank_of(name), tag=self._tag)
-            self._take(name, value)
+            copy = self._copies.setdefault(name, value)
+            if copy is not value:
+                copy.copy_(value)
+            parameters.show(name, copy.requires_grad_(parameters.by_name[name].requires_grad))
         for work in pending:
             work.wait()
-
-    def _take(self, name: str, value: Tensor) -> None:
-        copy = self._copies.get(name)
-        if copy is None:
-            copy = self._copies[name] = value
-        else:
-            copy.copy_(value)
-        copy.requires_grad_(self._parameters.by_name[name].requires_grad)
-        self._parameters.show(name, copy)
 
     def free(self) -> None:
         """Frees the copies."""

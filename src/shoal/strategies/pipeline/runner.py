@@ -224,20 +224,20 @@ class Runner:
         """What the calls of earlier chunks return, for inputs of this size."""
         if chunk == 0:
             return ()
-        if self._stage.rank_of_chunk[chunk - 1] == self._stage.rank:
-            return route.announced[chunk - 1, size]
-        if (chunk, size) not in route.shapes:
+        if (chunk - 1, size) not in route.shapes:
             encoded = self._links.receive_object(LinkMessage.SHAPES, chunk - 1, chunk)
-            route.shapes[chunk, size] = [[decode_leaf(leaf) for leaf in call] for call in encoded]
-        return route.shapes[chunk, size]
+            shapes = [[decode_leaf(leaf) for leaf in call] for call in encoded]
+            route.shapes[chunk - 1, size] = shapes
+        return route.shapes[chunk - 1, size]
 
     def _announce_shapes(self, route: Route, size: str, chunk: int, shapes: Shapes) -> None:
         """Tells the next chunk what calls return, once for each size of the inputs."""
-        if chunk == self._stage.num_chunks - 1:
+        stage = self._stage
+        if chunk == stage.num_chunks - 1:
             return
-        known = route.announced.setdefault((chunk, size), shapes)
+        known = route.shapes.setdefault((chunk, size), shapes)
         if known is shapes:
-            if self._stage.rank_of_chunk[chunk + 1] != self._stage.rank:
+            if stage.rank_of_chunk[chunk + 1] != stage.rank:
                 encoded = [[encode_leaf(leaf) for leaf in call] for call in shapes]
                 self._links.send_object(LinkMessage.SHAPES, chunk, chunk + 1, encoded)
         elif known != shapes:

@@ -93,8 +93,7 @@ class Route:
         wanted: For each chunk the values of earlier chunks that it needs.
         overwritten: For each chunk the wanted values that it writes into.
         borrowed: For each rank the parameters of other ranks that it needs.
-        shapes: What the calls of earlier chunks return, by chunk and size of the inputs.
-        announced: The shapes that this rank's chunks have sent to the next chunk.
+        shapes: What the calls up to the end of a chunk return, by chunk and size of the inputs.
     """
 
     calls: list[UnitCall]
@@ -102,7 +101,6 @@ class Route:
     overwritten: dict[int, set[ValueId]]
     borrowed: dict[int, list[str]]
     shapes: dict[tuple[int, str], Shapes] = field(default_factory=dict)
-    announced: dict[tuple[int, str], Shapes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Makes the tables that every step looks at."""

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from shoal.comm import differentiable as collective
 from shoal.strategies.tensor.layers.dropout import attention_weights, drop
 from shoal.strategies.tensor.layers.linear import product
-from shoal.strategies.tensor.plan.cut import Cut
+from shoal.strategies.tensor.plan.tensor_plan import Cut
 from shoal.strategies.tensor.region import RegionEntry, TensorGroup
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from shoal.comm import Backend
-from shoal.strategies.tensor.plan.cut import Cut
+from shoal.strategies.tensor.plan.tensor_plan import Cut
 
 
 def whole_mask(like: Tensor, dim: int, cut: Cut, group: Backend, p: float) -> Tensor:

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm import differentiable as collective
-from shoal.strategies.tensor.plan.cut import Cut
 from shoal.strategies.tensor.region import RegionEntry, TensorGroup
 
 if TYPE_CHECKING:
+    from shoal.strategies.tensor.plan.tensor_plan import Cut
+
     _Base = nn.Linear
 else:
     _Base = object

@@ -26,9 +26,8 @@ from shoal.comm.operation.partition import split_sizes
 from shoal.errors import ShoalError
 from shoal.strategies.tensor.layers.dropout import SequenceDropout, Undropped, during, has_rate
 from shoal.strategies.tensor.layers.linear import sizes_of
-from shoal.strategies.tensor.plan.cut import Cut
 from shoal.strategies.tensor.plan.proposals import describe
-from shoal.strategies.tensor.plan.tensor_plan import Style, TensorPlan
+from shoal.strategies.tensor.plan.tensor_plan import Cut, Style, TensorPlan
 from shoal.strategies.tensor.region import RegionEntry
 from shoal.strategies.tensor.trial.trial_call import arguments, random_weights, unchanged
 

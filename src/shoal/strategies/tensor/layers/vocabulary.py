@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from shoal.comm import Backend
 from shoal.comm import differentiable as collective
 from shoal.comm.operation.partition import offsets, split_sizes
-from shoal.strategies.tensor.plan.cut import Cut
+from shoal.strategies.tensor.plan.tensor_plan import Cut
 from shoal.strategies.tensor.region import TensorGroup
 
 

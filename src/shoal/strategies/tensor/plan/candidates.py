@@ -167,20 +167,16 @@ def find_vocabularies(
     weight as the head, without a layer that would know that it is split.
     """
     embeddings = {n: p for n, p in module.named_modules() if isinstance(p, nn.Embedding)}
-    sizes = {part.num_embeddings for part in embeddings.values()}
-    heads = {
-        name: part
-        for name, part in module.named_modules()
-        if is_linear(part) and id(part) not in taken and sizes_of(part)[1] in sizes
-    }
     tied = {id(part.weight) for part in embeddings.values()}
-    for size in sorted(sizes):
-        own = {
-            name: head
-            for name, head in heads.items()
-            if sizes_of(head)[1] == size
-            and (id(head.weight) in tied or name.rpartition(".")[2] in OUTPUTS)
-        }
+    heads = {
+        name: sizes_of(part)[1]
+        for name, part in module.named_modules()
+        if is_linear(part)
+        and id(part) not in taken
+        and (id(part.weight) in tied or name.rpartition(".")[2] in OUTPUTS)
+    }
+    for size in sorted({part.num_embeddings for part in embeddings.values()}):
+        own = [name for name, num_outputs in heads.items() if num_outputs == size]
         if size < num_ranks:
             continue
         for name, part in embeddings.items():

@@ -20,7 +20,6 @@ from shoal.strategies.tensor.plan.candidates import (
     find_candidates,
     find_vocabularies,
 )
-from shoal.strategies.tensor.plan.cut import Cut
 from shoal.strategies.tensor.plan.obstacles import (
     has_own_forward,
     have_hooks,
@@ -40,6 +39,7 @@ from shoal.strategies.tensor.plan.proposals import (
     try_proposal,
 )
 from shoal.strategies.tensor.plan.tensor_plan import (
+    Cut,
     Layer,
     SplitBlock,
     Style,
@@ -100,8 +100,9 @@ class _Draft:
     # torch's own -------------------------------------------------------------------------
 
     def _add_attention(self, name: str, attention: nn.MultiheadAttention) -> None:
-        if not self._claim([attention, attention.out_proj]):
+        if not self._are_free([attention, attention.out_proj]):
             return
+        self._claim([attention, attention.out_proj])
         reason = reason_to_stay_whole(attention)
         if reason is not None:
             self.plan.notes[name] = f"stays whole: {reason}"
@@ -140,12 +141,9 @@ class _Draft:
     def _are_free(self, modules: Sequence[nn.Module]) -> bool:
         return self._claimed.isdisjoint(map(id, modules))
 
-    def _claim(self, modules: Sequence[nn.Module]) -> bool:
+    def _claim(self, modules: Sequence[nn.Module]) -> None:
         """Nothing else is done to modules that are split, or that work on parts of activations."""
-        if not self._are_free(modules):
-            return False
         self._claimed.update(map(id, modules))
-        return True
 
     def _verdict(
         self, candidate: Candidate, block: nn.Module, stand_in: nn.Module | None

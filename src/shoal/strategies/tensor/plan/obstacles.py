@@ -193,7 +193,7 @@ def have_hooks(modules: Iterable[nn.Module]) -> bool:
 
 def inner_modules(block: nn.Module) -> list[nn.Module]:
     """All modules in a block, without the block itself."""
-    return [part for part in block.modules() if part is not block]
+    return list(block.modules())[1:]
 
 
 def reason_to_stay_whole(layer: nn.Module) -> str | None:

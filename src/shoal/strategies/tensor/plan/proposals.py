@@ -12,7 +12,6 @@ from torch import nn
 from shoal.sharding.split import Split
 from shoal.strategies.tensor.layers.linear import sizes_of
 from shoal.strategies.tensor.plan.candidates import Candidate
-from shoal.strategies.tensor.plan.cut import Cut, Section
 from shoal.strategies.tensor.plan.known_names import (
     HEAD_COUNTS,
     HEAD_SIZES,
@@ -22,7 +21,9 @@ from shoal.strategies.tensor.plan.known_names import (
 from shoal.strategies.tensor.plan.obstacles import have_hooks, hooks_of, reason_to_stay_whole
 from shoal.strategies.tensor.plan.tensor_plan import (
     Adjustment,
+    Cut,
     Layer,
+    Section,
     SplitBlock,
     Style,
     join_names,
