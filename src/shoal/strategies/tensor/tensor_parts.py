@@ -20,7 +20,6 @@ class TensorParts:
 
     Attributes:
         group: The ranks that share the layers.
-        plan: How they are split.
         splits: This rank's part of each parameter that is split, by its first name.
 
     Example:

@@ -28,7 +28,6 @@ class ValueId(NamedTuple):
     Attributes:
         call: The number of the call in forward; -1 for a parameter.
         leaf: The number of the leaf in what the call returned.
-        name: The unit's, or the parameter's.
     """
 
     call: int
@@ -62,8 +61,6 @@ class UnitCall:
     """One call of a unit, the same in every micro-batch of a kind.
 
     Attributes:
-        unit: The unit's name.
-        chunk: Where the unit runs.
         structure: That of what the unit returns and of what it leaves in attributes.
         attributes: The names of these attributes.
         leaves: For each leaf its shape, or the leaf itself if it is not a tensor.
@@ -89,7 +86,6 @@ class Route:
     """The calls of units in order, and which values travel between chunks.
 
     Attributes:
-        calls: All calls of units.
         wanted: For each chunk the values of earlier chunks that it needs.
         overwritten: For each chunk the wanted values that it writes into.
         borrowed: For each rank the parameters of other ranks that it needs.

@@ -33,9 +33,7 @@ class Candidate:
     """Layers that might be split together.
 
     Attributes:
-        block: The module they are in, by name.
-        columns: Layers by name, relative to the block.
-        row: The one that ends the region.
+        block: The module they are in, by name; the layers' names are relative to it.
         may_attend: Whether there may be heads in between.
         is_named: Whether their names say what they are, not only their sizes.
         is_certain: Whether what is between them works element by element for sure, but for hooks.

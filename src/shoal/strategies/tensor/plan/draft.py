@@ -32,11 +32,11 @@ from shoal.strategies.tensor.plan.obstacles import (
 from shoal.strategies.tensor.plan.proposals import (
     Verdict,
     are_hooked,
-    between,
     describe,
     make_block,
     propose,
     try_proposal,
+    untried,
 )
 from shoal.strategies.tensor.plan.tensor_plan import (
     Cut,
@@ -127,7 +127,7 @@ class _Draft:
             return
         is_hooked = are_hooked(candidate, block)
         verdict = None if is_hooked else self._verdict(candidate, block, stand_in)
-        inside = [block.get_submodule(path) for path in verdict.inside] if verdict else []
+        inside = [block.get_submodule(path) for path in verdict.finding.inside] if verdict else []
         is_hooked = is_hooked or have_hooks(inside)
         if verdict is not None and self._are_free(inside) and not is_hooked:
             self.plan.blocks.append(make_block(candidate, verdict))
@@ -168,7 +168,7 @@ class _Draft:
                 # Which modules are in between is not known, so none may have hooks.
                 is_free = not have_hooks(inner_modules(block))
                 is_known = proposal.is_plain and is_free and self._is_certified(candidate)
-                verdict = Verdict(proposal, between(block, candidate)) if is_known else None
+                verdict = untried(candidate, block, proposal) if is_known else None
             if verdict is not None:
                 return verdict
         return None

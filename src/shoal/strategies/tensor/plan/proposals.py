@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from shoal.strategies.tensor.plan.tensor_plan import (
     join_names,
     parameter_splits,
 )
-from shoal.strategies.tensor.trial.split_trial import may_split
+from shoal.strategies.tensor.trial.split_trial import TrialFinding, may_split
 from shoal.strategies.tensor.trial.trial_run import SplitTrial
 
 
@@ -199,21 +199,11 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _NOT_DESCRIBED = {*vars(nn.Module()), "layer_idx"}
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """A way to split a block that is right.
-
-    Attributes:
-        proposal: The way.
-        partial: Parameters that get partial gradients, by name in the block.
-        inside: Modules that work on parts of activations, by name in the block.
-        drops: Whether something of parts of activations may be dropped in training.
-    """
+class Verdict(NamedTuple):
+    """A way to split a block that is right, and what is known of it."""
 
     proposal: Proposal
-    partial: tuple[str, ...] = ()
-    inside: tuple[str, ...] = ()
-    drops: bool = False
+    finding: TrialFinding = TrialFinding()
 
 
 def try_proposal(
@@ -252,11 +242,7 @@ def try_proposal(
         attends=proposal.heads is not None,
     )
     found = may_split(trial, num_ranks)
-    if found is None:
-        return None
-    inside = [name for name, part in block.named_modules() if part in found.inside]
-    partial = [name for name, _ in block.named_parameters() if name in found.partial]
-    return Verdict(proposal, tuple(partial), tuple(inside), found.drops)
+    return None if found is None else Verdict(proposal, found)
 
 
 def are_hooked(candidate: Candidate, block: nn.Module) -> bool:
@@ -266,15 +252,18 @@ def are_hooked(candidate: Candidate, block: nn.Module) -> bool:
     return have_hooks([*layers, *inside]) or any(map(reason_to_stay_whole, layers))
 
 
-def between(block: nn.Module, candidate: Candidate) -> tuple[str, ...]:
-    """All parameters of a block but those of its columns and its row."""
+def untried(
+    candidate: Candidate, block: nn.Module, proposal: Proposal, *, drops: bool = False
+) -> Verdict:
+    """A verdict without a trial: all parameters but those of columns and row may be in between."""
     names = [name for name, _ in block.named_parameters()]
-    return tuple(name for name in names if name.rpartition(".")[0] not in candidate.paths)
+    partial = frozenset(n for n in names if n.rpartition(".")[0] not in candidate.paths)
+    return Verdict(proposal, TrialFinding(partial, drops=drops))
 
 
 def make_block(candidate: Candidate, verdict: Verdict) -> SplitBlock:
     """A candidate, split in a way that is right."""
-    name, proposal = candidate.block, verdict.proposal
+    name, (proposal, finding) = candidate.block, verdict
     layers = [
         Layer(join_names(name, path), Style.COLUMN, cut)
         for path, cut in zip(candidate.columns, proposal.columns, strict=True)
@@ -287,10 +276,10 @@ def make_block(candidate: Candidate, verdict: Verdict) -> SplitBlock:
         name,
         tuple(layers),
         tuple(Adjustment(join_names(name, path), key, cut) for path, key, cut in proposal.numbers),
-        tuple(join_names(name, path) for path in verdict.partial),
+        tuple(join_names(name, path) for path in sorted(finding.partial)),
         proposal.heads,
-        tuple(join_names(name, path) for path in verdict.inside),
-        verdict.drops,
+        tuple(join_names(name, path) for path in sorted(finding.inside)),
+        finding.drops,
     )
 
 

@@ -114,9 +114,6 @@ class Layer:
     """One layer that is split.
 
     Attributes:
-        name: The module's.
-        style: How it is split.
-        cut: How the dimension is shared out.
         is_alone: No partner takes its part, or hands it one: outputs of columns are joined,
             inputs of rows are cut.
         gives_logits: Whether it gives a number for each token of a vocabulary.
@@ -143,9 +140,7 @@ class SplitBlock:
     """Layers between which activations are split.
 
     Attributes:
-        name: The module they are in.
         layers: Columns and their row.
-        adjustments: What the modules between them must be told.
         partial: Parameters in between that every rank has whole: each rank's gradient comes from
             its part of the activations only, so they are summed.
         heads: How many heads there are and who has which; for attention.

@@ -17,13 +17,7 @@ from shoal.strategies.tensor.plan.obstacles import (
     reads_weights,
     reason_to_stay_whole,
 )
-from shoal.strategies.tensor.plan.proposals import (
-    Proposal,
-    Verdict,
-    between,
-    make_block,
-    try_proposal,
-)
+from shoal.strategies.tensor.plan.proposals import Proposal, make_block, try_proposal, untried
 from shoal.strategies.tensor.plan.tensor_plan import (
     Layer,
     SplitBlock,
@@ -176,14 +170,14 @@ def _checked(module: nn.Module, candidate: Candidate, num_ranks: int) -> SplitBl
                 "tensor: leave the row out of the plan, and the column's outputs are joined"
             ) from error
         _check_hooks(candidate, inner_modules(block), names)
-        return make_block(candidate, Verdict(proposal, between(block, candidate), drops=True))
+        return make_block(candidate, untried(candidate, block, proposal, drops=True))
     if verdict is None:
         raise ValueError(
             f"{candidate.block or 'the model'} does not give the same if {names} is split by "
             f"column and {candidate.row} by row: what is between them needs all features. Leave "
             "the row out of the plan, and the column's outputs are joined."
         )
-    _check_hooks(candidate, [block.get_submodule(path) for path in verdict.inside], names)
+    _check_hooks(candidate, [block.get_submodule(path) for path in verdict.finding.inside], names)
     return make_block(candidate, verdict)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.sharding.split import Split
 from shoal.strategies.tensor.layers.linear import sizes_of
@@ -37,19 +37,19 @@ _LARGE = 1 << 24
 
 @dataclass(frozen=True)
 class TrialFinding:
-    """What a trial tells of a block that may be split.
+    """What a trial tells of a block that may be split; all names are those in the block.
 
     Attributes:
-        partial: Parameters that get partial gradients, by name in the block.
+        partial: Parameters that get partial gradients.
         whole: Those that every rank gets the whole gradient of.
         inside: Modules that are called with parts of activations, and so must stay whole.
-        drops: Whether something of parts of activations is dropped in training.
+        drops: Whether something of parts of activations is dropped in training, or may be.
     """
 
-    partial: frozenset[str]
-    whole: frozenset[str]
-    inside: frozenset[nn.Module]
-    drops: bool
+    partial: frozenset[str] = frozenset()
+    whole: frozenset[str] = frozenset()
+    inside: frozenset[str] = frozenset()
+    drops: bool = False
 
 
 def may_split(trial: SplitTrial, num_ranks: int) -> TrialFinding | None:
@@ -135,7 +135,8 @@ class _TrialComparison:
             partial, unsplit = self._compare(whole, outputs, call)
         except Exception as error:  # whatever the parts do, they do not do what the whole does
             raise SplitDiffers from error
-        return TrialFinding(partial, unsplit - partial, frozenset(whole.inside), whole.drops)
+        inside = [name for name, part in trial.block.named_modules() if part in whole.inside]
+        return TrialFinding(partial, unsplit - partial, frozenset(inside), whole.drops)
 
     def _compare(
         self, whole: TrialRun, outputs: list[Tensor], call: dict[str, Any]

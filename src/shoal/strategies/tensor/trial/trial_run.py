@@ -25,8 +25,6 @@ class SplitTrial:
 
     Attributes:
         block: The module that is called with one tensor.
-        columns: Layers that take what the region begins with.
-        row: The layer that ends it.
         splits: Every rank's part of each parameter that is split, by name in the block.
         numbers: What becomes of attributes: module, attribute, and a value for each rank.
         attends: Whether there are heads in between; they are looked for in dimension 1 of 4.
