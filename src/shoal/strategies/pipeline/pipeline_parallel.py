@@ -8,13 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from shoal.comm import Backend, Mesh, World
-from shoal.strategies.guards.admission import check_models
-from shoal.strategies.layers.materialization import materialize
+from shoal.strategies.layers.materialization import share_values
 from shoal.strategies.model import ShardedModel, ranks_for
 from shoal.strategies.pipeline.pipeline import Pipeline
 from shoal.strategies.pipeline.schedules import Pass, Span, Tick, choose_chunks
@@ -87,9 +85,7 @@ class PipelineParallelModel(ShardedModel):
         _check_choices(zero, micro_batches, outputs)
         mesh = mesh or _make_mesh(backend, pipeline, data)
         group = mesh.group("pipeline")
-        materialize(module, backend.device, seed)
-        check_models(module, group)
-        _broadcast_values(module, group)
+        share_values(module, group, seed)
         stage = _make_stage(module, group, chunks, cut, balance)
         # Before ShardedModel's constructor, which reads the first two; after it, attributes that
         # the class does not know would be set on the user's module.
@@ -271,14 +267,6 @@ def _make_mesh(backend: Backend, pipeline: int | None, data: int | None) -> Mesh
     if pipeline is None:
         pipeline = backend.size // data if data and backend.size % data == 0 else backend.size
     return Mesh(pipeline=pipeline, data=data, world=backend)
-
-
-def _broadcast_values(module: nn.Module, group: Backend) -> None:
-    """Every rank starts from rank 0's values."""
-    if group.size > 1:
-        with torch.no_grad():
-            for tensor in (*module.parameters(), *module.buffers()):
-                group.broadcast(tensor.data)
 
 
 def _make_stage(

@@ -164,20 +164,13 @@ def _rebuild_layer(
 
 def _sum_gradients(parameter: nn.Parameter, group: Backend) -> None:
     """Each rank's gradient comes from its part of the activations; the sum is the gradient."""
-
-    def total(gradient: Tensor) -> Tensor:
-        return collective.reduce(gradient, group)
-
     was_trainable = parameter.requires_grad
     # The hook can only be hung on what wants gradients, and it may want some later.
     parameter.requires_grad_(True)
-    parameter.register_hook(total)
+    parameter.register_hook(lambda gradient: collective.reduce(gradient, group))
     parameter.requires_grad_(was_trainable)
-    _put_last_first(parameter._backward_hooks)
-
-
-def _put_last_first(hooks: Any) -> None:
-    """A user's hooks come after the sum: they are for the gradient, not for a part of it."""
+    # A user's hooks come after the sum: they are for the gradient, not for a part of it.
+    hooks: Any = parameter._backward_hooks
     *others, last = hooks.items()
     hooks.clear()  # torch goes by the order in which they were put in, not by `move_to_end`
     hooks.update([last, *others])
@@ -216,11 +209,8 @@ def _surround_forward(module: nn.Module, group: Backend, guard: ReadGuard) -> No
         begin_together(group, device, (args, kwargs))
         guard.begin()
 
-    def end(*_: object) -> None:
-        guard.end()
-
     module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
-    module.register_forward_hook(end, always_call=True)
+    module.register_forward_hook(lambda *_: guard.end(), always_call=True)
 
 
 Seen = list[tuple[str, str, int]]

@@ -11,9 +11,7 @@ from torch.nn import functional as F
 
 from shoal.comm import Backend, Mesh, World
 from shoal.sharding.split import Split
-from shoal.strategies.guards.admission import check_models
-from shoal.strategies.layers.buffers import share_buffers
-from shoal.strategies.layers.materialization import materialize
+from shoal.strategies.layers.materialization import share_values
 from shoal.strategies.model import ShardedModel, ranks_for
 from shoal.strategies.settings import LEVELS
 from shoal.strategies.tensor.layers.vocabulary import vocabulary_cross_entropy
@@ -140,12 +138,3 @@ def make_mesh(backend: Backend, tensor: int | None, data: int | None) -> Mesh:
     if tensor is None:
         tensor = backend.size if data is None or backend.size % data else backend.size // data
     return Mesh(data=data, tensor=tensor, world=backend)
-
-
-def share_values(module: nn.Module, backend: Backend, seed: int) -> None:
-    """All ranks get the first rank's parameters and buffers, before anything is split."""
-    materialize(module, backend.device, seed)
-    check_models(module, backend)
-    for parameter in module.parameters():
-        backend.broadcast(parameter.data)
-    share_buffers(module, backend)

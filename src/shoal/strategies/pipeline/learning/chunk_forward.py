@@ -68,22 +68,26 @@ class CallInterceptor:
         self.current: ChunkForward | None = None
         self._is_in_loss = False
         for unit in units:
-            for method in ("_call_impl", "forward"):
-                own = _own_method(unit.module, method)
-                setattr(unit.module, method, self._intercepted(unit, own))
-            compiled = unit.module._compiled_call_impl
-            if compiled is not None:  # called instead of _call_impl
-                unit.module._compiled_call_impl = self._intercepted(unit, compiled)
+            for name in ("_call_impl", "forward"):
+                setattr(unit.module, name, self._intercepted(unit, name))
+            if unit.module._compiled_call_impl is not None:  # called instead of _call_impl
+                unit.module._compiled_call_impl = self._intercepted(unit, "_compiled_call_impl")
         model.forward = self._left_early(model.forward)
         self._list_all = list_all
         for part in model.modules():
             # A method, not a function that knows the module: copies of a part list their own.
             vars(part)["named_parameters"] = MethodType(self._named_parameters, part)
 
-    def _intercepted(self, unit: Unit, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)
+    def _intercepted(self, unit: Unit, name: str) -> Callable[..., Any]:
+        module: Any = unit.module
+        given: Callable[..., Any] = getattr(module, name)
+        is_own = name in vars(module)
+
+        @functools.wraps(given)
         def call(*args: Any, **kwargs: Any) -> Any:
             current = self.current
+            # Looked up now: the module's class may have changed.
+            forward = given if is_own else MethodType(getattr(type(module), name), module)
             if current is None or current.is_inside_unit:
                 return forward(*args, **kwargs)
             return current.call(unit, forward, args, kwargs)
@@ -104,21 +108,13 @@ class CallInterceptor:
 
         return call
 
-    def _named_parameters(
-        self,
-        module: nn.Module,
-        prefix: str = "",
-        recurse: bool = True,
-        remove_duplicate: bool = True,
-    ) -> Iterator[tuple[str, Any]]:
+    def _named_parameters(self, module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[Any]:
         # Hooks before the model's own forward do not count as the user's code.
         is_in_forward = self.current is not None and self.current.has_begun
         if self._is_in_loss or is_in_forward:
-            yield from module._named_members(
-                self._list_all, prefix, recurse, remove_duplicate=remove_duplicate
-            )
+            yield from module._named_members(self._list_all, *args, **kwargs)
         else:
-            yield from type(module).named_parameters(module, prefix, recurse, remove_duplicate)
+            yield from type(module).named_parameters(module, *args, **kwargs)
 
     @contextmanager
     def in_loss(self) -> Iterator[None]:
@@ -128,19 +124,6 @@ class CallInterceptor:
             yield
         finally:
             self._is_in_loss = False
-
-
-def _own_method(module: nn.Module, name: str) -> Callable[..., Any]:
-    """A module's method, looked up when it is called: the module's class may change until then."""
-    given: Callable[..., Any] = getattr(module, name)
-    if name in vars(module):
-        return given
-
-    @functools.wraps(given)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return getattr(type(module), name)(module, *args, **kwargs)
-
-    return method
 
 
 class ChunkForward:

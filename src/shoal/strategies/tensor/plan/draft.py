@@ -14,20 +14,12 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from shoal.strategies.tensor.layers.linear import sizes_of
+from shoal.strategies.tensor.plan import obstacles
 from shoal.strategies.tensor.plan.candidates import (
     Candidate,
     certified,
     find_candidates,
     find_vocabularies,
-)
-from shoal.strategies.tensor.plan.obstacles import (
-    has_own_forward,
-    have_hooks,
-    have_reading_hooks,
-    inner_modules,
-    reads_weight_of,
-    reads_weights,
-    reason_to_stay_whole,
 )
 from shoal.strategies.tensor.plan.proposals import (
     Verdict,
@@ -49,6 +41,8 @@ from shoal.strategies.tensor.plan.tensor_plan import (
     drop_contradictions,
 )
 from shoal.strategies.tensor.trial.trial_call import uses_parameters
+
+_TRANSFORMER_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 def draft(module: nn.Module, num_ranks: int) -> TensorPlan:
@@ -78,7 +72,7 @@ class _Draft:
         for name, part in self._module.named_modules():
             if isinstance(part, nn.MultiheadAttention):
                 self._add_attention(name, part)
-            elif _is_transformer_layer(part):
+            elif isinstance(part, _TRANSFORMER_LAYERS) and isinstance(part.linear1, nn.Linear):
                 self._consider(Candidate(name, ("linear1",), "linear2"), _FeedForward(part))
             else:
                 for candidate in find_candidates(name, part):
@@ -86,8 +80,8 @@ class _Draft:
         for block in find_vocabularies(
             self._module, self._claimed, self._certified, self._num_ranks
         ):
-            reason = reason_to_stay_whole(self._module.get_submodule(block.name))
-            if reads_weight_of(self._module, block.name):
+            reason = obstacles.reason_to_stay_whole(self._module.get_submodule(block.name))
+            if obstacles.reads_weight_of(self._module, block.name):
                 reason = "its weight is read without calling it"
             if reason is not None:
                 self.plan.notes[block.name] = f"stays whole: {reason}"
@@ -103,10 +97,10 @@ class _Draft:
         if not self._are_free([attention, attention.out_proj]):
             return
         self._claim([attention, attention.out_proj])
-        reason = reason_to_stay_whole(attention)
+        reason = obstacles.reason_to_stay_whole(attention)
         if reason is not None:
             self.plan.notes[name] = f"stays whole: {reason}"
-        elif type(attention) is not nn.MultiheadAttention or has_own_forward(attention):
+        elif type(attention) is not nn.MultiheadAttention or obstacles.has_own_forward(attention):
             self.plan.notes[name] = "stays whole: it is a class of its own"
         elif attention.num_heads < self._num_ranks:
             self.plan.notes[name] = f"stays whole: {attention.num_heads} heads for more ranks"
@@ -122,20 +116,22 @@ class _Draft:
         layers = [block.get_submodule(path) for path in candidate.paths]
         if not self._are_free(layers):
             return
-        if any(reads_weight_of(self._module, n, candidate.block) for n in candidate.names):
+        if any(
+            obstacles.reads_weight_of(self._module, n, candidate.block) for n in candidate.names
+        ):
             self.plan.notes[candidate.block] = "stays whole: its layers' weights are read elsewhere"
             return
         is_hooked = are_hooked(candidate, block)
         verdict = None if is_hooked else self._verdict(candidate, block, stand_in)
         inside = [block.get_submodule(path) for path in verdict.finding.inside] if verdict else []
-        is_hooked = is_hooked or have_hooks(inside)
+        is_hooked = is_hooked or obstacles.have_hooks(inside)
         if verdict is not None and self._are_free(inside) and not is_hooked:
             self.plan.blocks.append(make_block(candidate, verdict))
             self._claim([*layers, *inside])
         elif candidate.is_named:
             self._add_alone(candidate, block, is_hooked)
             self._claim(layers)
-        elif is_hooked or have_hooks(inner_modules(block)):
+        elif is_hooked or obstacles.have_hooks(obstacles.inner_modules(block)):
             self.plan.notes[candidate.block] = "might be split without the hooks in it"
 
     def _are_free(self, modules: Sequence[nn.Module]) -> bool:
@@ -166,7 +162,7 @@ class _Draft:
                 verdict = try_proposal(candidate, block, proposal, self._num_ranks, stand_in)
             except TypeError:  # it wants more than one tensor
                 # Which modules are in between is not known, so none may have hooks.
-                is_free = not have_hooks(inner_modules(block))
+                is_free = not obstacles.have_hooks(obstacles.inner_modules(block))
                 is_known = proposal.is_plain and is_free and self._is_certified(candidate)
                 verdict = untried(candidate, block, proposal) if is_known else None
             if verdict is not None:
@@ -182,11 +178,11 @@ class _Draft:
         if self._uses_parameters(candidate, block):
             self.plan.notes[candidate.block] = "stays whole: its code reads its layers' weights"
             return
-        alone = [
+        added = [
             self._add_layer(name, is_row=path == candidate.row)
             for name, path in zip(candidate.names, candidate.paths, strict=True)
         ]
-        if any(alone):
+        if any(added):
             self.plan.notes[candidate.block] = "is computed whole, only its weights are split: " + (
                 "hooks in it would get parts of activations"
                 if is_hooked
@@ -200,7 +196,7 @@ class _Draft:
         paths = candidate.paths
         owners = dict.fromkeys(path.rpartition(".")[0] for path in paths)
         users = [block, *map(block.get_submodule, owners)]
-        if any(map(reads_weights, users)) or have_reading_hooks(block):
+        if any(map(obstacles.reads_weights, users)) or obstacles.have_reading_hooks(block):
             return True
         names = [
             f"{path}.{key}"
@@ -215,7 +211,7 @@ class _Draft:
     def _add_layer(self, name: str, *, is_row: bool) -> bool:
         """Splits a linear layer on its own, if it may be."""
         linear = self._module.get_submodule(name)
-        size, reason = sizes_of(linear)[0 if is_row else 1], reason_to_stay_whole(linear)
+        size, reason = sizes_of(linear)[0 if is_row else 1], obstacles.reason_to_stay_whole(linear)
         if size < self._num_ranks:
             reason = f"{size} features for more ranks"
         if reason is not None:
@@ -238,8 +234,3 @@ class _FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         fed: Tensor = self._feed(x)  # type: ignore[operator]
         return fed
-
-
-def _is_transformer_layer(module: nn.Module) -> bool:
-    kinds = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-    return isinstance(module, kinds) and isinstance(module.linear1, nn.Linear)

@@ -175,12 +175,8 @@ def _holders(candidate: Candidate) -> list[str]:
 
 
 def _number(holders: Sequence[nn.Module], names: Sequence[str]) -> int | None:
-    for holder in holders:
-        for name in names:
-            value = getattr(holder, name, None)
-            if type(value) is int and value > 0:
-                return value
-    return None
+    values = (getattr(holder, name, None) for holder in holders for name in names)
+    return next((value for value in values if type(value) is int and value > 0), None)
 
 
 def _found(

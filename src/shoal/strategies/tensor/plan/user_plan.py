@@ -9,14 +9,9 @@ from torch import nn
 
 from shoal.strategies.tensor.layers.linear import is_linear, sizes_of
 from shoal.strategies.tensor.layers.vocabulary import may_split_rows
+from shoal.strategies.tensor.plan import obstacles
 from shoal.strategies.tensor.plan.candidates import Candidate
 from shoal.strategies.tensor.plan.draft import draft
-from shoal.strategies.tensor.plan.obstacles import (
-    have_hooks,
-    inner_modules,
-    reads_weights,
-    reason_to_stay_whole,
-)
 from shoal.strategies.tensor.plan.proposals import Proposal, make_block, try_proposal, untried
 from shoal.strategies.tensor.plan.tensor_plan import (
     Layer,
@@ -169,7 +164,7 @@ def _checked(module: nn.Module, candidate: Candidate, num_ranks: int) -> SplitBl
                 f"found out, because {candidate.block or 'the model'} cannot be called with one "
                 "tensor: leave the row out of the plan, and the column's outputs are joined"
             ) from error
-        _check_hooks(candidate, inner_modules(block), names)
+        _check_hooks(candidate, obstacles.inner_modules(block), names)
         return make_block(candidate, untried(candidate, block, proposal, drops=True))
     if verdict is None:
         raise ValueError(
@@ -182,7 +177,7 @@ def _checked(module: nn.Module, candidate: Candidate, num_ranks: int) -> SplitBl
 
 
 def _check_hooks(candidate: Candidate, inside: Sequence[nn.Module], names: str) -> None:
-    if have_hooks(inside):
+    if obstacles.have_hooks(inside):
         raise ValueError(
             f"{names} and {candidate.row} cannot be split together: hooks on them, or between "
             "them, would get parts of activations. Leave the row out of the plan, and the column's "
@@ -191,7 +186,7 @@ def _check_hooks(candidate: Candidate, inside: Sequence[nn.Module], names: str) 
 
 
 def _check_may_split(name: str, layer: nn.Module) -> None:
-    reason = reason_to_stay_whole(layer)
+    reason = obstacles.reason_to_stay_whole(layer)
     if reason is not None:
         raise ValueError(
             f"{name} cannot be split: {reason}. Leave it out of the plan, or remove the hooks."
@@ -206,7 +201,7 @@ def _alone(module: nn.Module, name: str, style: Style, num_ranks: int) -> SplitB
     parent = module.get_submodule(name.rpartition(".")[0])
     own = [f"{name.rpartition('.')[2]}.{key}" for key, _ in part.named_parameters()]
     is_used = is_linear(part) and uses_parameters(parent, part, own)
-    if is_used or reads_weights(parent):
+    if is_used or obstacles.reads_weights(parent):
         raise ValueError(
             f"{name} cannot be split: the code of {type(parent).__name__} reads weights of its "
             "layers, and would get a part. Call the layers instead."
