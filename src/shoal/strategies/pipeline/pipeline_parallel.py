@@ -86,7 +86,11 @@ class PipelineParallelModel(ShardedModel):
         mesh = mesh or _make_mesh(backend, pipeline, data)
         group = mesh.group("pipeline")
         share_values(module, group, seed)
-        stage = _make_stage(module, group, chunks, cut, balance)
+        num_chunks = group.size * chunks
+        units = find_units(module, num_chunks)
+        chunk_of_unit = cut_chain(units, num_chunks, cut, balance)
+        _stop_caching(module)
+        stage = Stage(module, group, num_chunks, units, chunk_of_unit)
         # Before ShardedModel's constructor, which reads the first two; after it, attributes that
         # the class does not know would be set on the user's module.
         self.sharding = LEVELS[zero]
@@ -269,19 +273,8 @@ def _make_mesh(backend: Backend, pipeline: int | None, data: int | None) -> Mesh
     return Mesh(pipeline=pipeline, data=data, world=backend)
 
 
-def _make_stage(
-    module: nn.Module,
-    group: Backend,
-    chunks: int,
-    cut: Sequence[str] | None,
-    balance: Mapping[str, float] | None,
-) -> Stage:
-    """Cuts the module into units and chunks."""
-    num_chunks = group.size * chunks
-    units = find_units(module, num_chunks)
-    chunk_of_unit = cut_chain(units, num_chunks, cut, balance)
-    config = getattr(module, "config", None)
+def _stop_caching(module: nn.Module) -> None:
+    """Hugging Face models cache all layers' keys and values in one object; no rank has them all."""
+    config: Any = getattr(module, "config", None)
     if getattr(config, "use_cache", False):
-        # Hugging Face models cache all layers' keys and values in one object; no rank has them all.
-        config.use_cache = False  # type: ignore[union-attr]
-    return Stage(module, group, num_chunks, units, chunk_of_unit)
+        config.use_cache = False

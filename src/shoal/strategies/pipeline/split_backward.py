@@ -13,6 +13,7 @@ all of their gradients in both halves: the result is right, but no time is gaine
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -55,7 +56,8 @@ class SplitBackward:
         self._weights = graph.weights_by_node
         leads_back = [graph.leads_back[_node(tensor)] for tensor in self._tensors]
         self._apart = [index for index, leads in enumerate(leads_back) if not leads]
-        handles = [node.register_prehook(self._keeper(node)) for node in self._weights]
+        keep = self._arrived.__setitem__
+        handles = [node.register_prehook(partial(keep, node)) for node in self._weights]
         wanted = [*self._inputs, *graph.early_weights]
         tensors = list(compress(self._tensors, leads_back))
         if tensors:
@@ -63,12 +65,6 @@ class SplitBackward:
             torch.autograd.backward(tensors, gradients, inputs=wanted, retain_graph=True)
         for handle in handles:
             handle.remove()
-
-    def _keeper(self, node: Node) -> Any:
-        def keep(gradients: tuple[Tensor | None, ...]) -> None:
-            self._arrived[node] = gradients
-
-        return keep
 
     def to_weights(self) -> None:
         """Computes the gradients that are still missing, and frees the graph."""

@@ -113,8 +113,6 @@ class StageParameters:
             if any(id(module) in parts for module, _ in registrations)
         ]
 
-    # Removing and restoring -----------------------------------------------------------------
-
     def release(self) -> None:
         """Frees what other ranks have."""
         self.remove_foreign()

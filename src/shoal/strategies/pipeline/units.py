@@ -154,7 +154,7 @@ def cut_chain(
     if cut:
         firsts = _named_cuts(chain, num_chunks, cut)
     else:
-        firsts = _balanced_cuts(_chain_weights(units, _costs(units, balance)), num_chunks)
+        firsts = _balanced_cuts(_chain_weights(units, balance), num_chunks)
     chunks: dict[str, int] = {}
     chunk = num_seen = 0
     for unit in units:
@@ -177,19 +177,6 @@ def _too_few(chain: Sequence[Unit], num_chunks: int) -> ValueError:
         f"the model can be cut into {len(chain)} part{'s' * (len(chain) > 1)} ({names}), and "
         f"{needed}: use fewer stages, or build the model of more modules"
     )
-
-
-def _costs(units: Sequence[Unit], balance: Mapping[str, float] | None) -> list[float]:
-    if balance is not None:
-        return [float(balance.get(unit.name, 0.0)) for unit in units]
-    seen: set[int] = set()
-    costs = []
-    for unit in units:
-        fresh = [p for p in unit.module.parameters() if id(p) not in seen]
-        seen.update(map(id, fresh))
-        # One more, so that units without parameters are spread over the chunks as well.
-        costs.append(1.0 + sum(parameter.numel() for parameter in fresh))
-    return costs
 
 
 def _named_cuts(chain: Sequence[Unit], num_chunks: int, cut: Sequence[str]) -> list[int]:
@@ -224,12 +211,19 @@ def _balanced_cuts(weights: Sequence[float], num_chunks: int) -> list[int]:
     return firsts[::-1]
 
 
-def _chain_weights(units: Sequence[Unit], costs: Sequence[float]) -> list[float]:
+def _chain_weights(units: Sequence[Unit], balance: Mapping[str, float] | None) -> list[float]:
     """What each unit of the chain costs, with the others after it, and before the first."""
     weights = [0.0] * sum(unit.is_in_chain for unit in units)
-    index = -1
-    for unit, cost in zip(units, costs, strict=True):
+    index, seen = -1, set[int]()
+    for unit in units:
         index += unit.is_in_chain
+        if balance is not None:
+            cost = float(balance.get(unit.name, 0.0))
+        else:
+            fresh = [p for p in unit.module.parameters() if id(p) not in seen]
+            seen.update(map(id, fresh))
+            # One more, so that units without parameters are spread over the chunks as well.
+            cost = 1.0 + sum(parameter.numel() for parameter in fresh)
         weights[max(index, 0)] += cost
     return weights
 

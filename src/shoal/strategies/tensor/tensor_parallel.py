@@ -66,7 +66,8 @@ class TensorParallelModel(ShardedModel):
         backend = ranks_for(module, world)
         if zero not in LEVELS:
             raise ValueError(f"zero must be one of {', '.join(map(str, LEVELS))}; got {zero!r}")
-        mesh = make_mesh(backend, tensor, data)
+        rest = backend.size if data is None or backend.size % data else backend.size // data
+        mesh = Mesh(data=data, tensor=rest if tensor is None else tensor, world=backend)
         share_values(module, backend, options.get("seed", 0))
         parts = parallelize(
             module,
@@ -131,10 +132,3 @@ class TensorParallelModel(ShardedModel):
     def full_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         """Every parameter's averaged gradient, whole; all ranks walk through them together."""
         return self.parts.joined(super().full_gradients())
-
-
-def make_mesh(backend: Backend, tensor: int | None, data: int | None) -> Mesh:
-    """The axes: by default all ranks share layers."""
-    if tensor is None:
-        tensor = backend.size if data is None or backend.size % data else backend.size // data
-    return Mesh(data=data, tensor=tensor, world=backend)

@@ -102,7 +102,6 @@ def test_every_index_belongs_to_one_rank(cut: Cut, num_ranks: int) -> None:
     assert sorted(cut.order(num_ranks)) == list(range(cut.size))
     lengths = [cut.length(rank, num_ranks) for rank in range(num_ranks)]
     assert sum(lengths) == cut.size
-    assert (len(set(lengths)) == 1) == cut.is_even(num_ranks)
 
 
 def test_units_stay_together_and_first_ranks_get_more() -> None:

@@ -180,9 +180,6 @@ def check_dataclasses(unit: str, leaves: Sequence[Any]) -> None:
             )
 
 
-# Shapes ---------------------------------------------------------------------------------------
-
-
 def encode_leaf(leaf: Any) -> Any:
     """A shape as plain data that needs no pickle; other leaves as they are."""
     if isinstance(leaf, TensorShape):
@@ -194,9 +191,6 @@ def decode_leaf(encoded: Any) -> Any:
     """The inverse of `encode_leaf`."""
     kind, content, dtype = encoded
     return TensorShape(tuple(content), getattr(torch, dtype)) if kind == "shape" else content
-
-
-# Attributes -----------------------------------------------------------------------------------
 
 
 def tensors_in(module: nn.Module) -> dict[str, Tensor]:

@@ -66,8 +66,6 @@ class HeadAttention(nn.MultiheadAttention):
             outputs = outputs.transpose(0, 1)
         return outputs, self._shown(weights, average_attn_weights, is_batched)
 
-    # Projections ---------------------------------------------------------------------------
-
     @property
     def _first_weight(self) -> Tensor:
         return self.in_proj_weight if self._qkv_same_embed_dim else self.q_proj_weight
@@ -94,8 +92,6 @@ class HeadAttention(nn.MultiheadAttention):
         if not is_batched:
             return tensor.unsqueeze(0)
         return tensor if self.batch_first else tensor.transpose(0, 1)
-
-    # Masks ---------------------------------------------------------------------------------
 
     def _mask(
         self, query: Tensor, num_keys: int, padding: Tensor | None, attn_mask: Tensor | None
@@ -130,8 +126,6 @@ class HeadAttention(nn.MultiheadAttention):
             value = torch.cat([value, more_values], 1)
             mask = None if mask is None else F.pad(mask, (0, 1))
         return key, value, mask
-
-    # Attention -----------------------------------------------------------------------------
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, need_weights: bool

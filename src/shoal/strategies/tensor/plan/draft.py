@@ -91,8 +91,6 @@ class _Draft:
         self.plan.whole = describe_rest(self._module, self.plan)
         return self.plan
 
-    # torch's own -------------------------------------------------------------------------
-
     def _add_attention(self, name: str, attention: nn.MultiheadAttention) -> None:
         if not self._are_free([attention, attention.out_proj]):
             return
@@ -108,8 +106,6 @@ class _Draft:
             heads = Cut.of(attention.num_heads)
             layer = Layer(name, Style.HEADS, heads)
             self.plan.blocks.append(SplitBlock(name, (layer,), heads=heads))
-
-    # Candidates --------------------------------------------------------------------------
 
     def _consider(self, candidate: Candidate, stand_in: nn.Module | None = None) -> None:
         block = self._module.get_submodule(candidate.block)

@@ -60,10 +60,6 @@ class Cut:
         """The fewest units of a section: more ranks than this would leave some with nothing."""
         return min(section.num_units for section in self.sections)
 
-    def is_even(self, num_ranks: int) -> bool:
-        """Whether every rank gets the same."""
-        return all(section.num_units % num_ranks == 0 for section in self.sections)
-
     def runs(self, rank: int, num_ranks: int) -> tuple[tuple[int, int], ...]:
         """A rank's indices; the first ranks get more where units do not divide."""
         runs, begin = [], 0

@@ -87,48 +87,33 @@ class TrialRun:
 
     def _call_block(self, at_row: Any) -> list[Tensor]:
         block, snapshot = self._trial.block, Snapshot(self._trial.block)
+        is_training, nothing = self._way.training, contextlib.nullcontext()
         undropped = Undropped(lambda: self._is_inside)
+        states = torch_states() if is_training else []
         try:
-            block.train(self._way.training)
+            block.train(is_training)
             if self._rank is not None:
                 for module, name, values in self._trial.numbers:
                     setattr(module, name, values[self._rank])
-            with self._hooked(at_row), self._undrawn(undropped):
-                buffers = {name: buffer.clone() for name, buffer in block.named_buffers()}
-                with self._watched():
-                    result = functional_call(block, {**self._weights, **buffers}, (), self._call)
+            buffers = {name: buffer.clone() for name, buffer in block.named_buffers()}
+            guarded = {name: self._weights[name] for name in self._trial.splits}
+            watched = watching(block, guarded) if self._rank is None else nothing
+            with self._hooked(at_row), undropped if is_training else nothing, watched as guard:
+                result = functional_call(block, {**self._weights, **buffers}, (), self._call)
             kept = snapshot.new_tensors()
         finally:
             snapshot.restore()
+        # The whole block must not use what will be split without calling the layers.
+        if guard is not None and guard.was_used:
+            raise SplitDiffers
+        # In training nothing is dropped, and other random numbers would differ between ranks.
+        if is_training and not all(map(torch.equal, states, torch_states())):
+            raise SplitDiffers
         self._dropped = undropped.shapes
         leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         # Of Hugging Face's results only the first goes on; others are shown on request.
         seen = leaves[:1] if is_hugging_face(block) else [*leaves, *kept, *buffers.values()]
         return [leaf if leaf.is_floating_point() else leaf.to(torch.float64) for leaf in seen]
-
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
-        """The whole block must not use what will be split without calling the layers."""
-        if self._rank is not None:
-            yield
-            return
-        guarded = {name: self._weights[name] for name in self._trial.splits}
-        with watching(self._trial.block, guarded) as guard:
-            yield
-        if guard.was_used:
-            raise SplitDiffers
-
-    @contextlib.contextmanager
-    def _undrawn(self, undropped: Undropped) -> Iterator[None]:
-        """In training nothing is dropped, and other random numbers would differ between ranks."""
-        if not self._way.training:
-            yield
-            return
-        before = torch_states()
-        with undropped:
-            yield
-        if not all(map(torch.equal, before, torch_states())):
-            raise SplitDiffers
 
     @property
     def drops(self) -> bool:
