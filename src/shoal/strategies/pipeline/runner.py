@@ -66,7 +66,12 @@ class StageLinks:
             work.wait()  # raises its error
             self._pending.remove(work)
         for value in values:
-            self._pending.append(self._group.start_send(self._framed(value), peer, tag))
+            # Has one dimension more in front, of length 1, or 0 for None.
+            if value is None:  # NCCL takes nothing from the CPU
+                message = torch.empty(0, 0, device=self._group.device)
+            else:
+                message = value.detach().unsqueeze(0)
+            self._pending.append(self._group.start_send(message, peer, tag))
 
     def receive(self, kind: LinkMessage, source: int, target: int, count: int) -> list[Any]:
         """Waits for the next message of a kind: ``count`` tensors, or None where None was sent."""
@@ -91,12 +96,6 @@ class StageLinks:
         """Waits until everything was received."""
         while self._pending:
             self._pending.pop().wait()
-
-    def _framed(self, value: Tensor | None) -> Tensor:
-        """With one dimension more in front, of length 1, or 0 for None."""
-        if value is None:  # NCCL takes nothing from the CPU
-            return torch.empty(0, 0, device=self._group.device)
-        return value.detach().unsqueeze(0)
 
 
 _MESSAGES = {Pass.FORWARD: LinkMessage.VALUES, Pass.BACKWARD: LinkMessage.GRADIENTS}

@@ -137,9 +137,8 @@ def _rebuild(
         keeps_split = splits_logits and layer.gives_logits
         _rebuild_layer(module.get_submodule(layer.name), layer, group, entry, keeps_split)
     rank, size = group.backend.rank, group.backend.size
-    for adjustment in block.adjustments:
-        owner = module.get_submodule(adjustment.module)
-        setattr(owner, adjustment.attribute, adjustment.cut.length(rank, size))
+    for name, attribute, cut in block.adjustments:
+        setattr(module.get_submodule(name), attribute, cut.length(rank, size))
     rows = [layer for layer in block.layers if layer.style is Style.ROW and not layer.is_alone]
     if rows:
         entry.watch(part)

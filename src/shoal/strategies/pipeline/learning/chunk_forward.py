@@ -195,7 +195,13 @@ class ChunkForward:
         attributes = read_attributes(unit.module, call.attributes) if call.attributes else {}
         leaves, structure = tree_flatten((output, attributes))
         ids = [ValueId(number, index, unit.name) for index in range(len(leaves))]
-        described = self._described(call, leaves, ids)
+        num_returned = len(leaves) - len(call.attributes)
+        described = [  # unchanged for attributes that no other chunk reads
+            describe(leaf)
+            if value_id.leaf < num_returned or value_id in self._exported
+            else call.leaves[value_id.leaf]
+            for value_id, leaf in zip(ids, leaves, strict=True)
+        ]
         _check_same(unit, call, described, structure)
         self.shapes.append(described)
         for value_id, leaf in zip(ids, leaves, strict=True):
@@ -204,18 +210,6 @@ class ChunkForward:
                     raise absent_error([leaf])
                 self.produced[value_id] = leaf.clone() if value_id.leaf in call.rewritten else leaf
         return output
-
-    def _described(
-        self, call: UnitCall, leaves: Sequence[Any], ids: Sequence[ValueId]
-    ) -> list[Any]:
-        """What other ranks are told; unchanged for attributes that no other chunk reads."""
-        num_returned = len(leaves) - len(call.attributes)
-        return [
-            describe(leaf)
-            if value_id.leaf < num_returned or value_id in self._exported
-            else call.leaves[value_id.leaf]
-            for value_id, leaf in zip(ids, leaves, strict=True)
-        ]
 
     def _expected_call(self, number: int, unit: Unit) -> UnitCall:
         calls = self._calls

@@ -28,18 +28,14 @@ def whole_mask(like: Tensor, dim: int, cut: Cut, group: Backend, p: float) -> Te
     shape[dim] = cut.size
     # Numbers are drawn in the order in which elements lie in memory.
     order = sorted(range(like.dim()), key=like.stride().__getitem__, reverse=True)
-    mask = _drawn([shape[each] for each in order], like, p)
+    mask = torch.empty([shape[each] for each in order], dtype=like.dtype, device=like.device)
+    if like.is_cuda:  # torch's own kernel gives elements other numbers than `bernoulli_` does
+        mask = torch.native_dropout(mask.fill_(1), p, True)[1].to(like.dtype)
+    else:
+        mask.bernoulli_(1 - p)
     mask = mask.permute([order.index(each) for each in range(like.dim())])
     runs = cut.runs(group.rank, group.size)
     return torch.cat([mask.narrow(dim, start, stop - start) for start, stop in runs], dim)
-
-
-def _drawn(shape: list[int], like: Tensor, p: float) -> Tensor:
-    """The mask that torch's own dropout draws for this shape."""
-    mask = torch.empty(shape, dtype=like.dtype, device=like.device)
-    if like.is_cuda:  # by a kernel that gives elements other numbers than `bernoulli_` does
-        return torch.native_dropout(mask.fill_(1), p, True)[1].to(like.dtype)
-    return mask.bernoulli_(1 - p)
 
 
 def drop(tensor: Tensor, dim: int, cut: Cut, group: Backend, p: float) -> Tensor:

@@ -11,16 +11,10 @@ from torch import nn
 
 from shoal.sharding.split import Split
 from shoal.strategies.tensor.layers.linear import sizes_of
+from shoal.strategies.tensor.plan import known_names
 from shoal.strategies.tensor.plan.candidates import Candidate
-from shoal.strategies.tensor.plan.known_names import (
-    HEAD_COUNTS,
-    HEAD_SIZES,
-    KEY_HEAD_COUNTS,
-    WIDTHS,
-)
 from shoal.strategies.tensor.plan.obstacles import have_hooks, hooks_of, reason_to_stay_whole
 from shoal.strategies.tensor.plan.tensor_plan import (
-    Adjustment,
     Cut,
     Layer,
     Section,
@@ -112,8 +106,8 @@ class _Heads:
         cls, candidate: Candidate, block: nn.Module, columns: Sequence[int], width: int
     ) -> _Heads | None:
         holders = [block.get_submodule(path) for path in _holders(candidate)]
-        size = _number(holders, HEAD_SIZES)
-        count = _number(holders, HEAD_COUNTS)
+        size = _number(holders, known_names.HEAD_SIZES)
+        count = _number(holders, known_names.HEAD_COUNTS)
         if size is None and count is not None and width % count == 0:
             size = width // count
         if not size or width % size:
@@ -122,7 +116,7 @@ class _Heads:
         if len(columns) == 3:
             num_keys = columns[1] // size
         else:
-            num_keys = _number(holders, KEY_HEAD_COUNTS) or num_queries
+            num_keys = _number(holders, known_names.KEY_HEAD_COUNTS) or num_queries
         is_possible = num_keys and num_queries % num_keys == 0
         return cls(num_queries, num_keys, size) if is_possible else None
 
@@ -158,11 +152,11 @@ class _Heads:
         paths = _holders(candidate)
         keys = Cut.of(self.num_keys)
         counts = [
-            *_found(block, paths, HEAD_COUNTS, self.queries),
-            *_found(block, paths, KEY_HEAD_COUNTS, keys),
+            *_found(block, paths, known_names.HEAD_COUNTS, self.queries),
+            *_found(block, paths, known_names.KEY_HEAD_COUNTS, keys),
         ]
         widths = [
-            *_found(block, paths, WIDTHS, self.row),
+            *_found(block, paths, known_names.WIDTHS, self.row),
             *_found(block, paths, ("kv_dim",), Cut.of(self.num_keys * self.size, self.size)),
         ]
         yield from dict.fromkeys([tuple(counts + widths), tuple(counts), (), tuple(widths)])
@@ -271,7 +265,7 @@ def make_block(candidate: Candidate, verdict: Verdict) -> SplitBlock:
     return SplitBlock(
         name,
         tuple(layers),
-        tuple(Adjustment(join_names(name, path), key, cut) for path, key, cut in proposal.numbers),
+        tuple((join_names(name, path), key, cut) for path, key, cut in proposal.numbers),
         tuple(join_names(name, path) for path in sorted(finding.partial)),
         proposal.heads,
         tuple(join_names(name, path) for path in sorted(finding.inside)),

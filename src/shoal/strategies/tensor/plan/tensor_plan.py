@@ -123,20 +123,13 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Adjustment:
-    """A number that a module keeps, such as how many heads it has, and what becomes of it."""
-
-    module: str
-    attribute: str
-    cut: Cut
-
-
-@dataclass(frozen=True)
 class SplitBlock:
     """Layers between which activations are split.
 
     Attributes:
         layers: Columns and their row.
+        adjustments: Numbers that modules keep, such as how many heads they have, and what becomes
+            of them: the module, the attribute, its cut.
         partial: Parameters in between that every rank has whole: each rank's gradient comes from
             its part of the activations only, so they are summed.
         heads: How many heads there are and who has which; for attention.
@@ -147,7 +140,7 @@ class SplitBlock:
 
     name: str
     layers: tuple[Layer, ...]
-    adjustments: tuple[Adjustment, ...] = ()
+    adjustments: tuple[tuple[str, str, Cut], ...] = ()
     partial: tuple[str, ...] = ()
     heads: Cut | None = None
     inside: tuple[str, ...] = ()
