@@ -44,7 +44,6 @@ class ScheduleDrawing:
         return f"{self.title}: {100 * self.bubble:.1f} % of the time is waited"
 
     def __str__(self) -> str:
-        """As text: one cell for the shortest pass."""
         return self.text()
 
     def text(self, width: int | None = None) -> str:

@@ -83,7 +83,9 @@ class PipelineParallelModel(ShardedModel):
         backend = ranks_for(module, world)
         chunks = choose_chunks(schedule, chunks)
         _check_choices(zero, micro_batches, outputs)
-        mesh = mesh or _make_mesh(backend, pipeline, data)
+        rest = backend.size // data if data and backend.size % data == 0 else backend.size
+        stages = rest if pipeline is None else pipeline
+        mesh = mesh or Mesh(pipeline=stages, data=data, world=backend)
         group = mesh.group("pipeline")
         share_values(module, group, seed)
         num_chunks = group.size * chunks
@@ -265,12 +267,6 @@ def _check_choices(zero: int, micro_batches: int | None, outputs: str) -> None:
         raise ValueError(f"need at least one micro-batch; got micro_batches={micro_batches}")
     if outputs not in ("everywhere", "last"):
         raise ValueError(f'outputs must be "everywhere" or "last"; got {outputs!r}')
-
-
-def _make_mesh(backend: Backend, pipeline: int | None, data: int | None) -> Mesh:
-    if pipeline is None:
-        pipeline = backend.size // data if data and backend.size % data == 0 else backend.size
-    return Mesh(pipeline=pipeline, data=data, world=backend)
 
 
 def _stop_caching(module: nn.Module) -> None:

@@ -25,7 +25,6 @@ class TensorGroup:
     """The ranks among which layers are split.
 
     Attributes:
-        backend: The ranks.
         guard: Of the parameters that are split; see [Note: reads of parts].
         is_whole: Whether all parameters are whole right now, and nothing can be computed.
     """

@@ -62,7 +62,6 @@ class UnitCall:
 
     Attributes:
         structure: That of what the unit returns and of what it leaves in attributes.
-        attributes: The names of these attributes.
         leaves: For each leaf its shape, or the leaf itself if it is not a tensor.
         needs_grad: The leaves that have gradients.
         rewritten: The leaves that the model writes into afterwards.

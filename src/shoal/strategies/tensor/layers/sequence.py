@@ -40,7 +40,6 @@ class Stack:
     """Blocks that are called one after the other; see [Note: stacks].
 
     Attributes:
-        names: The blocks' names in the model.
         dim: The dimension that counts positions.
     """
 
@@ -62,16 +61,11 @@ def find_stacks(module: nn.Module, plan: TensorPlan) -> list[Stack]:
         names = tuple(f"{name}.{key}" if name else key for key, _ in part.named_children())
         is_inside = any(stack.holds(names[0]) for stack in stacks)
         if not is_inside and all(any(Stack((n,), 0).holds(r) for r in regions) for n in names):
-            stacks.append(Stack(names, _position_dim(part[0])))
+            # Batches come first, but for torch's attention where it is not told so.
+            attention: Any = getattr(part[0], "self_attn", None)
+            is_torchs = isinstance(attention, nn.MultiheadAttention)
+            stacks.append(Stack(names, 0 if is_torchs and not attention.batch_first else 1))
     return stacks
-
-
-def _position_dim(block: nn.Module) -> int:
-    """Batches come first, but for torch's attention where it is not told so."""
-    attention = getattr(block, "self_attn", None)
-    if isinstance(attention, nn.MultiheadAttention) and not attention.batch_first:
-        return 0
-    return 1
 
 
 class _Run(NamedTuple):

@@ -41,19 +41,16 @@ class VocabularyEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         """The same embeddings on every rank."""
         self._group.check()
-        rows = self.weight
+        rows: Tensor = self.weight
         with self._group.guard.own_forward(rows, input):
-            found = self._own_rows(input, rows)
+            local = input - self._first
+            is_on_other_rank = (local < 0) | (local >= len(rows))
+            if not len(rows):  # a rank without rows still takes part in the sum
+                rows = rows.new_zeros(1, self.embedding_dim)
+            indices = local.masked_fill(is_on_other_rank, 0)
+            found = F.embedding(indices, rows, self._own_padding, sparse=self.sparse)
+            found = found.masked_fill(is_on_other_rank.unsqueeze(-1), 0.0)
         return collective.reduce(found, self._group.backend)
-
-    def _own_rows(self, tokens: Tensor, rows: Tensor) -> Tensor:
-        local = tokens - self._first
-        is_on_other_rank = (local < 0) | (local >= len(rows))
-        if not len(rows):  # a rank without rows still takes part in the sum
-            rows = rows.new_zeros(1, self.embedding_dim)
-        indices = local.masked_fill(is_on_other_rank, 0)
-        found = F.embedding(indices, rows, self._own_padding, sparse=self.sparse)
-        return found.masked_fill(is_on_other_rank.unsqueeze(-1), 0.0)
 
 
 def make_vocabulary(embedding: nn.Embedding, group: TensorGroup, cut: Cut) -> None:

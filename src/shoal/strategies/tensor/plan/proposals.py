@@ -32,8 +32,6 @@ class Proposal:
     """One way to split a block.
 
     Attributes:
-        columns: For each of the candidate's columns.
-        row: For its row.
         numbers: Attributes to adjust: a module's path in the block, the attribute, its cut.
         heads: Who has which heads; for attention.
         tables: Embeddings in the block with a column for each head.

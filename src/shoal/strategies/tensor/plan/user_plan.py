@@ -25,11 +25,9 @@ from shoal.strategies.tensor.plan.tensor_plan import (
 )
 from shoal.strategies.tensor.trial.trial_call import uses_parameters
 
-PlanPatterns = Mapping[str, str]
-
 
 def make_plan(
-    module: nn.Module, num_ranks: int, wanted: PlanPatterns | TensorPlan | None
+    module: nn.Module, num_ranks: int, wanted: Mapping[str, str] | TensorPlan | None
 ) -> TensorPlan:
     """The plan that a user has, describes, or leaves to be found."""
     if wanted is None:
@@ -41,7 +39,9 @@ def make_plan(
     return wanted
 
 
-def plan_from_patterns(module: nn.Module, num_ranks: int, patterns: PlanPatterns) -> TensorPlan:
+def plan_from_patterns(
+    module: nn.Module, num_ranks: int, patterns: Mapping[str, str]
+) -> TensorPlan:
     """A plan with exactly the layers that fit the patterns.
 
     A block that would be found by itself is split as that would be. Other columns and rows of one
@@ -84,7 +84,7 @@ def _is_table(module: nn.Module, layer: Layer) -> bool:
     return layer.style is Style.HEADS and isinstance(module.get_submodule(layer.name), nn.Embedding)
 
 
-def _styles(module: nn.Module, patterns: PlanPatterns) -> dict[str, Style]:
+def _styles(module: nn.Module, patterns: Mapping[str, str]) -> dict[str, Style]:
     styles: dict[str, Style] = {}
     for pattern, text in patterns.items():
         if text == "replicated":

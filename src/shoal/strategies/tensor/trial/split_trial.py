@@ -136,7 +136,7 @@ class _TrialComparison:
         except Exception as error:  # whatever the parts do, they do not do what the whole does
             raise SplitDiffers from error
         inside = [name for name, part in trial.block.named_modules() if part in whole.inside]
-        return TrialFinding(partial, unsplit - partial, frozenset(inside), whole.drops)
+        return TrialFinding(partial, unsplit - partial, frozenset(inside), bool(whole.dropped))
 
     def _compare(
         self, whole: TrialRun, outputs: list[Tensor], call: dict[str, Any]

@@ -10,6 +10,7 @@ import contextlib
 import inspect
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -41,14 +42,6 @@ class TrialCall:
     shape: tuple[int, ...] = SHAPES[0]
     training: bool = False
     flags: tuple[tuple[str, bool], ...] = ()
-
-
-def _all_calls(block: nn.Module) -> Iterator[TrialCall]:
-    for shape in SHAPES:
-        yield TrialCall(shape)
-        yield TrialCall(shape, training=True)
-        for switch in switches(block):
-            yield TrialCall(shape, flags=(switch,))
 
 
 def switches(block: nn.Module) -> Iterator[tuple[str, bool]]:
@@ -197,13 +190,15 @@ def uses_parameters(block: nn.Module, layer: nn.Module, names: Collection[str]) 
         names: Parameters of linear layers, relative to the block.
     """
     parameter, width = next(block.parameters()), sizes_of(layer)[0]
+    modes = [TrialCall(), TrialCall(training=True)]
+    modes += [TrialCall(flags=(switch,)) for switch in switches(block)]
     with unchanged(block) as snapshot, torch.no_grad():
-        for way in _all_calls(block):
+        for shape, way in product(SHAPES, modes):
             weights = random_weights(block, parameter.dtype)
             guarded = {name: weights[name] for name in names if name in weights}
             # What cannot be called this way may have used a parameter before it failed.
             with watching(block, guarded) as guard, contextlib.suppress(Exception):
-                call = arguments(block, width, parameter.device, parameter.dtype, way.shape)
+                call = arguments(block, width, parameter.device, parameter.dtype, shape)
                 block.train(way.training)
                 functional_call(block, weights, (), call | dict(way.flags))
             snapshot.restore()

@@ -58,7 +58,8 @@ class TrialRun:
         self._is_inside = False
         self.inside: dict[nn.Module, None] = {}
         """Modules that were called between the columns and the row."""
-        self._dropped: list[torch.Size] = []
+        self.dropped: list[torch.Size] = []
+        """What was to be dropped between the columns and the row."""
 
     def carry_out_partially(self) -> Tensor:
         """What this rank's row gives, without its bias."""
@@ -109,22 +110,17 @@ class TrialRun:
         # In training nothing is dropped, and other random numbers would differ between ranks.
         if is_training and not all(map(torch.equal, states, torch_states())):
             raise SplitDiffers
-        self._dropped = undropped.shapes
+        self.dropped = undropped.shapes
         leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         # Of Hugging Face's results only the first goes on; others are shown on request.
         seen = leaves[:1] if is_hugging_face(block) else [*leaves, *kept, *buffers.values()]
         return [leaf if leaf.is_floating_point() else leaf.to(torch.float64) for leaf in seen]
 
-    @property
-    def drops(self) -> bool:
-        """Whether anything between the columns and the row was to be dropped."""
-        return bool(self._dropped)
-
     def check_dropped(self, whole: TrialRun) -> None:
         """Raises if parts are dropped of something whose split dropout would not recognise."""
-        if len(self._dropped) != len(whole._dropped):
+        if len(self.dropped) != len(whole.dropped):
             raise SplitDiffers
-        for own, expected in zip(self._dropped, whole._dropped, strict=True):
+        for own, expected in zip(self.dropped, whole.dropped, strict=True):
             by_head = self._trial.attends and len(own) == 4
             split_dim = 1 if by_head else len(own) - 1
             if any(size != expected[dim] for dim, size in enumerate(own) if dim != split_dim):
