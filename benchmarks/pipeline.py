@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.strategies.pipeline import SCHEDULES, bubble, make_schedule, simulate
-from shoal.strategies.pipeline.schedule.simulation import Span, needs
+from shoal.strategies.pipeline.schedules import Span, needs
 
 RESULTS = Path(__file__).parent / "results" / "pipeline.json"
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)

@@ -7,5 +7,7 @@ The optimizers that go with these models, and the names users choose them by, ar
 from shoal.strategies.data_parallel import *  # noqa: F403 - new ones are named there alone
 from shoal.strategies.hybrid import HybridShardedModel as HybridShardedModel
 from shoal.strategies.model import ShardedModel as ShardedModel
-from shoal.strategies.pipeline.model import PipelineParallelModel as PipelineParallelModel
-from shoal.strategies.tensor.model import TensorParallelModel as TensorParallelModel
+from shoal.strategies.pipeline.pipeline_parallel import (
+    PipelineParallelModel as PipelineParallelModel,
+)
+from shoal.strategies.tensor.tensor_parallel import TensorParallelModel as TensorParallelModel

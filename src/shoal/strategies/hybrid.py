@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from shoal.comm import Backend, Mesh, World
 from shoal.sharding.split import Split
+from shoal.strategies.layers.materialization import share_values
 from shoal.strategies.model import ranks_for
-from shoal.strategies.pipeline.model import PipelineParallelModel
+from shoal.strategies.pipeline.pipeline_parallel import PipelineParallelModel
 from shoal.strategies.settings import Ownership
-from shoal.strategies.tensor.model import share_values
 from shoal.strategies.tensor.parallelize import parallelize
 from shoal.strategies.tensor.plan.tensor_plan import TensorPlan
 from shoal.strategies.tensor.tensor_parts import TensorParts

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.errors import MismatchError, ShoalError
-from shoal.strategies.pipeline.stages.units import find_units
+from shoal.strategies.pipeline.units import find_units
 from strategies.pipeline.comparison import assert_same_step, batch, check_gradients, layers
 
 

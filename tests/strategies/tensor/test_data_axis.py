@@ -12,7 +12,14 @@ import shoal
 from shoal.comm import Mesh
 from shoal.errors import ShoalError
 from strategies.tensor.tasks import text_loss
-from strategies.tensor.test_model import adam, assert_same, batch, one_process, seeded, wrapped
+from strategies.tensor.test_tensor_parallel import (
+    adam,
+    assert_same,
+    batch,
+    one_process,
+    seeded,
+    wrapped,
+)
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import shoal
 from strategies.tensor.tasks import text_loss
-from strategies.tensor.test_model import adam, batch, seeded, wrapped
+from strategies.tensor.test_tensor_parallel import adam, batch, seeded, wrapped
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -18,7 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal.comm import Backend
 from shoal.errors import ShoalError
+from shoal.strategies.engine.admission import check_models
+from shoal.strategies.layers.buffers import share_buffers
 from shoal.torch_support.random_state import RandomState
 
 # torch's attention and transformer have the second, and nothing by the name of the first.
@@ -51,6 +54,15 @@ def materialize(module: nn.Module, device: torch.device, seed: int) -> None:
             _Materialization(module, device).carry_out()
     finally:
         outside.restore()
+
+
+def share_values(module: nn.Module, backend: Backend, seed: int) -> None:
+    """All ranks get the first rank's parameters and buffers, before a model is cut or split."""
+    materialize(module, backend.device, seed)
+    check_models(module, backend)
+    for parameter in module.parameters():
+        backend.broadcast(parameter.data)
+    share_buffers(module.buffers(), backend)
 
 
 class _Materialization:

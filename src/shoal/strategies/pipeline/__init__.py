@@ -11,27 +11,30 @@ The words:
 - A *route* says, for one kind of input, which units are called in which chunk and which of their
   values travel to which other chunks. Ranks learn it together from the first micro-batch.
 
-The rooms, in reading order:
+To read, in this order:
 
-1. `schedule`: which rank does which tick when, as pure functions, simulated and drawn.
-2. `stages`: how a model is cut into units and chunks, and which rank has which parameters.
+1. `schedules`: which rank does which tick when, as pure functions; `drawing`: as pictures.
+2. `units`: how a model is cut into units and chunks; `stage`: which rank has which parameters.
 3. `learning`: how a chunk's forward is run inside the model's own, and how its route is learned.
-4. `running`: how ticks are run: messages between stages, backward, losses, results.
-
-`pipeline` puts them together for one batch, and `model` is what users see.
+4. `batch`: micro-batches and losses; `runner`: ticks and messages between stages;
+   `split_backward`: backward in two halves; `borrowed_parameters`: what several stages use.
+5. `pipeline` puts them together for one batch, and `pipeline_parallel` is what users see.
 """
 
-from shoal.strategies.pipeline.model import PipelineParallelModel
-from shoal.strategies.pipeline.schedule.drawing import ScheduleDrawing, draw
-from shoal.strategies.pipeline.schedule.schedules import (
+from shoal.strategies.pipeline.drawing import ScheduleDrawing, draw
+from shoal.strategies.pipeline.pipeline_parallel import PipelineParallelModel
+from shoal.strategies.pipeline.schedules import (
     SCHEDULES,
     Pass,
     Schedule,
+    Span,
     Tick,
+    bubble,
     make_schedule,
+    peak_in_flight,
+    simulate,
 )
-from shoal.strategies.pipeline.schedule.simulation import Span, bubble, peak_in_flight, simulate
-from shoal.strategies.pipeline.stages.measurement import measure_units
+from shoal.strategies.pipeline.units import measure_units
 
 __all__ = [
     "SCHEDULES",

@@ -9,18 +9,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from shoal.strategies.pipeline.learning.input_kinds import check_same_batch, kind_of, mode_of
+from shoal.comm import Backend
+from shoal.errors import ShoalError
+from shoal.strategies.pipeline.batch import (
+    Losses,
+    check_same_batch,
+    count_parts,
+    kind_of,
+    mode_of,
+    split,
+)
+from shoal.strategies.pipeline.borrowed_parameters import BorrowedParameters
 from shoal.strategies.pipeline.learning.learning import learn
-from shoal.strategies.pipeline.learning.route import Route
-from shoal.strategies.pipeline.running.borrowed_parameters import BorrowedParameters
-from shoal.strategies.pipeline.running.micro_batches import Losses, count_parts, split
-from shoal.strategies.pipeline.running.results import spread, without_backward
-from shoal.strategies.pipeline.running.runner import Runner
-from shoal.strategies.pipeline.schedule.schedules import SCHEDULES, Pass, Tick, make_ticks
-from shoal.strategies.pipeline.schedule.simulation import Span
-from shoal.strategies.pipeline.stages.stage import Stage
-from shoal.strategies.training import LossFunction, call_module
+from shoal.strategies.pipeline.learning.route import Route, example_of, structure_of
+from shoal.strategies.pipeline.runner import Runner
+from shoal.strategies.pipeline.schedules import SCHEDULES, Pass, Span, Tick, make_ticks
+from shoal.strategies.pipeline.stage import Stage
+from shoal.strategies.training import LossFunction, call_module, count_items
 from shoal.torch_support.random_state import RandomState
 
 if TYPE_CHECKING:
@@ -42,16 +49,18 @@ class Pipeline:
         self.borrowed = BorrowedParameters(stage)
         self.spans: list[Span] = []
         self.last_route: Route | None = None
-        """The route of the last batch."""
         self._routes: dict[tuple[str, str, str], Route] = {}
         self._keeps_borrowed = self._has_borrowed = False
 
     # Training -----------------------------------------------------------------------------------
 
-    def train(self, inputs: Any, targets: Any, loss_fn: LossFunction, weight: float) -> Tensor:
+    def train(
+        self, inputs: Any, targets: Any, loss_fn: LossFunction, weight: float | None
+    ) -> Tensor:
         """Forward and backward of one batch; returns the mean loss over the global batch."""
-        count = count_parts(inputs, self.micro_batches, self._model.data_group)
-        batches = split(inputs, targets, count)
+        num_rows, data = count_items(inputs), self._model.engine.backend
+        count = count_parts(num_rows, self.micro_batches, data)
+        batches = split(inputs, targets, num_rows, count)
         module = self.stage.module
 
         def call_model(number: int) -> Any:
@@ -60,35 +69,38 @@ class Pipeline:
         with torch.enable_grad(), _own_random_stream(self.stage.rank):
             parts = [batch.inputs for batch in batches]
             routes = self._find_routes(parts, call_model, (inputs, targets))
-            losses = Losses(batches, loss_fn, weight, self._model.data_group)
-            runner = Runner(
-                self._model,
-                self.stage,
-                routes,
-                call_model,
-                losses.scaled,
-                delays_weights=SCHEDULES[self._schedule].delays_weights,
-            )
-            self._run(runner, routes[0][0], count)
-        self.spans = runner.spans
+            losses = Losses(batches, loss_fn, float(num_rows if weight is None else weight), data)
+            self._run(routes, call_model, losses.scaled)
         return losses.mean(self.stage)
 
-    def _run(self, runner: Runner, route: Route, count: int) -> None:
-        engine, stage = self._model.engine, self.stage
-        ticks = make_ticks(self._schedule, stage.rank, stage.group.size, count, self._chunks)
-        self.borrowed.exchange_values(route)
-        averages = engine.passes.auto_sync and not self.borrowed.awaits_gradients(route)
-        num_rounds = engine.passes.num_rounds
-        with engine.passes.batch_in_parts():
+    def _run(
+        self,
+        routes: Sequence[tuple[Route, str]],
+        call_model: Callable[[int], Any],
+        loss: Callable[[int, Any], Tensor],
+    ) -> None:
+        """All ticks of this rank, and the average over the data axis."""
+        passes, stage, route = self._model.engine.passes, self.stage, routes[0][0]
+        ticks = make_ticks(self._schedule, stage.rank, stage.group.size, len(routes), self._chunks)
+        delays_weights = SCHEDULES[self._schedule].delays_weights
+        # The last tick also averages, unless weights are delayed: they come after it.
+        averages = passes.auto_sync and not delays_weights
+        if route.borrows:
+            self.borrowed.exchange_values(route)
+            averages = averages and not self.borrowed.awaits_gradients(route)
+        num_rounds = passes.num_rounds
+        runner = Runner(passes, stage, routes, call_model, loss, delays_weights=delays_weights)
+        with passes.batch_in_parts():
             runner.run(ticks, averages=averages)
-        returned = self.borrowed.return_gradients(route)
+        self.spans = runner.spans
+        returned = self.borrowed.return_gradients(route) if route.borrows else []
         if returned:
             parameters, gradients = zip(*returned, strict=True)
             with self._model.no_sync():
                 torch.autograd.backward(parameters, gradients)
         # The last backward averages nothing if it reaches no parameter, as in a frozen chunk.
-        if engine.passes.auto_sync and engine.passes.num_rounds == num_rounds:
-            engine.passes.average_late()
+        if passes.auto_sync and passes.num_rounds == num_rounds:
+            passes.average_late()
 
     # Routes -------------------------------------------------------------------------------------
 
@@ -100,7 +112,7 @@ class Pipeline:
         ``batch`` is what all ranks of the pipeline must have alike.
         """
         kinds = [kind_of(each) for each in inputs]
-        trainable = check_same_batch(self.stage.group, kinds, self.stage.module, batch)
+        trainable = check_same_batch(self.stage, kinds, batch)
         mode = mode_of(self.stage.module)
         routes = []
         for number, kind in enumerate(kinds):
@@ -126,8 +138,8 @@ class Pipeline:
         ):
             output = self._run_forward(args, kwargs)
         if everywhere:
-            output = spread(output, self.stage.group, is_here=self.stage.is_last)
-        return without_backward(output) if has_grad else output
+            output = _spread(output, self.stage.group, is_here=self.stage.is_last)
+        return _without_backward(output) if has_grad else output
 
     def _run_forward(self, args: Any, kwargs: Any) -> Any:
         """The model's output on the last stage, None on others."""
@@ -144,7 +156,8 @@ class Pipeline:
         if not (self._keeps_borrowed and self._has_borrowed):
             self.borrowed.exchange_values(routes[0][0])
             self._has_borrowed = True
-        runner = Runner(self._model, self.stage, routes, call_model, keep_output)
+        passes = self._model.engine.passes
+        runner = Runner(passes, self.stage, routes, call_model, keep_output)
         own = range(self.stage.rank, self.stage.num_chunks, self.stage.group.size)
         runner.run([Tick(Pass.FORWARD, 0, chunk) for chunk in own], averages=False)
         return outputs[0] if outputs else None
@@ -203,3 +216,50 @@ def _own_random_stream(rank: int) -> Iterator[None]:
         yield
     finally:
         outside.restore()
+
+
+def _spread(output: Any, group: Backend, *, is_here: bool) -> Any:
+    """The last stage's output on every rank; ``is_here`` on the rank that has it."""
+    root = group.size - 1
+    if not is_here:
+        leaves, example = group.broadcast_object(root=root)
+        structure = structure_of(example)
+    else:
+        found, structure = tree_flatten(output)
+        leaves = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in found]
+        group.broadcast_object((leaves, example_of(structure, found)), root=root)
+    values = []
+    for number, leaf in enumerate(leaves):
+        if leaf is not None:
+            values.append(leaf[0])
+            continue
+        own = found[number].detach().clone() if is_here else None
+        values.append(group.broadcast(own, root=root))
+    return tree_unflatten(values, structure)
+
+
+class _NoBackward(torch.autograd.Function):
+    """The identity; the graph behind an output is spread over the ranks and has no backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise ShoalError(
+            "a pipelined model cannot be trained by loss.backward(), because its graph is spread "
+            "over the ranks and its micro-batches must alternate: call "
+            "model.train_step(inputs, targets, loss_fn) for forward and backward, on every rank"
+        )
+
+
+def _without_backward(output: Any) -> Any:
+    """The same values; backward on them raises an error that names ``train_step``."""
+    anchor = torch.zeros((), requires_grad=True)
+
+    def guard(leaf: Any) -> Any:
+        is_float = isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+        return _NoBackward.apply(leaf, anchor) if is_float else leaf  # type: ignore[no-untyped-call]
+
+    return tree_map(guard, output)

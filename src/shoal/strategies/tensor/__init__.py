@@ -2,14 +2,13 @@
 
 To read, in this order:
 
-1. `model`: `TensorParallelModel`, what users see.
-2. `parallelize`: a module is changed in place, by a plan.
+1. `tensor_parallel`: `TensorParallelModel`, what users see.
+2. `parallelize`: a module is changed in place, by a plan; how a forward begins.
 3. `plan`: what is split (`TensorPlan`), found (`draft`) or described by the user.
 4. `trial`: whether a split gives what one process gives, found by trying.
 5. `region`: what split layers share; `layers`: the split layers themselves.
-6. `split_parameter`: why no part is ever taken for the whole; `user_hooks`: hooks, likewise.
-7. `tensor_parts`: which part of each parameter a rank has, for state and optimizers; `same_batch`:
-   how a forward begins.
+6. `split_parameter`: why no part is ever taken for the whole.
+7. `tensor_parts`: which part of each parameter a rank has, for state and optimizers.
 
 Words:
 
@@ -24,11 +23,11 @@ Words:
 - *stack*: blocks that are called one after the other, for sequence parallelism.
 """
 
-from shoal.strategies.tensor.layers.cross_entropy import vocabulary_cross_entropy
-from shoal.strategies.tensor.model import TensorParallelModel
+from shoal.strategies.tensor.layers.vocabulary import vocabulary_cross_entropy
 from shoal.strategies.tensor.parallelize import parallelize
 from shoal.strategies.tensor.plan.draft import draft
 from shoal.strategies.tensor.plan.tensor_plan import Style, TensorPlan
+from shoal.strategies.tensor.tensor_parallel import TensorParallelModel
 from shoal.strategies.tensor.tensor_parts import TensorParts
 
 __all__ = [

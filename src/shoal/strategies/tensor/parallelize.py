@@ -1,19 +1,21 @@
-"""Splitting a module's layers over the ranks of a group, in place."""
+"""Splitting a module's layers over the ranks of a group, in place; and how a forward begins."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from shoal.comm import Backend
 from shoal.comm import differentiable as collective
 from shoal.comm.agreement import agree
+from shoal.errors import MismatchError
 from shoal.sharding.split import Split
 from shoal.strategies.tensor.layers.attention import make_attention
 from shoal.strategies.tensor.layers.dropout import SplitDropout, during, has_rate
-from shoal.strategies.tensor.layers.embedding import make_head_table, make_vocabulary
 from shoal.strategies.tensor.layers.linear import make_column, make_row
 from shoal.strategies.tensor.layers.sequence import (
     SequenceTrial,
@@ -21,16 +23,21 @@ from shoal.strategies.tensor.layers.sequence import (
     find_stacks,
     gather_main_input,
     install,
-    loose_parameters,
-    region_stack,
 )
-from shoal.strategies.tensor.plan.splits import all_splits
-from shoal.strategies.tensor.plan.tensor_plan import Layer, SplitBlock, Style, TensorPlan
+from shoal.strategies.tensor.layers.vocabulary import make_head_table, make_vocabulary
+from shoal.strategies.tensor.plan.tensor_plan import (
+    Layer,
+    SplitBlock,
+    Style,
+    TensorPlan,
+    all_splits,
+)
 from shoal.strategies.tensor.plan.user_plan import make_plan
 from shoal.strategies.tensor.region import RegionEntry, TensorGroup
-from shoal.strategies.tensor.same_batch import begin_together
 from shoal.strategies.tensor.split_parameter import ReadGuard
 from shoal.strategies.tensor.tensor_parts import TensorParts
+from shoal.torch_support.fingerprint import checksum, fingerprint
+from shoal.torch_support.random_state import set_torch_states, torch_states
 
 
 def parallelize(
@@ -80,7 +87,8 @@ def parallelize(
         parameter.data = ranks[group.rank].take(parameter.data)
         parameter.grad = None
     for block in chosen.blocks:
-        _rebuild(module, block, shared, region_stack(block, stacks), splits_logits)
+        stack = next((stack for stack in stacks if stack.holds(block.name)), None)
+        _rebuild(module, block, shared, stack, splits_logits)
     _leave_fast_paths(module)
     sequence_trial.check({name: ranks[group.rank] for name, ranks in splits.items()}, group)
     for parameter in _partial(module, chosen, stacks, splits):
@@ -102,15 +110,13 @@ def _first_names(module: nn.Module, plan: TensorPlan) -> dict[str, tuple[Split, 
 
 def _partial(
     module: nn.Module, plan: TensorPlan, stacks: list[Stack], splits: Mapping[str, object]
-) -> Iterator[nn.Parameter]:
+) -> Iterable[nn.Parameter]:
     """Parameters that every rank has whole, but gets gradients of a part of the activations for."""
     split = {id(module.get_parameter(name)) for name in splits}
-    found = {id(p): p for stack in stacks for p in loose_parameters(module, stack, split)}
-    for block in plan.blocks:
-        for name in block.partial:
-            parameter = module.get_parameter(name)
-            found[id(parameter)] = parameter
-    yield from found.values()
+    blocks = [module.get_submodule(name) for stack in stacks for name in stack.names]
+    loose = [p for block in blocks for p in block.parameters() if id(p) not in split]
+    inside = [module.get_parameter(name) for block in plan.blocks for name in block.partial]
+    return {id(parameter): parameter for parameter in (*loose, *inside)}.values()
 
 
 def _rebuild(
@@ -131,9 +137,8 @@ def _rebuild(
         keeps_split = splits_logits and layer.gives_logits
         _rebuild_layer(module.get_submodule(layer.name), layer, group, entry, keeps_split)
     rank, size = group.backend.rank, group.backend.size
-    for adjustment in block.adjustments:
-        owner = module.get_submodule(adjustment.module)
-        setattr(owner, adjustment.attribute, adjustment.cut.length(rank, size))
+    for name, attribute, cut in block.adjustments:
+        setattr(module.get_submodule(name), attribute, cut.length(rank, size))
     rows = [layer for layer in block.layers if layer.style is Style.ROW and not layer.is_alone]
     if rows:
         entry.watch(part)
@@ -158,20 +163,13 @@ def _rebuild_layer(
 
 def _sum_gradients(parameter: nn.Parameter, group: Backend) -> None:
     """Each rank's gradient comes from its part of the activations; the sum is the gradient."""
-
-    def total(gradient: Tensor) -> Tensor:
-        return collective.reduce(gradient, group)
-
     was_trainable = parameter.requires_grad
     # The hook can only be hung on what wants gradients, and it may want some later.
     parameter.requires_grad_(True)
-    parameter.register_hook(total)
+    parameter.register_hook(lambda gradient: collective.reduce(gradient, group))
     parameter.requires_grad_(was_trainable)
-    _put_last_first(parameter._backward_hooks)
-
-
-def _put_last_first(hooks: Any) -> None:
-    """A user's hooks come after the sum: they are for the gradient, not for a part of it."""
+    # A user's hooks come after the sum: they are for the gradient, not for a part of it.
+    hooks: Any = parameter._backward_hooks
     *others, last = hooks.items()
     hooks.clear()  # torch goes by the order in which they were put in, not by `move_to_end`
     hooks.update([last, *others])
@@ -210,8 +208,46 @@ def _surround_forward(module: nn.Module, group: Backend, guard: ReadGuard) -> No
         begin_together(group, device, (args, kwargs))
         guard.begin()
 
-    def end(*_: object) -> None:
-        guard.end()
-
     module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
-    module.register_forward_hook(end, always_call=True)
+    module.register_forward_hook(lambda *_: guard.end(), always_call=True)
+
+
+Seen = list[tuple[str, str, int]]
+"""Of each tensor dtype and shape, a fingerprint of a sample, and a checksum of all elements."""
+
+
+def begin_together(group: Backend, device: torch.device, inputs: Any) -> None:
+    """Compares what the ranks were given, and lets all go on with the first one's generators.
+
+    With different batches each rank would multiply its part of a weight with other inputs, and the
+    sums would belong to no batch at all. With different random numbers ranks would drop different
+    activations. Of tensors shapes, a sample and a sum over all elements are compared.
+
+    Raises:
+        MismatchError: On all ranks of the group, if tensors among the inputs differ.
+    """
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    seen = [
+        (f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}", fingerprint(x), int(checksum(x)))
+        for x in tensors
+    ]
+    generators = torch_states(device) if group.rank == 0 else []
+    answers = group.all_gather_object((seen, generators))
+    _check_same([fingerprints for fingerprints, _ in answers])
+    if group.rank > 0:
+        set_torch_states(answers[0][1], device)
+
+
+def _check_same(everybody: list[Seen]) -> None:
+    odd = next((rank for rank, other in enumerate(everybody) if other != everybody[0]), None)
+    if odd is not None:
+        raise MismatchError(
+            f"the ranks of a tensor group must be given the same batch; ranks 0 and {odd} of the "
+            f"group got {_described(everybody[0])} and {_described(everybody[odd])}. Choose the "
+            "batch by model.data_group (its rank and size), not by the world: "
+            "shoal.sampler(data, batch_size, world=model.data_group)."
+        )
+
+
+def _described(seen: Seen) -> str:
+    return ", ".join(f"{kind} (checksum {total})" for kind, _, total in seen)

@@ -25,7 +25,6 @@ class TensorGroup:
     """The ranks among which layers are split.
 
     Attributes:
-        backend: The ranks.
         guard: Of the parameters that are split; see [Note: reads of parts].
         is_whole: Whether all parameters are whole right now, and nothing can be computed.
     """
@@ -53,12 +52,9 @@ class RegionEntry:
     def __init__(
         self, group: TensorGroup, sequence_dim: int | None = None, *, gathers_all: bool = False
     ) -> None:
-        """Where there is a ``sequence_dim``, a block's main input is `present`-ed first.
+        """``sequence_dim``: along which each rank has a part of the main input, `present`-ed first.
 
-        Args:
-            group: The ranks.
-            sequence_dim: Along which each rank has a part of the main input, if it has.
-            gathers_all: Whether everything that goes in is divided like that.
+        ``gathers_all``: whether everything that goes in is divided like that.
         """
         self._group, self.sequence_dim, self._gathers_all = group, sequence_dim, gathers_all
         self._handed: list[tuple[Tensor, bool, Tensor]] = []

@@ -9,7 +9,6 @@ from copy import copy
 import torch
 from torch import Tensor, nn
 
-from shoal.comm import Backend
 from shoal.sharding.split import Split
 from shoal.strategies.settings import Ownership
 from shoal.strategies.tensor.plan.tensor_plan import TensorPlan
@@ -21,7 +20,6 @@ class TensorParts:
 
     Attributes:
         group: The ranks that share the layers.
-        plan: How they are split.
         splits: This rank's part of each parameter that is split, by its first name.
 
     Example:
@@ -38,16 +36,11 @@ class TensorParts:
         splits: Mapping[str, tuple[Split, ...]],
     ) -> None:
         """``splits``: every rank's part of each parameter."""
-        self._group, self.plan = group, plan
+        self._group, self.group, self.plan = group, group.backend, plan
         self._all_splits = dict(splits)
         self._parameters = {name: module.get_parameter(name) for name in splits}
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._whole_names = [n for n, p in module.named_parameters() if id(p) not in self._names]
-
-    @property
-    def group(self) -> Backend:
-        """The ranks that share the layers."""
-        return self._group.backend
 
     @property
     def splits(self) -> dict[str, Split]:
@@ -80,9 +73,8 @@ class TensorParts:
         splits = self._all_splits[name]
         flat: Tensor = self.group.all_gather(part.detach().reshape(-1))
         whole = torch.empty(splits[0].shape, dtype=part.dtype, device=part.device)
-        for split, piece in zip(
-            splits, flat.split([split.local_shape.numel() for split in splits]), strict=True
-        ):
+        pieces = flat.split([split.local_shape.numel() for split in splits])
+        for split, piece in zip(splits, pieces, strict=True):
             split.put(piece.view(split.local_shape), whole)
         return whole
 

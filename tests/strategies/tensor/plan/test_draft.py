@@ -190,7 +190,7 @@ def test_hugging_faces_own_plan_is_trusted_where_nothing_can_be_tried(
     def refuse(*_: object) -> None:
         raise TypeError("forward needs more")
 
-    monkeypatch.setattr("shoal.strategies.tensor.plan.verdict.may_split", refuse)
+    monkeypatch.setattr("shoal.strategies.tensor.plan.proposals.may_split", refuse)
     plan = draft(BUILDERS["qwen3"](), 2)
     assert styles(plan)["model.layers.0.self_attn.q_proj"] == "column"
     assert "model.layers.0.self_attn.q_norm.weight" in plan.blocks[0].partial

@@ -65,7 +65,6 @@ class AbsentValue(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Computes shapes, or hidden values while the route is learned."""
         kwargs = kwargs or {}
         if func.overloadpacket in _LIKE:
             return _like(func, args, kwargs)
@@ -81,7 +80,6 @@ class AbsentValue(torch.Tensor):
         return _compute_shapes(func, args, kwargs, absent)
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        """Shape and sources."""
         names = ", ".join(sorted({source.name for source in self.sources}))
         return f"AbsentValue(shape={tuple(self.shape)}, dtype={self.dtype}, from={names!r})"
 
@@ -117,12 +115,10 @@ class _Writable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
-        """Shares the version counter, so that writes are seen in the original."""
-        return value.detach()
+        return value.detach()  # shares the version counter: writes are seen in the original
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """The same gradient."""
         return gradients[0]
 
 

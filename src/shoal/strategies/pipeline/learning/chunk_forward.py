@@ -10,6 +10,13 @@ needed, by the model itself.
 A unit runs in the chunk that has its parameters, or in a later one if forward has reached that
 already: the parameters are then borrowed. Units that are not part of the chain run in the chunk
 that forward has reached.
+
+[Note: listed parameters]
+While the model's own forward or a loss runs, ``parameters()`` lists those of all ranks: a penalty
+over all weights, or a look at the dtype of the first, means the whole model. Optimizers, clipping
+and states ask at other times, and mean this rank's. Parameters of other ranks are absent values, or
+borrowed if their numbers were used when the route was learned. Losses are not learned: a loss that
+uses parameters of other ranks ends in an error, and not in the sum over one rank's.
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,12 +33,18 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from shoal.errors import ShoalError
 from shoal.strategies.pipeline.learning.absent_value import AbsentValue, absent_error, absent_like
-from shoal.strategies.pipeline.learning.route import Shapes, TensorShape, UnitCall, ValueId
-from shoal.strategies.pipeline.learning.unit_results import read_attributes, write_attributes
-from shoal.strategies.pipeline.stages.units import Unit
+from shoal.strategies.pipeline.learning.route import (
+    Shapes,
+    TensorShape,
+    UnitCall,
+    ValueId,
+    read_attributes,
+    write_attributes,
+)
+from shoal.strategies.pipeline.units import Unit
 
 if TYPE_CHECKING:
-    from shoal.strategies.pipeline.stages.stage import Stage
+    from shoal.strategies.pipeline.stage import Stage
 
 
 class _LeaveForward(BaseException):
@@ -45,25 +59,35 @@ class CallInterceptor:
     """
 
     def __init__(
-        self, model: nn.Module, units: Sequence[Unit], chunk_of_unit: Mapping[str, int]
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        list_all: Callable[[nn.Module], Iterator[tuple[str, Tensor | None]]],
     ) -> None:
-        """Replaces the methods by which the units and the model are called."""
+        """``list_all`` gives a module's parameters on all ranks; see [Note: listed parameters]."""
         self.current: ChunkForward | None = None
         self._is_in_loss = False
-        self._chunk_of_unit = chunk_of_unit
         for unit in units:
-            for method in ("_call_impl", "forward"):
-                own = _own_method(unit.module, method)
-                setattr(unit.module, method, self._intercepted(unit, own))
-            compiled = unit.module._compiled_call_impl
-            if compiled is not None:  # called instead of _call_impl
-                unit.module._compiled_call_impl = self._intercepted(unit, compiled)
+            for name in ("_call_impl", "forward"):
+                setattr(unit.module, name, self._intercepted(unit, name))
+            if unit.module._compiled_call_impl is not None:  # called instead of _call_impl
+                unit.module._compiled_call_impl = self._intercepted(unit, "_compiled_call_impl")
         model.forward = self._left_early(model.forward)
+        self._list_all = list_all
+        for part in model.modules():
+            # A method, not a function that knows the module: copies of a part list their own.
+            vars(part)["named_parameters"] = MethodType(self._named_parameters, part)
 
-    def _intercepted(self, unit: Unit, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)
+    def _intercepted(self, unit: Unit, name: str) -> Callable[..., Any]:
+        module: Any = unit.module
+        given: Callable[..., Any] = getattr(module, name)
+        is_own = name in vars(module)
+
+        @functools.wraps(given)
         def call(*args: Any, **kwargs: Any) -> Any:
             current = self.current
+            # Looked up now: the module's class may have changed.
+            forward = given if is_own else MethodType(getattr(type(module), name), module)
             if current is None or current.is_inside_unit:
                 return forward(*args, **kwargs)
             return current.call(unit, forward, args, kwargs)
@@ -84,9 +108,13 @@ class CallInterceptor:
 
         return call
 
-    def is_in_users_code(self) -> bool:
-        """Whether a loss or the model's own forward is running; hooks before it do not count."""
-        return self._is_in_loss or (self.current is not None and self.current.has_begun)
+    def _named_parameters(self, module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        # Hooks before the model's own forward do not count as the user's code.
+        is_in_forward = self.current is not None and self.current.has_begun
+        if self._is_in_loss or is_in_forward:
+            yield from module._named_members(self._list_all, *args, **kwargs)
+        else:
+            yield from type(module).named_parameters(module, *args, **kwargs)
 
     @contextmanager
     def in_loss(self) -> Iterator[None]:
@@ -96,23 +124,6 @@ class CallInterceptor:
             yield
         finally:
             self._is_in_loss = False
-
-    def chunk_of_call(self, unit: Unit, reached: int) -> int:
-        """The chunk in which a unit runs, if forward has reached the chunk ``reached``."""
-        return max(self._chunk_of_unit[unit.name], reached) if unit.is_in_chain else reached
-
-
-def _own_method(module: nn.Module, name: str) -> Callable[..., Any]:
-    """A module's method, looked up when it is called: the module's class may change until then."""
-    given: Callable[..., Any] = getattr(module, name)
-    if name in vars(module):
-        return given
-
-    @functools.wraps(given)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return getattr(type(module), name)(module, *args, **kwargs)
-
-    return method
 
 
 class ChunkForward:
@@ -124,6 +135,7 @@ class ChunkForward:
         chunk: int,
         calls: list[UnitCall],
         values: Mapping[ValueId, Tensor],
+        shapes: Shapes = (),
         exported: Collection[ValueId] = (),
     ) -> None:
         """Nothing has run yet.
@@ -133,11 +145,12 @@ class ChunkForward:
             chunk: One of the stage's chunks.
             calls: The route's calls of units.
             values: What has arrived of earlier chunks.
+            shapes: What the calls of earlier chunks return.
             exported: The values of this chunk that other chunks want.
         """
-        self._interceptor, self.chunk = stage.interceptor, chunk
-        self._is_last = chunk == stage.num_chunks - 1
-        self._calls, self._values, self._exported = calls, values, exported
+        self._interceptor, self._chunk_of_unit = stage.interceptor, stage.chunk_of_unit
+        self.chunk, self._is_last = chunk, chunk == stage.num_chunks - 1
+        self._calls, self._values, self._known, self._exported = calls, values, shapes, exported
         self._reached = self._num_calls = 0
         self.has_begun = self.is_inside_unit = False
         self.produced: dict[ValueId, Tensor] = {}
@@ -145,23 +158,20 @@ class ChunkForward:
         self.shapes: list[Sequence[Any]] = []
         """What the calls up to the end of this chunk returned."""
 
-    def run(self, call_model: Callable[[], Any], shapes: Shapes) -> Any:
-        """Calls the model; returns its output on the last chunk.
-
-        ``shapes`` are what the calls of earlier chunks return.
-        """
-        self._known = shapes
+    def run(self, call_model: Callable[..., Any], *args: Any) -> Any:
+        """Calls the model; returns its output on the last chunk."""
         outer, self._interceptor.current = self._interceptor.current, self
         self._has_grad = torch.is_grad_enabled()
         try:
-            return call_model()
+            return call_model(*args)
         finally:
             self._interceptor.current = outer
 
     def call(self, unit: Unit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A unit is called: it runs, is left out, or forward ends."""
         number, self._num_calls = self._num_calls, self._num_calls + 1
-        self._reached = self._interceptor.chunk_of_call(unit, self._reached)
+        if unit.is_in_chain:
+            self._reached = max(self._chunk_of_unit[unit.name], self._reached)
         if self._reached > self.chunk:
             raise _LeaveForward
         if self._reached < self.chunk:
@@ -172,7 +182,7 @@ class ChunkForward:
                 "reentrant activation checkpointing does: use it with use_reentrant=False, and "
                 "leave torch.no_grad() to whole calls of the model"
             )
-        args, kwargs = self._require_present(args), self._require_present(kwargs)
+        args, kwargs = self._require_present((args, kwargs))
         self.is_inside_unit = True
         try:
             return self._run_unit(number, unit, forward, args, kwargs)
@@ -185,7 +195,13 @@ class ChunkForward:
         attributes = read_attributes(unit.module, call.attributes) if call.attributes else {}
         leaves, structure = tree_flatten((output, attributes))
         ids = [ValueId(number, index, unit.name) for index in range(len(leaves))]
-        described = self._described(call, leaves, ids)
+        num_returned = len(leaves) - len(call.attributes)
+        described = [  # unchanged for attributes that no other chunk reads
+            describe(leaf)
+            if value_id.leaf < num_returned or value_id in self._exported
+            else call.leaves[value_id.leaf]
+            for value_id, leaf in zip(ids, leaves, strict=True)
+        ]
         _check_same(unit, call, described, structure)
         self.shapes.append(described)
         for value_id, leaf in zip(ids, leaves, strict=True):
@@ -194,18 +210,6 @@ class ChunkForward:
                     raise absent_error([leaf])
                 self.produced[value_id] = leaf.clone() if value_id.leaf in call.rewritten else leaf
         return output
-
-    def _described(
-        self, call: UnitCall, leaves: Sequence[Any], ids: Sequence[ValueId]
-    ) -> list[Any]:
-        """What other ranks are told; unchanged for attributes that no other chunk reads."""
-        num_returned = len(leaves) - len(call.attributes)
-        return [
-            describe(leaf)
-            if value_id.leaf < num_returned or value_id in self._exported
-            else call.leaves[value_id.leaf]
-            for value_id, leaf in zip(ids, leaves, strict=True)
-        ]
 
     def _expected_call(self, number: int, unit: Unit) -> UnitCall:
         calls = self._calls
@@ -232,12 +236,11 @@ class ChunkForward:
             shape = known[value_id.leaf]
             if not isinstance(shape, TensorShape):
                 return shape
-            return absent_like(shape.size, shape.dtype, self._device(), value_id)
+            arrived = next(iter(self._values.values()), None)
+            device = torch.device("cpu") if arrived is None else arrived.device
+            return absent_like(shape.size, shape.dtype, device, value_id)
 
         return put_results(unit, number, call, leaf)
-
-    def _device(self) -> torch.device:
-        return next((value.device for value in self._values.values()), torch.device("cpu"))
 
     def _require_present(self, tree: Any) -> Any:
         """Refuses absent values: a unit that runs here and the model's output need numbers."""

@@ -7,27 +7,33 @@ attributes of modules are restored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from shoal.errors import ShoalError
 from shoal.strategies.layers.module_snapshot import Snapshot
-from shoal.strategies.pipeline.learning.absent_value import AbsentValue, ValueRecorder
-from shoal.strategies.pipeline.learning.learning_forward import LearningForward
-from shoal.strategies.pipeline.learning.route import Route, UnitCall, ValueId
-from shoal.strategies.pipeline.learning.unit_results import (
+from shoal.strategies.pipeline.learning.absent_value import AbsentValue, ValueRecorder, hide
+from shoal.strategies.pipeline.learning.chunk_forward import ChunkForward, describe, put_results
+from shoal.strategies.pipeline.learning.route import (
+    Route,
+    TensorShape,
+    UnitCall,
+    ValueId,
+    check_dataclasses,
     decode_leaf,
     encode_leaf,
     example_of,
     structure_of,
     tensors_in,
+    tensors_since,
 )
-from shoal.strategies.pipeline.stages.stage import Stage
-from shoal.strategies.pipeline.stages.units import Unit
+from shoal.strategies.pipeline.stage import Stage
+from shoal.strategies.pipeline.units import Unit
 from shoal.torch_support.random_state import RandomState
 
 
@@ -43,10 +49,10 @@ def learn(stage: Stage, call_model: Callable[[], Any]) -> Route:
         for chunk in range(stage.num_chunks):
             owner = stage.rank_of_chunk[chunk]
             if owner == stage.rank:
-                report = _ChunkLearning(stage, chunk, calls, values).run(call_model)
+                report = _LearningForward(stage, chunk, calls, values).report(call_model)
             else:
                 report = _serve(stage, owner)
-                calls += [_decoded_call(*call) for call in report["calls"]]
+                calls += map(_decoded_call, report["calls"])
             values |= {ValueId(*value_id): value for value_id, value in report["values"]}
             wanted[chunk] = [ValueId(*value_id) for value_id in report["wanted"]]
             overwritten[chunk] = {ValueId(*value_id) for value_id in report["overwritten"]}
@@ -90,40 +96,40 @@ def _writable_tensors(module: nn.Module) -> Iterator[Tensor]:
             yield tensor
 
 
-class _ChunkLearning:
-    """Learns one chunk that this rank has."""
+class _LearningForward(ChunkForward):
+    """The forward of a chunk that this rank has: notes what is called, and what units use.
+
+    All values of all units are produced, because it is not known yet which of them travel.
+    """
 
     def __init__(
-        self,
-        stage: Stage,
-        chunk: int,
-        calls: list[UnitCall],
-        values: dict[ValueId, Tensor],
+        self, stage: Stage, chunk: int, calls: list[UnitCall], values: Mapping[ValueId, Tensor]
     ) -> None:
-        """``calls`` and ``values`` are those of earlier chunks; ``calls`` grows."""
-        self._stage, self._calls, self._num_known = stage, calls, len(calls)
+        """``calls`` and ``values`` are all of earlier chunks; ``calls`` grows."""
+        super().__init__(stage, chunk, calls, values)
+        self._stage, self._num_known = stage, len(calls)
         self._fetched: dict[str, Tensor] = {}
         self._recorder = ValueRecorder(self._fetch)
-        self._forward = LearningForward(
-            stage, chunk, calls, values, self._recorder, self._borrow_for
-        )
+        self._own_versions: dict[ValueId, tuple[Tensor, int]] = {}
+        self._hidden_versions: dict[ValueId, tuple[Tensor, int]] = {}
+        self._units: list[Unit] = []
 
-    def run(self, call_model: Callable[[], Any]) -> dict[str, Any]:
-        """Runs the chunk, and sends the report to all ranks."""
+    def report(self, call_model: Callable[[], Any]) -> dict[str, Any]:
+        """Runs the chunk; sends what it has found to all ranks, as data that needs no pickle."""
         with self._hidden_parameters():
-            self._forward.run(call_model, ())
-        produced = self._forward.produced
-        used = [value_id for value_id in sorted(self._recorder.used) if value_id.is_computed]
+            self.run(call_model)
         report = {
             "calls": [
-                _encoded_call(number, call, produced)
+                _encoded_call(number, call, self.produced)
                 for number, call in enumerate(self._calls)
                 if number >= self._num_known
             ],
-            "values": [(tuple(value_id), value) for value_id, value in produced.items()],
-            "wanted": _plain(used),
-            "overwritten": _plain(sorted(self._forward.overwritten())),
-            "rewritten": _plain(sorted(self._forward.rewritten())),
+            "values": [(tuple(value_id), value) for value_id, value in self.produced.items()],
+            "wanted": _plain(value_id for value_id in self._recorder.used if value_id.is_computed),
+            # Values of earlier chunks that the model wrote into here.
+            "overwritten": _plain(_changed(self._hidden_versions) | self._recorder.written),
+            # Values of this chunk that it wrote into after their unit had returned.
+            "rewritten": _plain(_changed(self._own_versions)),
             "borrowed": self._borrowed(),
         }
         self._stage.group.broadcast_object(("done", report), root=self._stage.rank)
@@ -132,7 +138,7 @@ class _ChunkLearning:
     def _borrowed(self) -> list[str]:
         """The parameters of other ranks that were used, in the model's order."""
         parameters = self._stage.parameters
-        names = {name for unit in self._forward.units for name in parameters.names_of(unit.module)}
+        names = {name for unit in self._units for name in parameters.names_of(unit.module)}
         names |= {value_id.name for value_id in self._recorder.used if not value_id.is_computed}
         return [name for name in parameters.foreign if name in names]
 
@@ -152,14 +158,6 @@ class _ChunkLearning:
             for name in parameters.foreign:
                 parameters.show_absent(name)
 
-    def _borrow_for(self, unit: Unit) -> None:
-        """Fetches the parameters of a unit that another rank has and that runs here."""
-        parameters = self._stage.parameters
-        for name in parameters.names_of(unit.module):
-            if not parameters.is_own(name):
-                value = self._fetch(name).detach()
-                parameters.show(name, value.requires_grad_(parameters.by_name[name].requires_grad))
-
     def _fetch(self, name: str) -> Tensor:
         if name not in self._stage.parameters.by_name:
             raise ShoalError(
@@ -171,6 +169,85 @@ class _ChunkLearning:
             self._stage.group.broadcast_object(("fetch", name), root=self._stage.rank)
             self._fetched[name] = _broadcast_parameter(self._stage, name)
         return self._fetched[name]
+
+    def _skip_unit(self, number: int, unit: Unit) -> Any:
+        call = self._expected_call(number, unit)
+        self.shapes.append(list(call.leaves))
+
+        def leaf(value_id: ValueId) -> Any:
+            known = call.leaves[value_id.leaf]
+            if not isinstance(known, TensorShape):
+                return known
+            needs_grad = value_id.leaf in call.needs_grad and self._has_grad
+            # A copy: the model may write into it, and later chunks need the original.
+            real = self._values[value_id].clone()
+            value = hide(real, value_id, self._recorder, needs_grad=needs_grad)
+            assert value.hidden is not None
+            self._hidden_versions[value_id] = (value.hidden, value.hidden._version)
+            return value
+
+        return put_results(unit, number, call, leaf)
+
+    def _run_unit(self, number: int, unit: Unit, forward: Any, args: Any, kwargs: Any) -> Any:
+        self._borrow_for(unit)
+        before = [(leaf, _version(leaf)) for leaf in tree_leaves((args, kwargs))]
+        old_attributes = tensors_in(unit.module)
+        output = self._require_present(forward(*args, **kwargs))
+        attributes = tensors_since(unit.module, old_attributes)
+        leaves, structure = tree_flatten((output, attributes))
+        _check_arguments(unit, before, tree_leaves((args, kwargs)), leaves)
+        check_dataclasses(unit.name, leaves)
+        self._units.append(unit)
+        shapes = [describe(leaf) for leaf in leaves]
+        tensors = {n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        needs_grad = {n for n, leaf in tensors.items() if leaf.requires_grad}
+        self._calls.append(
+            UnitCall(unit.name, self.chunk, structure, list(attributes), shapes, needs_grad)
+        )
+        self.shapes.append(list(shapes))
+        for index, leaf in tensors.items():
+            value_id = ValueId(number, index, unit.name)
+            self.produced[value_id] = leaf.detach().clone()
+            self._own_versions[value_id] = (leaf, leaf._version)
+        return output
+
+    def _borrow_for(self, unit: Unit) -> None:
+        """Fetches the parameters of a unit that another rank has and that runs here."""
+        parameters = self._stage.parameters
+        for name in parameters.names_of(unit.module):
+            if not parameters.is_own(name):
+                value = self._fetch(name).detach()
+                parameters.show(name, value.requires_grad_(parameters.by_name[name].requires_grad))
+
+    def _require_present(self, tree: Any) -> Any:
+        """Replaces absent values by their real ones, and notes that they are used."""
+        return tree_map(
+            lambda leaf: self._recorder.use(leaf) if isinstance(leaf, AbsentValue) else leaf, tree
+        )
+
+
+def _changed(versions: Mapping[ValueId, tuple[Tensor, int]]) -> set[ValueId]:
+    return {value_id for value_id, (value, was) in versions.items() if value._version != was}
+
+
+def _version(leaf: Any) -> int:
+    if not isinstance(leaf, Tensor) or leaf.is_inference():
+        return 0
+    return leaf._version
+
+
+def _check_arguments(unit: Unit, before: Any, after: Sequence[Any], returned: Any) -> None:
+    """Refuses a unit that hands results on by writing into its arguments."""
+    is_same = len(before) == len(after) and all(
+        old is new for (old, _), new in zip(before, after, strict=True)
+    )
+    kept = {id(leaf) for leaf in returned}
+    written = [leaf for leaf, was in before if _version(leaf) != was and id(leaf) not in kept]
+    if not is_same or written:
+        raise ShoalError(
+            f"{unit.name} writes into its arguments, which ranks that leave it out would not see: "
+            "let it return what it computes, or cut the pipeline elsewhere (cut=)"
+        )
 
 
 def _serve(stage: Stage, learner: int) -> dict[str, Any]:
@@ -190,9 +267,8 @@ def _broadcast_parameter(stage: Stage, name: str) -> Tensor:
     return value
 
 
-def _plain(value_ids: Sequence[ValueId]) -> list[tuple[Any, ...]]:
-    """As data that needs no pickle."""
-    return [tuple(value_id) for value_id in value_ids]
+def _plain(value_ids: Iterable[ValueId]) -> list[tuple[Any, ...]]:
+    return [tuple(value_id) for value_id in sorted(value_ids)]
 
 
 def _encoded_call(number: int, call: UnitCall, produced: dict[ValueId, Tensor]) -> tuple[Any, ...]:
@@ -205,13 +281,7 @@ def _encoded_call(number: int, call: UnitCall, produced: dict[ValueId, Tensor]) 
     return (call.unit, call.chunk, example, call.attributes, shapes, call.needs_grad)
 
 
-def _decoded_call(
-    unit: str,
-    chunk: int,
-    example: Any,
-    attributes: list[str],
-    shapes: list[Any],
-    needs_grad: set[int],
-) -> UnitCall:
+def _decoded_call(encoded: tuple[Any, ...]) -> UnitCall:
+    unit, chunk, example, attributes, shapes, needs_grad = encoded
     leaves = [decode_leaf(leaf) for leaf in shapes]
     return UnitCall(unit, chunk, structure_of(example), attributes, leaves, set(needs_grad))

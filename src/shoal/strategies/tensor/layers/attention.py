@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from shoal.comm import differentiable as collective
 from shoal.strategies.tensor.layers.dropout import attention_weights, drop
 from shoal.strategies.tensor.layers.linear import product
-from shoal.strategies.tensor.plan.cut import Cut
+from shoal.strategies.tensor.plan.tensor_plan import Cut
 from shoal.strategies.tensor.region import RegionEntry, TensorGroup
 
 
@@ -38,7 +38,11 @@ class HeadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """See `torch.nn.MultiheadAttention.forward`."""
-        self._check(query, attn_mask, is_causal)
+        self._group.check()
+        if query.is_nested:
+            raise ValueError("attention that is split by heads does not take nested tensors")
+        if is_causal and attn_mask is None:
+            raise RuntimeError("need attn_mask if is_causal is given: it is a hint only")
         if self._entry.sequence_dim is not None:
             self._entry.present(query)
         is_batched = query.dim() == 3
@@ -61,15 +65,6 @@ class HeadAttention(nn.MultiheadAttention):
         elif self.batch_first:
             outputs = outputs.transpose(0, 1)
         return outputs, self._shown(weights, average_attn_weights, is_batched)
-
-    def _check(self, query: Tensor, attn_mask: Tensor | None, is_causal: bool) -> None:
-        self._group.check()
-        if query.is_nested:
-            raise ValueError("attention that is split by heads does not take nested tensors")
-        if is_causal and attn_mask is None:
-            raise RuntimeError("need attn_mask if is_causal is given: it is a hint only")
-
-    # Projections ---------------------------------------------------------------------------
 
     @property
     def _first_weight(self) -> Tensor:
@@ -98,25 +93,14 @@ class HeadAttention(nn.MultiheadAttention):
             return tensor.unsqueeze(0)
         return tensor if self.batch_first else tensor.transpose(0, 1)
 
-    # Masks ---------------------------------------------------------------------------------
-
     def _mask(
         self, query: Tensor, num_keys: int, padding: Tensor | None, attn_mask: Tensor | None
     ) -> Tensor | None:
         """Both masks as numbers to be added, for this rank's heads."""
-        named = {"key_padding_mask": padding, "attn_mask": attn_mask}
-        added = {
-            name: F._canonical_mask(
-                mask=mask,
-                mask_name=name,
-                other_type=None,
-                other_name="",
-                target_type=query.dtype,
-                check_other=False,
-            )
-            for name, mask in named.items()
-        }
-        padding, attn_mask = added["key_padding_mask"], added["attn_mask"]
+        padding, attn_mask = (
+            F._canonical_mask(mask, name, None, "", query.dtype, check_other=False)
+            for name, mask in (("key_padding_mask", padding), ("attn_mask", attn_mask))
+        )
         if attn_mask is not None and attn_mask.dim() == 3:
             by_head = attn_mask.view(-1, self._heads.size, *attn_mask.shape[1:])
             ((first, stop),) = self._heads.runs(self._group.backend.rank, self._group.backend.size)
@@ -142,8 +126,6 @@ class HeadAttention(nn.MultiheadAttention):
             value = torch.cat([value, more_values], 1)
             mask = None if mask is None else F.pad(mask, (0, 1))
         return key, value, mask
-
-    # Attention -----------------------------------------------------------------------------
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, need_weights: bool

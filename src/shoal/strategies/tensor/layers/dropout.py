@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from shoal.comm import Backend
-from shoal.strategies.tensor.plan.cut import Cut
+from shoal.strategies.tensor.plan.tensor_plan import Cut
 
 
 def whole_mask(like: Tensor, dim: int, cut: Cut, group: Backend, p: float) -> Tensor:
@@ -28,18 +28,14 @@ def whole_mask(like: Tensor, dim: int, cut: Cut, group: Backend, p: float) -> Te
     shape[dim] = cut.size
     # Numbers are drawn in the order in which elements lie in memory.
     order = sorted(range(like.dim()), key=like.stride().__getitem__, reverse=True)
-    mask = _drawn([shape[each] for each in order], like, p)
+    mask = torch.empty([shape[each] for each in order], dtype=like.dtype, device=like.device)
+    if like.is_cuda:  # torch's own kernel gives elements other numbers than `bernoulli_` does
+        mask = torch.native_dropout(mask.fill_(1), p, True)[1].to(like.dtype)
+    else:
+        mask.bernoulli_(1 - p)
     mask = mask.permute([order.index(each) for each in range(like.dim())])
     runs = cut.runs(group.rank, group.size)
     return torch.cat([mask.narrow(dim, start, stop - start) for start, stop in runs], dim)
-
-
-def _drawn(shape: list[int], like: Tensor, p: float) -> Tensor:
-    """The mask that torch's own dropout draws for this shape."""
-    mask = torch.empty(shape, dtype=like.dtype, device=like.device)
-    if like.is_cuda:  # by a kernel that gives elements other numbers than `bernoulli_` does
-        return torch.native_dropout(mask.fill_(1), p, True)[1].to(like.dtype)
-    return mask.bernoulli_(1 - p)
 
 
 def drop(tensor: Tensor, dim: int, cut: Cut, group: Backend, p: float) -> Tensor:
@@ -64,7 +60,6 @@ class SplitDropout(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Steps in for dropout only."""
         kwargs = kwargs or {}
         if self._is_inside():
             if func in (F.dropout, torch.dropout):
@@ -103,15 +98,9 @@ class SplitDropout(TorchFunctionMode):
     ) -> Tensor:
         if dropout_p == 0 or self._heads is None:
             return F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask,
-                dropout_p,
-                is_causal,
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )
+                query, key, value, attn_mask, dropout_p, is_causal,
+                scale=scale, enable_gqa=enable_gqa,
+            )  # fmt: skip
         if enable_gqa:
             times = query.shape[1] // key.shape[1]
             key, value = (tensor.repeat_interleave(times, 1) for tensor in (key, value))
@@ -138,7 +127,6 @@ class Undropped(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Steps in for what `SplitDropout` steps in for."""
         kwargs = kwargs or {}
         if func in (F.dropout, torch.dropout):
             input, p, training = _dropout_arguments(*args, **kwargs)
@@ -162,29 +150,18 @@ def _dropout_arguments(
     return input, p, more.get("train", training)
 
 
-class SequenceDropout(TorchFunctionMode):
+class SequenceDropout(SplitDropout):
     """Inside, what is dropped of some positions is that part of what all would drop."""
 
-    def __init__(self, group: Backend, is_on: Callable[[], bool], dim: int, cut: Cut) -> None:
+    def __init__(self, group: Backend, is_inside: Callable[[], bool], dim: int, cut: Cut) -> None:
         """``dim``: the one that counts positions, shared out by ``cut``."""
-        super().__init__()
-        self._group, self._is_on, self._dim, self._cut = group, is_on, dim, cut
+        super().__init__(group, is_inside, cut, None)
+        self._dim = dim
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Steps in for dropout only."""
-        kwargs = kwargs or {}
-        if func in (F.dropout, torch.dropout) and self._is_on():
-            return self._dropout(func, *args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _dropout(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        input, p, training = _dropout_arguments(*args, **kwargs)
-        own = self._cut.length(self._group.rank, self._group.size)
-        if not training or p == 0 or input.dim() != 3 or input.shape[self._dim] != own:
-            return func(*args, **kwargs)
-        return drop(input, self._dim, self._cut, self._group, p)
+    def _split_dim(self, tensor: Tensor) -> tuple[int, Cut] | None:
+        own = self._width.length(self._group.rank, self._group.size)
+        is_split = tensor.dim() == 3 and tensor.shape[self._dim] == own
+        return (self._dim, self._width) if is_split else None
 
 
 def attention_weights(
@@ -221,12 +198,9 @@ def has_rate(module: nn.Module) -> bool:
     A trial sees rates wherever they are written, but not those of calls unlike the ones it tries.
     """
     for part in module.modules():
-        if any("drop" in name and _is_rate(value) for name, value in vars(part).items()):
+        named = [value for name, value in vars(part).items() if "drop" in name]
+        if any(isinstance(value, float) and value > 0 for value in named):
             return True
         if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
             return True
     return False
-
-
-def _is_rate(value: object) -> bool:
-    return isinstance(value, float) and value > 0

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm import differentiable as collective
-from shoal.strategies.tensor.plan.cut import Cut
 from shoal.strategies.tensor.region import RegionEntry, TensorGroup
 
 if TYPE_CHECKING:
+    from shoal.strategies.tensor.plan.tensor_plan import Cut
+
     _Base = nn.Linear
 else:
     _Base = object
@@ -50,17 +51,19 @@ def dim_of(module: nn.Module, *, outputs: bool) -> int:
     return output_dim if outputs else 1 - output_dim
 
 
-class ColumnParallel(_Base):
-    """Each rank computes some outputs."""
-
+class _Parallel(_Base):
     _entry: RegionEntry
-    _is_joined: bool
     _group: TensorGroup
     _cut: Cut
+    _is_whole: bool  # what a column gives, or a row takes
+
+
+class ColumnParallel(_Parallel):
+    """Each rank computes some outputs."""
 
     def forward(self, input: Tensor) -> Tensor:
         """This rank's outputs; all of them, where nobody takes parts."""
-        is_joined = self._is_joined or self._entry.is_bypassed
+        is_joined = self._is_whole or self._entry.is_bypassed
         entered = self._entry(input)
         with self._group.guard.own_forward(self.weight, entered):
             outputs = super().forward(entered)
@@ -74,18 +77,13 @@ class ColumnParallel(_Base):
         return joined.index_select(-1, order.argsort())
 
 
-class RowParallel(_Base):
+class RowParallel(_Parallel):
     """Each rank has some inputs; the results are summed, and then the bias is added, once."""
-
-    _entry: RegionEntry
-    _is_cut: bool
-    _group: TensorGroup
-    _cut: Cut
 
     def forward(self, input: Tensor) -> Tensor:
         """The same whole outputs on every rank."""
         self._group.check()
-        if self._is_cut:
+        if self._is_whole:
             input = collective.split(input, self._group.backend, -1)
         elif self._entry.is_bypassed:
             ((start, stop),) = self._cut.runs(self._group.backend.rank, self._group.backend.size)
@@ -121,7 +119,7 @@ def make_column(
         vars(layer)["out_features"] = length
     kind: Any = type(layer)
     layer.__class__ = _kind(ColumnParallel, kind)
-    vars(layer).update(_entry=entry, _group=group, _cut=cut, _is_joined=is_joined)
+    vars(layer).update(_entry=entry, _group=group, _cut=cut, _is_whole=is_joined)
 
 
 def make_row(
@@ -133,4 +131,4 @@ def make_row(
         setattr(layer, "nx" if hasattr(layer, "nx") else "in_features", length)
     kind: Any = type(layer)
     layer.__class__ = _kind(RowParallel, kind)
-    vars(layer).update(_entry=entry, _group=group, _cut=cut, _is_cut=is_cut)
+    vars(layer).update(_entry=entry, _group=group, _cut=cut, _is_whole=is_cut)

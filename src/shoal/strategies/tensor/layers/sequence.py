@@ -11,8 +11,8 @@ Parameters outside of the regions get gradients from some positions only, and th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,15 +24,12 @@ from shoal.comm import Backend
 from shoal.comm import differentiable as collective
 from shoal.comm.operation.partition import split_sizes
 from shoal.errors import ShoalError
-from shoal.strategies.layers.module_snapshot import Snapshot
 from shoal.strategies.tensor.layers.dropout import SequenceDropout, Undropped, during, has_rate
 from shoal.strategies.tensor.layers.linear import sizes_of
-from shoal.strategies.tensor.plan.cut import Cut
-from shoal.strategies.tensor.plan.tensor_plan import SplitBlock, Style, TensorPlan
-from shoal.strategies.tensor.plan.verdict import describe
+from shoal.strategies.tensor.plan.proposals import describe
+from shoal.strategies.tensor.plan.tensor_plan import Cut, Style, TensorPlan
 from shoal.strategies.tensor.region import RegionEntry
-from shoal.strategies.tensor.trial.trial_call import arguments, evaluating, random_weights
-from shoal.torch_support.random_state import RandomState
+from shoal.strategies.tensor.trial.trial_call import arguments, random_weights, unchanged
 
 _TOLERANCE = 1e-3
 _PART = "_shoal_is_part"
@@ -43,7 +40,6 @@ class Stack:
     """Blocks that are called one after the other; see [Note: stacks].
 
     Attributes:
-        names: The blocks' names in the model.
         dim: The dimension that counts positions.
     """
 
@@ -65,16 +61,11 @@ def find_stacks(module: nn.Module, plan: TensorPlan) -> list[Stack]:
         names = tuple(f"{name}.{key}" if name else key for key, _ in part.named_children())
         is_inside = any(stack.holds(names[0]) for stack in stacks)
         if not is_inside and all(any(Stack((n,), 0).holds(r) for r in regions) for n in names):
-            stacks.append(Stack(names, _position_dim(part[0])))
+            # Batches come first, but for torch's attention where it is not told so.
+            attention: Any = getattr(part[0], "self_attn", None)
+            is_torchs = isinstance(attention, nn.MultiheadAttention)
+            stacks.append(Stack(names, 0 if is_torchs and not attention.batch_first else 1))
     return stacks
-
-
-def _position_dim(block: nn.Module) -> int:
-    """Batches come first, but for torch's attention where it is not told so."""
-    attention = getattr(block, "self_attn", None)
-    if isinstance(attention, nn.MultiheadAttention) and not attention.batch_first:
-        return 0
-    return 1
 
 
 class _Run(NamedTuple):
@@ -95,17 +86,14 @@ class SequenceTrial:
     """
 
     def __init__(self, module: nn.Module, stacks: list[Stack], plan: TensorPlan) -> None:
-        """Runs one block of each kind."""
         self._module, self._plan = module, plan
         self.drops = False
-        self._runs = [self._run(stack, name) for stack in stacks for name in self._kinds(stack)]
-
-    def _kinds(self, stack: Stack) -> list[str]:
-        """One block of each kind."""
-        kinds: dict[str, str] = {}
-        for name in stack.names:
-            kinds.setdefault(describe(self._module.get_submodule(name)), name)
-        return list(kinds.values())
+        self._runs: list[_Run] = []
+        for stack in stacks:
+            kinds: dict[str, str] = {}  # one block of each is run
+            for name in stack.names:
+                kinds.setdefault(describe(module.get_submodule(name)), name)
+            self._runs += [self._run(stack, name) for name in kinds.values()]
 
     def _run(self, stack: Stack, name: str) -> _Run:
         block = self._module.get_submodule(name)
@@ -116,15 +104,14 @@ class SequenceTrial:
         try:
             call = arguments(block, width, parameter.device, parameter.dtype, shape)
             weights = random_weights(block, parameter.dtype)
-            with evaluating(block), torch.no_grad():
-                output = functional_call(block, weights, (), call)
+            output = _evaluated(block, weights, call)
             self.drops = self.drops or _drops(block, weights, call)
         except Exception as error:
             raise ShoalError(
                 f"sequence_parallel=True needs blocks that can be tried with one tensor; "
                 f"{name} cannot: {error}"
             ) from error
-        return _Run(name, stack.dim, call, weights, _first(output))
+        return _Run(name, stack.dim, call, weights, output)
 
     def _width(self, stack: Stack) -> int:
         for layer in self._plan.layers:
@@ -148,9 +135,7 @@ class SequenceTrial:
             first = next(iter(call))
             own = {**call, first: collective.split(call[first], group, dim)}
             try:
-                with evaluating(block), torch.no_grad():
-                    output = _first(functional_call(block, parts, (), own))
-                joined = collective.join(output, group, dim)
+                joined = collective.join(_evaluated(block, parts, own), group, dim)
                 is_same = joined.shape == expected.shape and torch.allclose(
                     joined, expected, rtol=0, atol=_TOLERANCE * float(expected.abs().max())
                 )
@@ -164,24 +149,22 @@ class SequenceTrial:
                 )
 
 
+@torch.no_grad()
+def _evaluated(block: nn.Module, weights: dict[str, Tensor], call: dict[str, Any]) -> Tensor:
+    """The first tensor that a block gives, with nothing dropped."""
+    with unchanged(block):
+        output = functional_call(block.eval(), weights, (), call)
+    return next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+
+
+@torch.no_grad()
 def _drops(block: nn.Module, weights: dict[str, Tensor], call: dict[str, Any]) -> bool:
     """Whether a block drops something in training, wherever the rate is written."""
-    outside, snapshot = RandomState.capture(), Snapshot(block)
     undropped = Undropped(lambda: True)
     buffers = {name: buffer.clone() for name, buffer in block.named_buffers()}
-    try:
-        block.train()
-        with undropped, torch.no_grad():
-            functional_call(block, {**weights, **buffers}, (), call)
-    finally:
-        snapshot.restore()
-        outside.restore()
+    with unchanged(block), undropped:
+        functional_call(block.train(), {**weights, **buffers}, (), call)
     return bool(undropped.shapes)
-
-
-def _first(output: Any) -> Tensor:
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    return tensors[0]
 
 
 # Installing -----------------------------------------------------------------------------------
@@ -197,7 +180,7 @@ def install(module: nn.Module, stack: Stack, group: Backend, *, drops: bool) -> 
         part.register_forward_pre_hook(length.check, prepend=True, with_kwargs=True)
     if drops or any(map(has_rate, parts)):
         for part in parts:
-            _watch_dropout(part, length)
+            during(part, partial(length.dropout, part))
     parts[-1].register_forward_hook(length.end)
 
 
@@ -216,7 +199,11 @@ class _SequenceLength:
                 f"positions; got {tuple(hidden.shape)}"
             )
         self.whole = hidden.shape[self.dim]
-        return _replaced(args, kwargs, collective.split(hidden, self.group, self.dim))
+        own = collective.split(hidden, self.group, self.dim)
+        return (
+            tuple(own if value is hidden else value for value in args),
+            {key: own if value is hidden else value for key, value in kwargs.items()},
+        )
 
     def check(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         own = split_sizes(self.whole, self.group.size)[self.group.rank]
@@ -226,6 +213,10 @@ class _SequenceLength:
                 f"{type(module).__name__} got {_main(args, kwargs).shape[self.dim]} positions "
                 f"instead of this rank's {own}"
             )
+
+    def dropout(self, part: nn.Module) -> SequenceDropout:
+        cut = Cut.of(self.whole)
+        return SequenceDropout(self.group, lambda: part.training, self.dim, cut)
 
     def end(self, _: nn.Module, args: Any, output: Any) -> Any:
         leaves, structure = tree_flatten(output)
@@ -266,34 +257,3 @@ def gather_main_input(block: nn.Module, entry: RegionEntry) -> None:
 
 def _main(args: Any, kwargs: Any) -> Tensor:
     return next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-
-
-def _replaced(args: Any, kwargs: Any, tensor: Tensor) -> tuple[Any, Any]:
-    old = _main(args, kwargs)
-    return (
-        tuple(tensor if value is old else value for value in args),
-        {key: tensor if value is old else value for key, value in kwargs.items()},
-    )
-
-
-def _watch_dropout(part: nn.Module, length: _SequenceLength) -> None:
-    def mode() -> SequenceDropout:
-        cut = Cut.of(length.whole)
-        return SequenceDropout(length.group, lambda: part.training, length.dim, cut)
-
-    during(part, mode)
-
-
-def loose_parameters(module: nn.Module, stack: Stack, split: set[int]) -> Iterator[nn.Parameter]:
-    """The parameters of a stack that every rank has whole."""
-    seen: set[int] = set()
-    for name in stack.names:
-        for parameter in module.get_submodule(name).parameters():
-            if id(parameter) not in split and id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield parameter
-
-
-def region_stack(block: SplitBlock, stacks: list[Stack]) -> Stack | None:
-    """The stack that a region is in, if it is in one."""
-    return next((stack for stack in stacks if stack.holds(block.name)), None)

@@ -1,8 +1,8 @@
-"""Blocks that might be split: found by the names of their layers, or by how their sizes fit."""
+"""What might be split: blocks by the names or sizes of their layers, and vocabularies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.modules import activation
 
 from shoal.strategies.tensor.layers.linear import is_linear, sizes_of
-from shoal.strategies.tensor.plan.known_names import ATTENTION, FEED_FORWARD, Pattern
-from shoal.strategies.tensor.plan.source_code import has_own_forward, hook_reads_weights
-from shoal.strategies.tensor.plan.tensor_plan import Style
-from shoal.strategies.tensor.user_hooks import hooks_of
+from shoal.strategies.tensor.layers.vocabulary import may_split_rows
+from shoal.strategies.tensor.plan.known_names import ATTENTION, FEED_FORWARD, OUTPUTS, Pattern
+from shoal.strategies.tensor.plan.obstacles import has_own_forward, hook_reads_weights, hooks_of
+from shoal.strategies.tensor.plan.tensor_plan import SplitBlock, Style, alone, join_names
 
 _HUGGING_FACE_STYLES = {
     "colwise": Style.COLUMN,
@@ -33,9 +33,7 @@ class Candidate:
     """Layers that might be split together.
 
     Attributes:
-        block: The module they are in, by name.
-        columns: Layers by name, relative to the block.
-        row: The one that ends the region.
+        block: The module they are in, by name; the layers' names are relative to it.
         may_attend: Whether there may be heads in between.
         is_named: Whether their names say what they are, not only their sizes.
         is_certain: Whether what is between them works element by element for sure, but for hooks.
@@ -49,6 +47,16 @@ class Candidate:
     is_named: bool = True
     is_certain: bool = False
     inside: tuple[str, ...] = ()
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All layers, relative to the block."""
+        return (*self.columns, self.row)
+
+    @property
+    def names(self) -> list[str]:
+        """All layers, by their full names."""
+        return [join_names(self.block, path) for path in self.paths]
 
 
 def find_candidates(name: str, module: nn.Module) -> Iterator[Candidate]:
@@ -72,7 +80,7 @@ def _in_a_row(name: str, module: nn.Sequential) -> Iterator[Candidate]:
     inside: list[str] = []
     for key, child in module.named_children():
         if is_linear(child):
-            if first is not None and _fits(module.get_submodule(first), child):
+            if first and sizes_of(module.get_submodule(first))[1] == sizes_of(child)[0]:
                 yield Candidate(name, (first,), key, False, is_plain, is_certain, tuple(inside))
                 first = None
             else:
@@ -89,10 +97,6 @@ def _works_by_element(module: nn.Module) -> bool:
     is_known = type(module) in (nn.Dropout, nn.Identity)
     is_activation = type(module).__module__ == activation.__name__
     return is_known or (is_activation and not isinstance(module, _NOT_BY_ELEMENT))
-
-
-def _fits(column: nn.Module, row: nn.Module) -> bool:
-    return sizes_of(column)[1] == sizes_of(row)[0]
 
 
 def _named(name: str, module: nn.Module, pattern: Pattern, may_attend: bool) -> Iterator[Candidate]:
@@ -144,13 +148,38 @@ def certified(module: nn.Module) -> dict[str, Style]:
     found: dict[str, Style] = {}
     for prefix, part in module.named_modules():
         plan = getattr(part, "_tp_plan", None)
-        if isinstance(plan, dict) and plan:
-            names = [name for name, _ in part.named_modules()]
-            for pattern, text in plan.items():
-                style = _HUGGING_FACE_STYLES.get(str(text))
-                if style is None:
-                    continue
-                for name in names:
-                    if fnmatchcase(name, pattern):
-                        found[f"{prefix}.{name}" if prefix else name] = style
+        for pattern, text in plan.items() if isinstance(plan, dict) else ():
+            style = _HUGGING_FACE_STYLES.get(str(text))
+            for name, _ in part.named_modules():
+                if style is not None and fnmatchcase(name, pattern):
+                    found[join_names(prefix, name)] = style
     return found
+
+
+def find_vocabularies(
+    module: nn.Module, taken: Container[int], certified: Mapping[str, Style], num_ranks: int
+) -> Iterator[SplitBlock]:
+    """Embeddings and heads of one vocabulary.
+
+    An embedding without a head stays whole, unless the model itself says otherwise: many use its
+    weight as the head, without a layer that would know that it is split.
+    """
+    embeddings = {n: p for n, p in module.named_modules() if isinstance(p, nn.Embedding)}
+    tied = {id(part.weight) for part in embeddings.values()}
+    heads = {
+        name: sizes_of(part)[1]
+        for name, part in module.named_modules()
+        if is_linear(part)
+        and id(part) not in taken
+        and (id(part.weight) in tied or name.rpartition(".")[2] in OUTPUTS)
+    }
+    for size in sorted({part.num_embeddings for part in embeddings.values()}):
+        own = [name for name, num_outputs in heads.items() if num_outputs == size]
+        if size < num_ranks:
+            continue
+        for name, part in embeddings.items():
+            is_known = bool(own) or certified.get(name) is Style.VOCABULARY
+            if is_known and part.num_embeddings == size and may_split_rows(part):
+                yield alone(name, Style.VOCABULARY, size)
+        for name in own:
+            yield alone(name, Style.COLUMN, size, gives_logits=True)

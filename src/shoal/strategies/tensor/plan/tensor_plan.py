@@ -1,12 +1,87 @@
-"""The plan: which layers are split, how, and why others are not."""
+"""The plan: which layers are split, how, why others are not, and what that means for parameters.
+
+A `Cut` says how one dimension of a weight is shared out over the ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from shoal.strategies.tensor.plan.cut import Cut
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.operation.partition import offsets, split_sizes
+from shoal.sharding.split import Split
+from shoal.strategies.tensor.layers.linear import dim_of
+
+
+@dataclass(frozen=True)
+class Section:
+    """Some neighbouring indices that are shared out in whole units, such as heads."""
+
+    size: int
+    unit: int = 1
+
+    @property
+    def num_units(self) -> int:
+        """What there is to share out."""
+        return self.size // self.unit
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Sections one after the other, of each of which every rank gets its part.
+
+    One section is the usual case; a projection to queries, keys and values at once has three.
+
+    Example:
+        >>> cut = Cut.of(12, unit=2, num_sections=2)  # two sections of three heads each
+        >>> cut.runs(0, 2), cut.runs(1, 2)
+        (((0, 4), (6, 10)), ((4, 6), (10, 12)))
+    """
+
+    sections: tuple[Section, ...]
+
+    @classmethod
+    def of(cls, size: int, unit: int = 1, num_sections: int = 1) -> Cut:
+        """Sections of one size."""
+        return cls((Section(size // num_sections, unit),) * num_sections)
+
+    @property
+    def size(self) -> int:
+        """Of the whole dimension."""
+        return sum(section.size for section in self.sections)
+
+    @property
+    def num_units(self) -> int:
+        """The fewest units of a section: more ranks than this would leave some with nothing."""
+        return min(section.num_units for section in self.sections)
+
+    def runs(self, rank: int, num_ranks: int) -> tuple[tuple[int, int], ...]:
+        """A rank's indices; the first ranks get more where units do not divide."""
+        runs, begin = [], 0
+        for section in self.sections:
+            edges = offsets(split_sizes(section.num_units, num_ranks))
+            start, stop = (begin + edge * section.unit for edge in edges[rank : rank + 2])
+            runs.append((start, stop))
+            begin += section.size
+        return tuple(runs)
+
+    def order(self, num_ranks: int) -> list[int]:
+        """The indices of all ranks one after the other, as a gather would put them."""
+        runs = [run for rank in range(num_ranks) for run in self.runs(rank, num_ranks)]
+        return [index for start, stop in runs for index in range(start, stop)]
+
+    def length(self, rank: int, num_ranks: int) -> int:
+        """How many indices a rank gets."""
+        return sum(stop - start for start, stop in self.runs(rank, num_ranks))
+
+    def splits(self, shape: torch.Size, dim: int, num_ranks: int) -> tuple[Split, ...]:
+        """Every rank's part of a tensor of that shape."""
+        return tuple(Split(shape, dim, self.runs(rank, num_ranks)) for rank in range(num_ranks))
 
 
 class Style(StrEnum):
@@ -27,8 +102,7 @@ _ALIASES = {"colwise": Style.COLUMN, "rowwise": Style.ROW, "vocab": Style.VOCABU
 
 def parse_style(text: str) -> Style | None:
     """What users and Hugging Face call a split; None for what is none."""
-    known = {**_ALIASES, **{style.value: style for style in Style}}
-    return known.get(text)
+    return {**_ALIASES, **{style.value: style for style in Style}}.get(text)
 
 
 @dataclass(frozen=True)
@@ -36,12 +110,8 @@ class Layer:
     """One layer that is split.
 
     Attributes:
-        name: The module's.
-        style: How it is split.
-        cut: How the dimension is shared out.
         is_alone: No partner takes its part, or hands it one: outputs of columns are joined,
             inputs of rows are cut.
-        block: The module that it and its partners are in; they share what they receive.
         gives_logits: Whether it gives a number for each token of a vocabulary.
     """
 
@@ -49,17 +119,7 @@ class Layer:
     style: Style
     cut: Cut
     is_alone: bool = False
-    block: str = ""
     gives_logits: bool = False
-
-
-@dataclass(frozen=True)
-class Adjustment:
-    """A number that a module keeps, such as how many heads it has, and what becomes of it."""
-
-    module: str
-    attribute: str
-    cut: Cut
 
 
 @dataclass(frozen=True)
@@ -67,9 +127,9 @@ class SplitBlock:
     """Layers between which activations are split.
 
     Attributes:
-        name: The module they are in.
         layers: Columns and their row.
-        adjustments: What the modules between them must be told.
+        adjustments: Numbers that modules keep, such as how many heads they have, and what becomes
+            of them: the module, the attribute, its cut.
         partial: Parameters in between that every rank has whole: each rank's gradient comes from
             its part of the activations only, so they are summed.
         heads: How many heads there are and who has which; for attention.
@@ -80,11 +140,16 @@ class SplitBlock:
 
     name: str
     layers: tuple[Layer, ...]
-    adjustments: tuple[Adjustment, ...] = ()
+    adjustments: tuple[tuple[str, str, Cut], ...] = ()
     partial: tuple[str, ...] = ()
     heads: Cut | None = None
     inside: tuple[str, ...] = ()
     drops: bool = False
+
+
+def alone(name: str, style: Style, size: int, *, gives_logits: bool = False) -> SplitBlock:
+    """A block of one layer, which takes and gives what is whole."""
+    return SplitBlock(name, (Layer(name, style, Cut.of(size), True, gives_logits),))
 
 
 @dataclass
@@ -129,11 +194,8 @@ class TensorPlan:
         parts = str(sizes[0]) if len(set(sizes)) == 1 else "/".join(map(str, sizes))
         sections = {section.unit for section in layer.cut.sections}
         units = "" if sections == {1} else f" in units of {max(sections)}"
-        how = "alone" if layer.is_alone else ""
-        if layer.is_alone and layer.style is Style.COLUMN:
-            how = "outputs joined"
-        elif layer.is_alone and layer.style is Style.ROW:
-            how = "inputs cut"
+        ways = {Style.COLUMN: "outputs joined", Style.ROW: "inputs cut"}
+        how = ways.get(layer.style, "alone") if layer.is_alone else ""
         return layer.name, layer.style.value, how, f"{parts} of {layer.cut.size}{units}"
 
 
@@ -151,3 +213,95 @@ def _merged(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
         (f"{pattern} ({len(names)})" if len(names) > 1 else names[0], *rest)
         for (pattern, *rest), names in found.items()
     ]
+
+
+def parameter_splits(
+    module: nn.Module, layer: Layer, num_ranks: int
+) -> dict[str, tuple[Split, ...]]:
+    """Every rank's part of each of a layer's parameters that are split, by their own names."""
+    if isinstance(module, nn.MultiheadAttention):
+        return _attention_splits(module, num_ranks)
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    if isinstance(module, nn.Embedding):
+        dim = 0 if layer.style is Style.VOCABULARY else 1
+        return {"weight": layer.cut.splits(weight.shape, dim, num_ranks)}
+    is_column = layer.style is Style.COLUMN
+    dim = dim_of(module, outputs=is_column)
+    splits = {"weight": layer.cut.splits(weight.shape, dim, num_ranks)}
+    bias: Tensor | None = module.bias  # type: ignore[assignment]
+    if is_column and bias is not None:
+        splits["bias"] = layer.cut.splits(bias.shape, 0, num_ranks)
+    return splits
+
+
+def _attention_splits(
+    attention: nn.MultiheadAttention, num_ranks: int
+) -> dict[str, tuple[Split, ...]]:
+    width, size = attention.embed_dim, attention.head_dim
+    one, three = Cut.of(width, size), Cut.of(3 * width, size, 3)
+    by_name = {
+        "in_proj_weight": (three, 0), "in_proj_bias": (three, 0),
+        "q_proj_weight": (one, 0), "k_proj_weight": (one, 0), "v_proj_weight": (one, 0),
+        "bias_k": (one, 2), "bias_v": (one, 2), "out_proj.weight": (one, 1),
+    }  # fmt: skip
+    own = dict(attention.named_parameters())
+    return {
+        name: cut.splits(own[name].shape, dim, num_ranks)
+        for name, (cut, dim) in by_name.items()
+        if name in own
+    }
+
+
+def all_splits(
+    module: nn.Module, plan: TensorPlan
+) -> Iterator[tuple[SplitBlock, str, tuple[Split, ...]]]:
+    """The full name of every parameter that a plan splits, with every rank's part."""
+    for block in plan.blocks:
+        for layer in block.layers:
+            part = module.get_submodule(layer.name)
+            for key, splits in parameter_splits(part, layer, plan.num_ranks).items():
+                yield block, join_names(layer.name, key), splits
+
+
+def describe_rest(module: nn.Module, plan: TensorPlan) -> str:
+    """How much of a model every rank has all of, and where most of that is."""
+    split = {id(module.get_parameter(name)) for _, name, _ in all_splits(module, plan)}
+    sizes: Counter[str] = Counter()
+    for name, parameter in module.named_parameters():
+        if id(parameter) not in split:
+            sizes[starred(name)] += parameter.numel()
+    total = sum(parameter.numel() for parameter in module.parameters())
+    if not sizes.total():
+        return ""
+    largest = ", ".join(name for name, _ in sizes.most_common(3))
+    return f"{sizes.total() / total:.1%} of {total} elements, most of it in {largest}"
+
+
+def drop_contradictions(module: nn.Module, plan: TensorPlan) -> None:
+    """Takes blocks out that share a parameter with modules that need it otherwise."""
+    while (odd := find_contradiction(module, plan)) is not None:
+        block, name = odd
+        plan.blocks.remove(block)
+        plan.notes[block.name] = f"stays whole: {name} is used elsewhere too, in another way"
+
+
+def find_contradiction(module: nn.Module, plan: TensorPlan) -> tuple[SplitBlock, str] | None:
+    """A block and its parameter that other modules have too and need otherwise."""
+    owners: dict[int, set[tuple[int, str]]] = {}
+    for part in module.modules():
+        for key, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(parameter), set()).add((id(part), key))
+    found: dict[int, list[tuple[SplitBlock, str, tuple[Split, ...]]]] = {}
+    for block, name, splits in all_splits(module, plan):
+        found.setdefault(id(module.get_parameter(name)), []).append((block, name, splits))
+    for identity, uses in found.items():
+        paths = [name.rpartition(".") for _, name, _ in uses]
+        known = {(id(module.get_submodule(owner)), key) for owner, _, key in paths}
+        if owners[identity] != known or len({splits for _, _, splits in uses}) > 1:
+            return uses[-1][0], uses[-1][1]
+    return None
+
+
+def join_names(block: str, path: str) -> str:
+    """A full name."""
+    return ".".join(part for part in (block, path) if part)

@@ -7,30 +7,27 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from shoal.strategies.tensor.layers.embedding import may_split_rows
 from shoal.strategies.tensor.layers.linear import is_linear, sizes_of
+from shoal.strategies.tensor.layers.vocabulary import may_split_rows
+from shoal.strategies.tensor.plan import obstacles
 from shoal.strategies.tensor.plan.candidates import Candidate
-from shoal.strategies.tensor.plan.cut import Cut
 from shoal.strategies.tensor.plan.draft import draft
-from shoal.strategies.tensor.plan.proposals import Proposal
-from shoal.strategies.tensor.plan.source_code import reads_weights
-from shoal.strategies.tensor.plan.splits import describe_rest, find_contradiction, join_names
+from shoal.strategies.tensor.plan.proposals import Proposal, make_block, try_proposal, untried
 from shoal.strategies.tensor.plan.tensor_plan import (
     Layer,
     SplitBlock,
     Style,
     TensorPlan,
+    alone,
+    describe_rest,
+    find_contradiction,
     parse_style,
 )
-from shoal.strategies.tensor.plan.verdict import Verdict, between, make_block, try_proposal
-from shoal.strategies.tensor.trial.watching import uses_parameters
-from shoal.strategies.tensor.user_hooks import have_hooks, inner_modules, reason_to_stay_whole
-
-PlanPatterns = Mapping[str, str]
+from shoal.strategies.tensor.trial.trial_call import uses_parameters
 
 
 def make_plan(
-    module: nn.Module, num_ranks: int, wanted: PlanPatterns | TensorPlan | None
+    module: nn.Module, num_ranks: int, wanted: Mapping[str, str] | TensorPlan | None
 ) -> TensorPlan:
     """The plan that a user has, describes, or leaves to be found."""
     if wanted is None:
@@ -42,7 +39,9 @@ def make_plan(
     return wanted
 
 
-def plan_from_patterns(module: nn.Module, num_ranks: int, patterns: PlanPatterns) -> TensorPlan:
+def plan_from_patterns(
+    module: nn.Module, num_ranks: int, patterns: Mapping[str, str]
+) -> TensorPlan:
     """A plan with exactly the layers that fit the patterns.
 
     A block that would be found by itself is split as that would be. Other columns and rows of one
@@ -60,21 +59,22 @@ def plan_from_patterns(module: nn.Module, num_ranks: int, patterns: PlanPatterns
     plan = TensorPlan(num_ranks)
     if num_ranks == 1:
         return plan
-    found = draft(module, num_ranks)
-    for block in found.blocks:
-        if all(
-            styles.get(layer.name) is layer.style or _is_table(module, layer)
-            for layer in block.layers
-        ):
+    for block in draft(module, num_ranks).blocks:
+        if all(styles.get(x.name) is x.style or _is_table(module, x) for x in block.layers):
             plan.blocks.append(block)
             for layer in block.layers:
                 styles.pop(layer.name, None)
     for candidate in _pairs(module, styles):
         plan.blocks.append(_checked(module, candidate, num_ranks))
-        for path in (*candidate.columns, candidate.row):
-            styles.pop(join_names(candidate.block, path))
+        for name in candidate.names:
+            styles.pop(name)
     plan.blocks += [_alone(module, name, style, num_ranks) for name, style in styles.items()]
-    _check_ties(module, plan)
+    odd = find_contradiction(module, plan)
+    if odd is not None:
+        raise ValueError(
+            f"{odd[1]} is shared with a layer that the plan splits in another way, or not at all: "
+            "split both by the vocabulary (an embedding by vocabulary, its head by column)"
+        )
     _check_nesting(module, plan)
     plan.whole = describe_rest(module, plan)
     return plan
@@ -84,7 +84,7 @@ def _is_table(module: nn.Module, layer: Layer) -> bool:
     return layer.style is Style.HEADS and isinstance(module.get_submodule(layer.name), nn.Embedding)
 
 
-def _styles(module: nn.Module, patterns: PlanPatterns) -> dict[str, Style]:
+def _styles(module: nn.Module, patterns: Mapping[str, str]) -> dict[str, Style]:
     styles: dict[str, Style] = {}
     for pattern, text in patterns.items():
         if text == "replicated":
@@ -95,9 +95,10 @@ def _styles(module: nn.Module, patterns: PlanPatterns) -> dict[str, Style]:
             raise ValueError(f"a layer is split by {known}; got {text!r} for {pattern!r}")
         names = [name for name, _ in module.named_modules() if name and fnmatchcase(name, pattern)]
         if not names:
+            linear = [name for name, part in module.named_modules() if is_linear(part)]
             raise ValueError(
                 f"the plan's pattern {pattern!r} fits no module; there are, for example, "
-                + ", ".join(_examples(module))
+                + ", ".join(linear[:4] or ["no linear layers"])
             )
         for name in names:
             _check_kind(name, module.get_submodule(name), style)
@@ -107,23 +108,14 @@ def _styles(module: nn.Module, patterns: PlanPatterns) -> dict[str, Style]:
     return styles
 
 
-def _examples(module: nn.Module) -> list[str]:
-    names = [name for name, part in module.named_modules() if is_linear(part)]
-    return names[:4] or ["no linear layers"]
-
-
 def _check_kind(name: str, module: nn.Module, style: Style) -> None:
-    fits = {
-        Style.COLUMN: is_linear(module),
-        Style.ROW: is_linear(module),
-        Style.VOCABULARY: may_split_rows(module),
-        Style.HEADS: type(module) is nn.MultiheadAttention,
-    }
-    if not fits[style]:
-        wanted = {
-            Style.VOCABULARY: "a plain nn.Embedding without max_norm and scale_grad_by_freq",
-            Style.HEADS: "a plain nn.MultiheadAttention",
-        }.get(style, "a linear layer without a forward of its own")
+    fits, wanted = is_linear(module), "a linear layer without a forward of its own"
+    if style is Style.VOCABULARY:
+        fits = may_split_rows(module)
+        wanted = "a plain nn.Embedding without max_norm and scale_grad_by_freq"
+    elif style is Style.HEADS:
+        fits, wanted = type(module) is nn.MultiheadAttention, "a plain nn.MultiheadAttention"
+    if not fits:
         raise ValueError(
             f"{style.value} is for {wanted}; {name} is a {type(module).__name__}. Leave it out of "
             "the plan, or give the pattern of a layer inside it."
@@ -153,18 +145,16 @@ def _checked(module: nn.Module, candidate: Candidate, num_ranks: int) -> SplitBl
     block = module.get_submodule(candidate.block)
     sizes = [sizes_of(block.get_submodule(path))[1] for path in candidate.columns]
     width = sizes_of(block.get_submodule(candidate.row))[0]
-    proposal = Proposal(
-        tuple(Cut.of(size, num_sections=size // width) for size in sizes), Cut.of(width)
-    )
-    names = ", ".join(join_names(candidate.block, path) for path in candidate.columns)
+    proposal = Proposal.by_sections(sizes, width)
+    names = ", ".join(candidate.names[:-1])
     if width % num_ranks:
         raise ValueError(
             f"the {width} features between {names} and {candidate.row} do not divide by the "
             f"{num_ranks} ranks"
         )
-    for path in (*candidate.columns, candidate.row):
-        _check_may_split(join_names(candidate.block, path), block.get_submodule(path))
-        _check_hooks(candidate, [block.get_submodule(path)], names)
+    for name in candidate.names:
+        _check_may_split(name, module.get_submodule(name))
+        _check_hooks(candidate, [module.get_submodule(name)], names)
     try:
         verdict = try_proposal(candidate, block, proposal, num_ranks)
     except TypeError as error:  # it wants more than one tensor: the plan of the user is trusted
@@ -174,20 +164,20 @@ def _checked(module: nn.Module, candidate: Candidate, num_ranks: int) -> SplitBl
                 f"found out, because {candidate.block or 'the model'} cannot be called with one "
                 "tensor: leave the row out of the plan, and the column's outputs are joined"
             ) from error
-        _check_hooks(candidate, inner_modules(block), names)
-        return make_block(candidate, Verdict(proposal, between(block, candidate), drops=True))
+        _check_hooks(candidate, obstacles.inner_modules(block), names)
+        return make_block(candidate, untried(candidate, block, proposal, drops=True))
     if verdict is None:
         raise ValueError(
             f"{candidate.block or 'the model'} does not give the same if {names} is split by "
             f"column and {candidate.row} by row: what is between them needs all features. Leave "
             "the row out of the plan, and the column's outputs are joined."
         )
-    _check_hooks(candidate, [block.get_submodule(path) for path in verdict.inside], names)
+    _check_hooks(candidate, [block.get_submodule(path) for path in verdict.finding.inside], names)
     return make_block(candidate, verdict)
 
 
 def _check_hooks(candidate: Candidate, inside: Sequence[nn.Module], names: str) -> None:
-    if have_hooks(inside):
+    if obstacles.have_hooks(inside):
         raise ValueError(
             f"{names} and {candidate.row} cannot be split together: hooks on them, or between "
             "them, would get parts of activations. Leave the row out of the plan, and the column's "
@@ -196,7 +186,7 @@ def _check_hooks(candidate: Candidate, inside: Sequence[nn.Module], names: str) 
 
 
 def _check_may_split(name: str, layer: nn.Module) -> None:
-    reason = reason_to_stay_whole(layer)
+    reason = obstacles.reason_to_stay_whole(layer)
     if reason is not None:
         raise ValueError(
             f"{name} cannot be split: {reason}. Leave it out of the plan, or remove the hooks."
@@ -211,7 +201,7 @@ def _alone(module: nn.Module, name: str, style: Style, num_ranks: int) -> SplitB
     parent = module.get_submodule(name.rpartition(".")[0])
     own = [f"{name.rpartition('.')[2]}.{key}" for key, _ in part.named_parameters()]
     is_used = is_linear(part) and uses_parameters(parent, part, own)
-    if is_used or reads_weights(parent):
+    if is_used or obstacles.reads_weights(parent):
         raise ValueError(
             f"{name} cannot be split: the code of {type(parent).__name__} reads weights of its "
             "layers, and would get a part. Call the layers instead."
@@ -222,7 +212,7 @@ def _alone(module: nn.Module, name: str, style: Style, num_ranks: int) -> SplitB
         size = sizes_of(part)[0 if style is Style.ROW else 1]
     if size < num_ranks:
         raise ValueError(f"{name} has {size} features to share out over {num_ranks} ranks")
-    return SplitBlock(name, (Layer(name, style, Cut.of(size), is_alone=True, block=name),))
+    return alone(name, style, size)
 
 
 def _check_nesting(module: nn.Module, plan: TensorPlan) -> None:
@@ -235,12 +225,3 @@ def _check_nesting(module: nn.Module, plan: TensorPlan) -> None:
                 f"{outer.name or 'the model'}, where each rank has a part already. Leave one of "
                 "them out of the plan."
             )
-
-
-def _check_ties(module: nn.Module, plan: TensorPlan) -> None:
-    odd = find_contradiction(module, plan)
-    if odd is not None:
-        raise ValueError(
-            f"{odd[1]} is shared with a layer that the plan splits in another way, or not at all: "
-            "split both by the vocabulary (an embedding by vocabulary, its head by column)"
-        )

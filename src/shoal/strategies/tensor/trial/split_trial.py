@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.sharding.split import Split
-from shoal.strategies.layers.module_snapshot import Snapshot
 from shoal.strategies.tensor.layers.linear import sizes_of
 from shoal.strategies.tensor.trial.trial_call import (
     SHAPES,
@@ -27,9 +26,9 @@ from shoal.strategies.tensor.trial.trial_call import (
     arguments,
     random_weights,
     switches,
+    unchanged,
 )
 from shoal.strategies.tensor.trial.trial_run import SplitDiffers, SplitTrial, TrialRun
-from shoal.torch_support.random_state import RandomState
 
 # Relative to the largest number there is: what is zero but for rounding has no size of its own.
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
@@ -38,19 +37,19 @@ _LARGE = 1 << 24
 
 @dataclass(frozen=True)
 class TrialFinding:
-    """What a trial tells of a block that may be split.
+    """What a trial tells of a block that may be split; all names are those in the block.
 
     Attributes:
-        partial: Parameters that get partial gradients, by name in the block.
+        partial: Parameters that get partial gradients.
         whole: Those that every rank gets the whole gradient of.
         inside: Modules that are called with parts of activations, and so must stay whole.
-        drops: Whether something of parts of activations is dropped in training.
+        drops: Whether something of parts of activations is dropped in training, or may be.
     """
 
-    partial: frozenset[str]
-    whole: frozenset[str]
-    inside: frozenset[nn.Module]
-    drops: bool
+    partial: frozenset[str] = frozenset()
+    whole: frozenset[str] = frozenset()
+    inside: frozenset[str] = frozenset()
+    drops: bool = False
 
 
 def may_split(trial: SplitTrial, num_ranks: int) -> TrialFinding | None:
@@ -59,19 +58,17 @@ def may_split(trial: SplitTrial, num_ranks: int) -> TrialFinding | None:
     Raises:
         TypeError: If the block cannot be called with one tensor.
     """
-    outside, snapshot = RandomState.capture(), Snapshot(trial.block)
     refusals: list[Exception] = []
     try:
-        with torch.enable_grad():
-            for dtype in _dtypes(trial.block):
+        with unchanged(trial.block), torch.enable_grad():
+            # Some modules insist on single precision; large ones need not be tried in double.
+            is_large = sum(parameter.numel() for parameter in trial.block.parameters()) > _LARGE
+            for dtype in [torch.float32] if is_large else _TOLERANCES:
                 found = list(_findings(trial, num_ranks, dtype, refusals))
                 if found:
                     return _together(found)
     except SplitDiffers:
         return None
-    finally:
-        snapshot.restore()
-        outside.restore()
     if any(isinstance(refusal, TypeError) for refusal in refusals):
         raise TypeError(str(refusals[0]))
     return None
@@ -108,12 +105,6 @@ def _together(findings: Sequence[TrialFinding]) -> TrialFinding:
     return TrialFinding(partial, whole, inside, any(found.drops for found in findings))
 
 
-def _dtypes(block: nn.Module) -> list[torch.dtype]:
-    """Some modules insist on single precision, and large ones need not be tried in double."""
-    is_large = sum(parameter.numel() for parameter in block.parameters()) > _LARGE
-    return [torch.float32] if is_large else list(_TOLERANCES)
-
-
 class _TrialComparison:
     """One process against the ranks, for one way to call the block."""
 
@@ -130,7 +121,7 @@ class _TrialComparison:
             SplitDiffers: If the ranks do not give what one process gives.
         """
         trial, way = self._trial, self._way
-        width, device = sizes_of(trial.columns[0])[0], _device(trial.block)
+        width, device = sizes_of(trial.columns[0])[0], next(trial.block.parameters()).device
         call = arguments(trial.block, width, device, self._dtype, way.shape) | dict(way.flags)
         whole = TrialRun(trial, self._weights, call, way)
         try:
@@ -144,14 +135,19 @@ class _TrialComparison:
             partial, unsplit = self._compare(whole, outputs, call)
         except Exception as error:  # whatever the parts do, they do not do what the whole does
             raise SplitDiffers from error
-        return TrialFinding(partial, unsplit - partial, frozenset(whole.inside), whole.drops)
+        inside = [name for name, part in trial.block.named_modules() if part in whole.inside]
+        return TrialFinding(partial, unsplit - partial, frozenset(inside), bool(whole.dropped))
 
     def _compare(
         self, whole: TrialRun, outputs: list[Tensor], call: dict[str, Any]
     ) -> tuple[frozenset[str], frozenset[str]]:
         """Parameters with partial gradients, and all that have a gradient and are not split."""
         trial = self._trial
-        signal = [_signal(output) for output in outputs]
+        # What to weigh the elements of results with, so that all gradients are tried at once.
+        signal = [
+            torch.linspace(-1, 2, x.numel(), dtype=x.dtype, device=x.device).view(x.shape)
+            for x in outputs
+        ]
         expected = whole.gradients(outputs, signal)
         runs = [
             TrialRun(trial, _parts(self._weights, trial.splits, rank), call, self._way, rank)
@@ -209,12 +205,6 @@ def _largest(tensor: Tensor | None) -> float:
     return float(tensor.detach().abs().max()) if tensor is not None and tensor.numel() else 0.0
 
 
-def _signal(output: Tensor) -> Tensor:
-    """What to weigh the elements of a result with, so that all gradients are tried at once."""
-    steps = torch.linspace(-1, 2, output.numel(), dtype=output.dtype, device=output.device)
-    return steps.view(output.shape)
-
-
 def _parts(
     weights: dict[str, Tensor], splits: Mapping[str, Sequence[Split]], rank: int
 ) -> dict[str, Tensor]:
@@ -222,7 +212,3 @@ def _parts(
         name: splits[name][rank].take(value.detach()).requires_grad_() if name in splits else value
         for name, value in weights.items()
     }
-
-
-def _device(block: nn.Module) -> torch.device:
-    return next(parameter.device for parameter in block.parameters())

@@ -15,19 +15,16 @@ from torch.utils._pytree import tree_leaves
 from shoal.sharding.split import Split
 from shoal.strategies.layers.module_snapshot import Snapshot
 from shoal.strategies.tensor.layers.dropout import Undropped
-from shoal.strategies.tensor.trial.trial_call import TrialCall, is_hugging_face
-from shoal.strategies.tensor.trial.watching import watching
+from shoal.strategies.tensor.trial.trial_call import TrialCall, is_hugging_face, watching
 from shoal.torch_support.random_state import torch_states
 
 
 @dataclass(frozen=True)
 class SplitTrial:
-    """A way to split a block.
+    """A way to split a block, to be tried.
 
     Attributes:
         block: The module that is called with one tensor.
-        columns: Layers that take what the region begins with.
-        row: The layer that ends it.
         splits: Every rank's part of each parameter that is split, by name in the block.
         numbers: What becomes of attributes: module, attribute, and a value for each rank.
         attends: Whether there are heads in between; they are looked for in dimension 1 of 4.
@@ -61,7 +58,8 @@ class TrialRun:
         self._is_inside = False
         self.inside: dict[nn.Module, None] = {}
         """Modules that were called between the columns and the row."""
-        self._dropped: list[torch.Size] = []
+        self.dropped: list[torch.Size] = []
+        """What was to be dropped between the columns and the row."""
 
     def carry_out_partially(self) -> Tensor:
         """What this rank's row gives, without its bias."""
@@ -90,56 +88,39 @@ class TrialRun:
 
     def _call_block(self, at_row: Any) -> list[Tensor]:
         block, snapshot = self._trial.block, Snapshot(self._trial.block)
+        is_training, nothing = self._way.training, contextlib.nullcontext()
         undropped = Undropped(lambda: self._is_inside)
+        states = torch_states() if is_training else []
         try:
-            block.train(self._way.training)
-            with self._hooked(at_row), self._undrawn(undropped):
-                buffers = {name: buffer.clone() for name, buffer in block.named_buffers()}
-                with self._watched():
-                    result = functional_call(block, {**self._weights, **buffers}, (), self._call)
+            block.train(is_training)
+            if self._rank is not None:
+                for module, name, values in self._trial.numbers:
+                    setattr(module, name, values[self._rank])
+            buffers = {name: buffer.clone() for name, buffer in block.named_buffers()}
+            guarded = {name: self._weights[name] for name in self._trial.splits}
+            watched = watching(block, guarded) if self._rank is None else nothing
+            with self._hooked(at_row), undropped if is_training else nothing, watched as guard:
+                result = functional_call(block, {**self._weights, **buffers}, (), self._call)
             kept = snapshot.new_tensors()
         finally:
             snapshot.restore()
-        self._dropped = undropped.shapes
+        # The whole block must not use what will be split without calling the layers.
+        if guard is not None and guard.was_used:
+            raise SplitDiffers
+        # In training nothing is dropped, and other random numbers would differ between ranks.
+        if is_training and not all(map(torch.equal, states, torch_states())):
+            raise SplitDiffers
+        self.dropped = undropped.shapes
         leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         # Of Hugging Face's results only the first goes on; others are shown on request.
         seen = leaves[:1] if is_hugging_face(block) else [*leaves, *kept, *buffers.values()]
         return [leaf if leaf.is_floating_point() else leaf.to(torch.float64) for leaf in seen]
 
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
-        """The whole block must not use what will be split without calling the layers."""
-        if self._rank is not None:
-            yield
-            return
-        guarded = {name: self._weights[name] for name in self._trial.splits}
-        with watching(self._trial.block, guarded) as guard:
-            yield
-        if guard.was_used:
-            raise SplitDiffers
-
-    @contextlib.contextmanager
-    def _undrawn(self, undropped: Undropped) -> Iterator[None]:
-        """In training nothing is dropped, and other random numbers would differ between ranks."""
-        if not self._way.training:
-            yield
-            return
-        before = torch_states()
-        with undropped:
-            yield
-        if not all(map(torch.equal, before, torch_states())):
-            raise SplitDiffers
-
-    @property
-    def drops(self) -> bool:
-        """Whether anything between the columns and the row was to be dropped."""
-        return bool(self._dropped)
-
     def check_dropped(self, whole: TrialRun) -> None:
         """Raises if parts are dropped of something whose split dropout would not recognise."""
-        if len(self._dropped) != len(whole._dropped):
+        if len(self.dropped) != len(whole.dropped):
             raise SplitDiffers
-        for own, expected in zip(self._dropped, whole._dropped, strict=True):
+        for own, expected in zip(self.dropped, whole.dropped, strict=True):
             by_head = self._trial.attends and len(own) == 4
             split_dim = 1 if by_head else len(own) - 1
             if any(size != expected[dim] for dim, size in enumerate(own) if dim != split_dim):
@@ -159,44 +140,29 @@ class TrialRun:
     @contextlib.contextmanager
     def _hooked(self, at_row: Any) -> Iterator[None]:
         trial = self._trial
+
+        def enter(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            self._is_inside = True
+            return tuple(tensor.detach() for tensor in inputs)
+
+        def note(module: nn.Module, _: object) -> None:
+            if self._is_inside:
+                self.inside[module] = None
+
+        def leave(*_: object) -> None:
+            self._is_inside = False
+
         handles = [
-            part.register_forward_pre_hook(self._note)
+            part.register_forward_pre_hook(note)
             for part in trial.block.modules()
             if part is not trial.block and part is not trial.row and part not in trial.columns
         ]
-        handles += [column.register_forward_pre_hook(self._enter) for column in trial.columns]
-        handles += [trial.row.register_forward_pre_hook(self._leave)]
+        handles += [column.register_forward_pre_hook(enter) for column in trial.columns]
+        handles += [trial.row.register_forward_pre_hook(leave)]
         handles += [trial.row.register_forward_hook(at_row)]
         self._is_inside = False
         try:
-            with _numbers(trial.numbers, self._rank):
-                yield
+            yield
         finally:
             for handle in handles:
                 handle.remove()
-
-    def _enter(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        self._is_inside = True
-        return tuple(tensor.detach() for tensor in inputs)
-
-    def _note(self, module: nn.Module, _: object) -> None:
-        if self._is_inside:
-            self.inside[module] = None
-
-    def _leave(self, _: nn.Module, __: object) -> None:
-        self._is_inside = False
-
-
-@contextlib.contextmanager
-def _numbers(
-    numbers: Sequence[tuple[nn.Module, str, Sequence[int]]], rank: int | None
-) -> Iterator[None]:
-    before = [(module, name, getattr(module, name)) for module, name, _ in numbers]
-    try:
-        if rank is not None:
-            for module, name, values in numbers:
-                setattr(module, name, values[rank])
-        yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)

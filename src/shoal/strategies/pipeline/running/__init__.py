@@ -1,1 +1,0 @@
-"""How the ticks of a batch are run: messages, backward, losses and results."""

@@ -1,1 +1,0 @@
-"""Which rank works on which micro-batch when. Pure."""
