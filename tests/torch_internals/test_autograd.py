@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from needs import needs
 from torch.autograd import forward_ad
 
+from needs import needs
 from shoal.torch_internals import autograd
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from needs import needs
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader
 
+from needs import needs
 from shoal.torch_internals import optimizers
 
 

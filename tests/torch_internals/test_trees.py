@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from needs import needs
-
 from shoal.torch_internals import trees
 
 NESTED = {"b": [1, (2, None)], "a": 3}

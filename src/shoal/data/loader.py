@@ -32,6 +32,7 @@ from shoal.data.rank_batches import (
 from shoal.errors import MismatchError
 from shoal.sampling import GlobalBatchSampler
 from shoal.strategies import ShardedModel
+from shoal.torch_internals.optimizers import LOADER_READER
 
 T = TypeVar("T")
 
@@ -160,7 +161,7 @@ def _divide(loader: DataLoader[T], model: ShardedModel) -> DataLoader[T]:
         "_model": weakref.ref(model),
         "_draws": draws,
         "_position": position,
-        "_iterator": None,
+        LOADER_READER: None,
     }
     vars(divided).update(
         changes | _changes(loader, draws, position)

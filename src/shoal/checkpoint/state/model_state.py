@@ -15,6 +15,7 @@ from shoal.errors import CheckpointMismatchError
 from shoal.sharding.extent import Extent
 from shoal.sharding.holding import Held
 from shoal.strategies import ShardedModel
+from shoal.torch_internals.modules import buffers_of, is_persistent
 from shoal.torch_support.copying import copy
 
 
@@ -112,8 +113,8 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, inner in module.named_modules(remove_duplicate=False):
-        for name, buffer in inner._buffers.items():
-            if buffer is not None and name not in inner._non_persistent_buffers_set:
+        for name, buffer in buffers_of(inner).items():
+            if buffer is not None and is_persistent(inner, name):
                 yield (f"{prefix}.{name}" if prefix else name), buffer
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import CompileContext
 
 from shoal.comm.backend import Backend, WorldState
 from shoal.comm.control.plane import Failure
@@ -20,6 +19,7 @@ from shoal.comm.operation.header import Header
 from shoal.comm.work import Work
 from shoal.errors import DeadlineError, DeadlockError, ShoalError
 from shoal.system.site import call_site, describe
+from shoal.torch_internals.autograd import is_tracing
 
 
 class InMemoryBackend(Backend):
@@ -86,7 +86,7 @@ class InMemoryBackend(Backend):
         return SimulatedWork(self, operation.kind, meeting)
 
     def _wait(self, meeting: Meeting) -> Tensor | None:
-        if CompileContext.current_compile_id() is not None:
+        if is_tracing():
             # Only one thread at a time may trace: the others would never get there.
             raise ShoalError(
                 "ranks that are threads cannot communicate while torch.compile traces one of them. "

@@ -29,7 +29,7 @@ from shoal.comm.process_backend import ProcessBackend
 from shoal.comm.torch_groups.groups import Links, ProcessGroup
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Work
+    from torch.distributed import Work
 
 # A process group that kept a deadline of its own would fail without naming a rank.
 NEVER = timedelta(days=30)

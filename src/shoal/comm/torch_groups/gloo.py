@@ -25,11 +25,11 @@ from shoal.comm.torch_groups.base import NEVER, Origin, ProcessGroupBackend, as_
 from shoal.comm.torch_groups.groups import Maker, ProcessGroup, find_group, link
 from shoal.comm.torch_groups.watchdog import Flight
 from shoal.errors import BackendUnavailableError
+from shoal.torch_internals.process_groups import gloo_options, set_timeout
 from shoal.torch_support.dtypes import Native, traits
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Work
-    from torch.distributed import Store
+    from torch.distributed import Store, Work
 
 # A process group that the script made may carry its messages as well, under other tags.
 _FIRST_TAG = 1 << 30
@@ -182,11 +182,9 @@ def connect_gloo(bootstrap: Bootstrap, state: WorldState) -> GlooBackend:
 def _maker(is_one_host: bool, address: str) -> Maker:
     def make(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
         kind: Any = dist.ProcessGroupGloo  # torch's types do not know its options
-        options = kind._Options()
-        options._devices = [_device(address, is_one_host)]
-        options._timeout = timeout
+        options = gloo_options(_device(address, is_one_host), timeout)
         group = kind(store, rank, size, options)
-        group._set_default_timeout(NEVER)
+        set_timeout(group, NEVER)
         return group
 
     return make

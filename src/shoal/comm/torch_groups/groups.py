@@ -9,7 +9,6 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from shoal.comm.bootstrap.store import Bootstrap, StoreBootstrap, host_store
@@ -21,6 +20,7 @@ from shoal.comm.torch_groups.watchdog import Flight, Watchdog
 from shoal.comm.work import ThreadedWork
 from shoal.errors import DeadlineError, ShoalError, TransportError
 from shoal.system.rank_names import name_ranks
+from shoal.torch_internals.process_groups import default_group
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -99,7 +99,7 @@ def find_group(kind: type, device: str, bootstrap: Bootstrap) -> ProcessGroup | 
     if not (dist.is_available() and dist.is_initialized()):
         return None
     try:
-        group = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device))
+        group: Any = default_group(device)
     except RuntimeError:  # none for this device
         return None
     position = (bootstrap.rank, bootstrap.size)

@@ -18,6 +18,8 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shoal.torch_internals.tensors import storage_id
+
 MIXED = -1
 """The owner of what was computed from several parameters."""
 
@@ -65,7 +67,7 @@ class Marks:
 
     def find(self, tensor: Tensor) -> Mark | None:
         """The mark of a tensor's memory."""
-        memory = self._memories.get(tensor.untyped_storage()._cdata)
+        memory = self._memories.get(storage_id(tensor))
         if memory is None:
             return None
         index = memory.part_of(tensor) if memory.parts else -1
@@ -98,11 +100,10 @@ class Marks:
             memory.starts = [start for start, _, _ in memory.parts]
 
     def _memory_of(self, tensor: Tensor) -> _Memory:
-        storage = tensor.untyped_storage()
-        memory = self._memories.get(storage._cdata)
-        if memory is None:
-            memory = self._memories[storage._cdata] = _Memory(StorageWeakRef(storage))
-        return memory
+        identity = storage_id(tensor)
+        if identity not in self._memories:
+            self._memories[identity] = _Memory(StorageWeakRef(tensor.untyped_storage()))
+        return self._memories[identity]
 
     def forget_dead(self) -> None:
         """Forgets memory that has been freed."""

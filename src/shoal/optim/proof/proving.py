@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from shoal.optim.kinds import Kind
 from shoal.optim.proof.following import Following
@@ -36,6 +35,7 @@ from shoal.optim.proof.small_copy import (
 )
 from shoal.optim.proof.tape import Tape
 from shoal.optim.stepping.streams import Streams
+from shoal.torch_internals.trees import tree_leaves
 from shoal.torch_support.random_state import RandomState
 
 # Of gradients: of usual size, and far from it, first one way and then the other.

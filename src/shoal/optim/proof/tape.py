@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.optim.proof.following import Results
 from shoal.optim.proof.modes import SeededRun
 from shoal.optim.stepping.streams import Streams
+from shoal.torch_internals.trees import tree_leaves, tree_map
 
 
 class _TapeValue(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from shoal.errors import ShoalError
+from shoal.torch_internals.optimizers import hooks_after_step, hooks_before_step
 
 
 @contextlib.contextmanager
@@ -27,8 +28,8 @@ def users_hooks(
         closure: The argument of the step, if any.
         own: A hook that is not the user's, and stays.
     """
-    before = optimizer._optimizer_step_pre_hooks
-    after = optimizer._optimizer_step_post_hooks
+    before = hooks_before_step(optimizer)
+    after = hooks_after_step(optimizer)
     others = {key: hook for key, hook in before.items() if hook != own}
     if not others and not after:
         yield

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shoal.strategies.engine.freed_memory import FreedWhole, ReplacedView, num_references
+from shoal.torch_internals.tensors import as_plain_tensors, sum_of_versions
 
 if TYPE_CHECKING:
     from shoal.strategies.engine.flat_group import FlatGroup
@@ -93,8 +94,8 @@ class Changes:
         return self._elements is not None and found is not None and not found.equal(self._elements)
 
     def _sum_versions(self) -> int:
-        with torch._C.DisableTorchFunctionSubclass():
-            return sum([parameter._version for parameter in self._group.parameters])
+        with as_plain_tensors():
+            return sum_of_versions(self._group.parameters)
 
     def _some_elements(self) -> Tensor | None:
         """Their bits, since not every number equals itself."""
@@ -108,7 +109,7 @@ class Changes:
         if not group.is_present:
             return False
         base, size = buffer.data_ptr(), buffer.itemsize
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain_tensors():
             moved = [
                 (slot, parameter)
                 for slot, parameter in zip(group.layout.slots, group.parameters, strict=True)

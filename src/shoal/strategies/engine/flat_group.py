@@ -31,6 +31,7 @@ from shoal.sharding.layout import GroupLayout
 from shoal.strategies.engine.changes import Changes
 from shoal.strategies.engine.common_memory import CommonWhole
 from shoal.strategies.guards.absent_parameter import Gatherer, make_absent, make_plain
+from shoal.torch_internals.tensors import as_plain_tensors
 
 
 class Residence(StrEnum):
@@ -214,7 +215,7 @@ class FlatGroup:
 
     def point_at(self, buffer: Tensor) -> None:
         """Makes the parameters views of a buffer that is laid out like the whole."""
-        with torch._C.DisableTorchFunctionSubclass():  # this is no access that wants values
+        with as_plain_tensors():  # this is no access that wants values
             for view, parameter in zip(self.views_of(buffer), self.parameters, strict=True):
                 parameter.data = view
 
@@ -260,7 +261,7 @@ class FlatGroup:
         """Frees the whole; the gatherer brings it back when it is used nevertheless."""
         self.changes.adopt()
         self._enter(GroupState.ABSENT)
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain_tensors():
             for (_, _, shape), parameter in zip(self._slots, self.parameters, strict=True):
                 parameter.data = self._nothing.expand(shape)
         if self.was_outside_pass:

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
+from shoal.torch_internals.tensors import num_storage_users
 from shoal.torch_support.private_view import PrivateView
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class ReplacedView:
 def num_references(memory: Tensor) -> int:
     """How many tensors there are in the same memory."""
     # One more counts for the object that stands for the memory in Python.
-    count: int = torch._C._storage_Use_Count(memory.untyped_storage()._cdata)
+    count: int = num_storage_users(memory)
     return count - 1
 
 

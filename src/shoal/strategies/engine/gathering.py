@@ -20,6 +20,7 @@ from shoal.strategies.consistency.progress import Progress
 from shoal.strategies.consistency.rounds import Round, Vote
 from shoal.strategies.engine.flat_group import FlatGroup, GroupState
 from shoal.strategies.engine.saved_parameters import SavedParameters, is_saving
+from shoal.torch_internals.tensors import keeping_version
 
 PREFETCH_DISTANCE = 1
 """How many groups beyond the one that is needed are gathered in the background."""
@@ -186,7 +187,7 @@ class Gathering:
     def _filling(self, group: FlatGroup) -> Iterator[None]:
         """Around what fills the whole: no change for autograd, and undone where it fails."""
         try:
-            with torch.autograd._unsafe_preserve_version_counter(group.whole):
+            with keeping_version(group.whole):
                 yield
         except BaseException:
             self._coming.pop(group.index, None)

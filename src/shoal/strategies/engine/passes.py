@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from shoal.comm import Backend
 from shoal.errors import ShoalError
@@ -28,6 +27,8 @@ from shoal.strategies.guards.pins import pin_compiled, pin_parents
 from shoal.strategies.guards.roster import Roster
 from shoal.strategies.guards.transforms import check_forward_mode, is_transforming
 from shoal.strategies.layers.buffers import share_buffers
+from shoal.torch_internals.autograd import call_after_backward, is_in_backward, not_compiled
+from shoal.torch_internals.trees import tree_leaves
 
 if TYPE_CHECKING:
     from shoal.strategies.engine.engine import Engine
@@ -87,7 +88,7 @@ class Passes:
 
     # Forward ------------------------------------------------------------------------------
 
-    @torch._disable_dynamo
+    @not_compiled
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         engine, gathering, is_training = self._engine, self._gathering, torch.is_grad_enabled()
         if gathering.is_needed:
@@ -110,7 +111,7 @@ class Passes:
         self._saving.append(saving)
         return engine.precision.narrowed((args, kwargs)) if engine.precision.is_mixed else None
 
-    @torch._disable_dynamo
+    @not_compiled
     def _end_forward(self, module: nn.Module, args: object, output: object) -> Any:
         if self.is_recomputing() or is_transforming():
             return None
@@ -144,7 +145,7 @@ class Passes:
 
         A backward that failed leaves the flag behind, so autograd itself is asked.
         """
-        self._in_backward &= torch._C._current_graph_task_id() != -1
+        self._in_backward &= is_in_backward()
         return self._in_backward
 
     def share_buffers(self) -> None:
@@ -163,7 +164,7 @@ class Passes:
         self._gradients.add_to()
         for gradients in self._gradients.groups:
             gradients.expect()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        call_after_backward(self._end_backward)
 
     def _arrived(self, group: int, index: int) -> None:
         gradients = self._gradients.groups[group]

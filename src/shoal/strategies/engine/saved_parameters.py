@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from shoal.strategies.engine.flat_group import FlatGroup
+from shoal.torch_internals.autograd import has_saved_tensors_hooks
+from shoal.torch_internals.tensors import storage_id
 
 
 class SavedParameters:
@@ -89,12 +91,12 @@ class SavedParameters:
 
 def is_saving() -> bool:
     """Whether hooks decide what autograd saves: ours in forward, or those of recomputation."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return has_saved_tensors_hooks()
 
 
 def _storage_id(tensor: Tensor) -> int:
     """Tells the memory of a tensor from any other."""
-    identity: int = tensor.untyped_storage()._cdata
+    identity: int = storage_id(tensor)
     return identity
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from shoal.strategies.gradients.group_gradients import GroupGradients
+from shoal.torch_internals.optimizers import IN_BACKWARD_OPTIMIZERS
+from shoal.torch_internals.tensors import hooks_after_gradient
 
 # Where torch's `_apply_optimizer_in_backward` leaves the optimizers of a parameter.
-_OPTIMIZERS = "_in_backward_optimizers"
 
 
 class Arrivals:
@@ -21,7 +22,7 @@ class Arrivals:
         """``tell``: a method that is given a parameter's group and its index there."""
         # Python's collector does not follow references from a parameter to its hooks.
         self._tell = weakref.WeakMethod(tell)
-        self._hooks: list[tuple[dict[int, Any], int, dict[str, Any]]] = []
+        self._hooks: list[tuple[MutableMapping[int, Any], int, dict[str, Any]]] = []
         self.are_stepped = False
         """Whether an optimizer steps some parameters as their gradients arrive."""
 
@@ -45,8 +46,7 @@ class Arrivals:
 
         arrived.owner = owner  # type: ignore[attr-defined]
         handle = parameter.register_post_accumulate_grad_hook(arrived)
-        hooks = parameter._post_accumulate_grad_hooks
-        self._hooks.append((hooks, handle.id, vars(parameter)))
+        self._hooks.append((hooks_after_gradient(parameter), handle.id, vars(parameter)))
         parameter.requires_grad_(was_trainable)
         return handle
 
@@ -54,7 +54,7 @@ class Arrivals:
         """Puts our hooks behind those of users, which see gradients before they are collected."""
         self.are_stepped = False
         for hooks, own, attributes in self._hooks:
-            if _OPTIMIZERS in attributes:
+            if IN_BACKWARD_OPTIMIZERS in attributes:
                 self.are_stepped = True
             if len(hooks) > 1 and next(reversed(hooks)) != own:
                 hooks[own] = hooks.pop(own)  # autograd does not see what move_to_end does
@@ -62,6 +62,6 @@ class Arrivals:
 
 def is_watched(parameter: nn.Parameter) -> bool:
     """Whether the hook of an engine that still exists is on it."""
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    hooks = hooks_after_gradient(parameter)
     owners = [getattr(hook, "owner", None) for hook in hooks.values()]
     return any(owner is not None and owner() is not None for owner in owners)

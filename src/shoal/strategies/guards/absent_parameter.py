@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch import nn
+
+from shoal.torch_internals.tensors import ATTRIBUTES_WITHOUT_VALUES, as_plain_tensors
 
 if TYPE_CHECKING:
     from shoal.strategies.engine.flat_group import FlatGroup
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
 _HARMLESS = frozenset(
     {
         "grad", "requires_grad", "shape", "dtype", "device", "is_leaf", "grad_fn", "ndim",
-        "is_cuda", "is_sparse", "layout", "names", "_version", "is_meta", "is_quantized", "size",
+        "is_cuda", "is_sparse", "layout", "names", "is_meta", "is_quantized", "size",
         "dim", "numel", "nelement", "element_size", "itemsize", "nbytes", "stride", "__len__",
         "is_floating_point", "is_complex", "register_post_accumulate_grad_hook", "register_hook",
-        "requires_grad_", "untyped_storage", "_backward_hooks", "_post_accumulate_grad_hooks",
-        "retains_grad", "output_nr", "_base", "_is_view", "is_contiguous", "get_device",
+        "requires_grad_", "untyped_storage", *ATTRIBUTES_WITHOUT_VALUES,
+        "retains_grad", "output_nr", "is_contiguous", "get_device",
         "is_pinned", "is_shared",
     }
 )  # fmt: skip
@@ -66,7 +67,7 @@ class AbsentParameter(nn.Parameter):
         """Gathers what is absent among the arguments, then does what was asked for."""
         keywords = dict(kwargs or {})  # type: ignore[call-overload]
         if _asked(func) in _HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with as_plain_tensors():
                 return func(*args, **keywords)  # type: ignore[operator]
         absent = list(_absent_among((args, keywords)))
         groups = [parameter._group for parameter in absent]
@@ -79,7 +80,7 @@ class AbsentParameter(nn.Parameter):
             watched = [parameter for parameter in absent if type(parameter) is AbsentParameter]
             if not watched:
                 return func(*args, **keywords)  # type: ignore[operator]
-            with watched[0]._gatherer.watching(), torch._C.DisableTorchFunctionSubclass():
+            with watched[0]._gatherer.watching(), as_plain_tensors():
                 return func(*args, **keywords)  # type: ignore[operator]
         finally:
             for group in groups:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shoal.strategies.engine.flat_group import FlatGroup
+from shoal.torch_internals.modules import is_compiled
 
 
 def pin_parents(root: nn.Module, group_of: Callable[[nn.Parameter], FlatGroup]) -> list[Any]:
@@ -31,7 +32,7 @@ def pin_compiled(
     """What `torch.compile` traces is gathered before and not freed meanwhile."""
     handles = []
     for module in root.modules():
-        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+        if is_compiled(module):
             groups = list({g.index: g for g in map(group_of, module.parameters())}.values())
             begin, end = _gathering(groups, need), torch.compiler.disable(_pinning(groups, -1))
             handles.append(module.register_forward_pre_hook(torch.compiler.disable(begin)))

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from shoal.errors import ShoalError
+from shoal.torch_internals.modules import children_of, parameters_of
 
 
 class Roster:
@@ -30,7 +31,9 @@ class Roster:
     def _note(self) -> None:
         parts = list(self._module.modules())
         self._members = [
-            members.values() for part in parts for members in (part._parameters, part._modules)
+            members.values()
+            for part in parts
+            for members in (parameters_of(part), children_of(part))
         ]
         self._known = self._present()
 

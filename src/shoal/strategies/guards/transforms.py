@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-from torch.autograd import forward_ad
-
 from shoal.comm import Backend
 from shoal.errors import ShoalError
+from shoal.torch_internals.autograd import is_forward_mode, transforms
 
 
 def check_forward_mode(backend: Backend) -> None:
@@ -15,9 +13,8 @@ def check_forward_mode(backend: Backend) -> None:
     Inside of `torch.func.jvp` nothing can be copied into parameters. The level of
     `torch.autograd.forward_ad` is one for all threads of a process, and so for all ranks of it.
     """
-    stack = torch._C._functorch.get_interpreter_stack() or ()
-    is_jvp = any(each.key() == torch._C._functorch.TransformType.Jvp for each in stack)
-    is_dual = forward_ad._current_level >= 0 and backend.name == "memory"
+    is_jvp = "Jvp" in transforms()
+    is_dual = is_forward_mode() and backend.name == "memory"
     if is_jvp or is_dual:
         what = "torch.func.jvp" if is_jvp else "torch.autograd.forward_ad over 'memory'"
         raise ShoalError(
@@ -29,5 +26,4 @@ def check_forward_mode(backend: Backend) -> None:
 
 def is_transforming() -> bool:
     """Whether forward is inside of `torch.func.grad` or the like, which leaves no gradients."""
-    stack = torch._C._functorch.get_interpreter_stack() or ()
-    return any(each.key() is not torch._C._functorch.TransformType.Vmap for each in stack)
+    return any(each != "Vmap" for each in transforms())

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from shoal.comm import Backend, Mesh, World
 from shoal.strategies.guards.admission import check_models
@@ -24,6 +23,7 @@ from shoal.strategies.pipeline.stages.units import cut_chain, find_units
 from shoal.strategies.ranks import Ownership
 from shoal.strategies.settings import LEVELS
 from shoal.strategies.training import LossFunction, count_items
+from shoal.torch_internals.modules import IncompatibleKeys
 
 
 class PipelineParallelModel(ShardedModel):
@@ -247,7 +247,7 @@ class PipelineParallelModel(ShardedModel):
             )
         if not missing:
             self.engine.steps.mend()
-        return _IncompatibleKeys(missing, unexpected)
+        return IncompatibleKeys(missing, unexpected)
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         """The averaged gradient of every parameter of all stages, whole on every rank."""

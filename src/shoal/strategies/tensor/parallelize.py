@@ -31,6 +31,7 @@ from shoal.strategies.tensor.region import RegionEntry, TensorGroup
 from shoal.strategies.tensor.same_batch import begin_together
 from shoal.strategies.tensor.split_parameter import ReadGuard
 from shoal.strategies.tensor.tensor_parts import TensorParts
+from shoal.torch_internals.tensors import hooks_before_gradient
 
 
 def parallelize(
@@ -167,7 +168,7 @@ def _sum_gradients(parameter: nn.Parameter, group: Backend) -> None:
     parameter.requires_grad_(True)
     parameter.register_hook(total)
     parameter.requires_grad_(was_trainable)
-    _put_last_first(parameter._backward_hooks)
+    _put_last_first(hooks_before_gradient(parameter))
 
 
 def _put_last_first(hooks: Any) -> None:

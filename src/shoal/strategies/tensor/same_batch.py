@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from shoal.comm import Backend
 from shoal.errors import MismatchError
+from shoal.torch_internals.trees import tree_leaves
 from shoal.torch_support.fingerprint import checksum, fingerprint
 from shoal.torch_support.random_state import set_torch_states, torch_states
 

@@ -11,18 +11,12 @@ reads weights a part of them: these layers stay whole.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from torch import nn
 
 from shoal.strategies.tensor.plan.source_code import hook_reads_weights
-
-_KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-def hooks_of(module: nn.Module) -> list[Any]:
-    """What is called before or after a module's forward or backward."""
-    return [hook for kind in _KINDS for hook in getattr(module, kind).values()]
+from shoal.torch_internals.modules import hooks_of
+from shoal.torch_internals.tensors import hooks_after_gradient, hooks_before_gradient
 
 
 def have_hooks(modules: Iterable[nn.Module]) -> bool:
@@ -37,7 +31,7 @@ def inner_modules(block: nn.Module) -> list[nn.Module]:
 
 def reason_to_stay_whole(layer: nn.Module) -> str | None:
     """Why a layer must not be split in any way; None if its hooks allow for it."""
-    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in layer.parameters()):
+    if any(hooks_before_gradient(p) or hooks_after_gradient(p) for p in layer.parameters()):
         return "its parameters have hooks, which would get parts of gradients"
     if any(type(p) is not nn.Parameter for p in layer.parameters()):
         return "its parameters have a class of their own"

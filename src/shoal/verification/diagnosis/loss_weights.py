@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from shoal.strategies.training import call_module, count_items
+from shoal.torch_internals.trees import keystr, tree_leaves_with_path
 from shoal.verification.trainers.global_batches import Batch, share
 from shoal.verification.trainers.trainer import Setup
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from torch.nn.modules.batchnorm import _BatchNorm
-
 from shoal.strategies.training import count_items
+from shoal.torch_internals.modules import BatchNorm
 from shoal.verification.comparison import Comparison, Difference
 from shoal.verification.diagnosis.loss_weights import PartLosses
 from shoal.verification.experiment import Experiment, Findings
@@ -77,7 +76,7 @@ class Replay:
     def has_batch_statistics(self) -> bool:
         """Whether a layer in training looks at all rows of a batch."""
         modules = self.setup.model.modules()
-        return any(isinstance(m, _BatchNorm) and m.training for m in modules)
+        return any(isinstance(m, BatchNorm) and m.training for m in modules)
 
     @cached_property
     def losses(self) -> PartLosses:

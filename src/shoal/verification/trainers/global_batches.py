@@ -7,10 +7,10 @@ from itertools import islice
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from shoal.comm.operation.partition import offsets, split_sizes
 from shoal.strategies.training import count_items
+from shoal.torch_internals.trees import tree_map
 
 Batch = tuple[Any, Any]
 

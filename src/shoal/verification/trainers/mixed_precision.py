@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.stateless import _reparametrize_module
 
 from shoal.strategies.layers.precision import Precision
+from shoal.torch_internals.modules import with_parameters
 
 
 class MixedPrecisionModel:
@@ -32,7 +32,7 @@ class MixedPrecisionModel:
             name: parameter.to(self._precision.dtype_of(parameter) or parameter.dtype)
             for name, parameter in self._model.named_parameters()
         }
-        with _reparametrize_module(self._model, narrow, tie_weights=True):
+        with with_parameters(self._model, narrow):
             yield
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

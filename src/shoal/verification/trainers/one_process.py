@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from shoal.optim.proof.judging import judge
 from shoal.optim.stepping.kernels import fused_where_free
 from shoal.optim.stepping.supervision import Supervision
 from shoal.strategies.training import call_module, count_items
+from shoal.torch_internals.trees import tree_map
 from shoal.torch_support.random_state import RandomStream
 from shoal.verification.trainers.global_batches import Batch, share
 from shoal.verification.trainers.mixed_precision import MixedPrecisionModel

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from shoal.errors import ShoalError
 from shoal.strategies.pipeline.learning.absent_value import AbsentValue, absent_error, absent_like
 from shoal.strategies.pipeline.learning.route import Shapes, TensorShape, UnitCall, ValueId
 from shoal.strategies.pipeline.learning.unit_results import read_attributes, write_attributes
 from shoal.strategies.pipeline.stages.units import Unit
+from shoal.torch_internals.modules import CALL, compiled_call, set_compiled_call
+from shoal.torch_internals.trees import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 if TYPE_CHECKING:
     from shoal.strategies.pipeline.stages.stage import Stage
@@ -52,12 +53,12 @@ class CallInterceptor:
         self._is_in_loss = False
         self._chunk_of_unit = chunk_of_unit
         for unit in units:
-            for method in ("_call_impl", "forward"):
+            for method in (CALL, "forward"):
                 own = _own_method(unit.module, method)
                 setattr(unit.module, method, self._intercepted(unit, own))
-            compiled = unit.module._compiled_call_impl
-            if compiled is not None:  # called instead of _call_impl
-                unit.module._compiled_call_impl = self._intercepted(unit, compiled)
+            compiled = compiled_call(unit.module)
+            if compiled is not None:
+                set_compiled_call(unit.module, self._intercepted(unit, compiled))
         model.forward = self._left_early(model.forward)
 
     def _intercepted(self, unit: Unit, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves
 
 from shoal.comm import Backend
 from shoal.errors import MismatchError
 from shoal.system.rank_names import name_ranks
+from shoal.torch_internals.trees import tree_flatten, tree_leaves
 from shoal.torch_support.fingerprint import fingerprint_number
 
 # Enough to tell batches apart, few enough to cost nothing.

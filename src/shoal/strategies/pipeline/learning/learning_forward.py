@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from shoal.errors import ShoalError
 from shoal.strategies.pipeline.learning.absent_value import AbsentValue, ValueRecorder, hide
@@ -18,6 +17,8 @@ from shoal.strategies.pipeline.learning.unit_results import (
     tensors_since,
 )
 from shoal.strategies.pipeline.stages.units import Unit
+from shoal.torch_internals.tensors import version_of
+from shoal.torch_internals.trees import tree_flatten, tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from shoal.strategies.pipeline.stages.stage import Stage
@@ -62,7 +63,7 @@ class LearningForward(ChunkForward):
             real = self._values[value_id].clone()
             value = hide(real, value_id, self._recorder, needs_grad=needs_grad)
             assert value.hidden is not None
-            self._hidden_versions[value_id] = (value.hidden, value.hidden._version)
+            self._hidden_versions[value_id] = (value.hidden, version_of(value.hidden))
             return value
 
         return put_results(unit, number, call, leaf)
@@ -87,7 +88,7 @@ class LearningForward(ChunkForward):
         for index, leaf in tensors.items():
             value_id = ValueId(number, index, unit.name)
             self.produced[value_id] = leaf.detach().clone()
-            self._own_versions[value_id] = (leaf, leaf._version)
+            self._own_versions[value_id] = (leaf, version_of(leaf))
         return output
 
     def _require_present(self, tree: Any) -> Any:
@@ -106,13 +107,13 @@ class LearningForward(ChunkForward):
 
 
 def _changed(versions: Mapping[ValueId, tuple[Tensor, int]]) -> set[ValueId]:
-    return {value_id for value_id, (value, was) in versions.items() if value._version != was}
+    return {value_id for value_id, (value, was) in versions.items() if version_of(value) != was}
 
 
 def _version(leaf: Any) -> int:
     if not isinstance(leaf, Tensor) or leaf.is_inference():
         return 0
-    return leaf._version
+    return version_of(leaf)
 
 
 def _check_arguments(unit: Unit, before: Any, after: Sequence[Any], returned: Any) -> None:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import TreeSpec
 
 from shoal.strategies.pipeline.schedule.schedules import Pass
+from shoal.torch_internals.trees import TreeSpec
 
 
 class ValueId(NamedTuple):

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from shoal.errors import ShoalError
 from shoal.strategies.pipeline.learning.route import TensorShape
+from shoal.torch_internals.trees import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 # Structures -----------------------------------------------------------------------------------
 

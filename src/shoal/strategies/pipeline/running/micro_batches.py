@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from shoal.comm import Backend, ReduceOp
 from shoal.comm.operation.partition import offsets, split_sizes
 from shoal.strategies.pipeline.learning.absent_value import AbsentValue, absent_error
 from shoal.strategies.pipeline.stages.stage import Stage
 from shoal.strategies.training import LossFunction, count_items, nothing
+from shoal.torch_internals.trees import tree_map
 
 
 class MicroBatch(NamedTuple):

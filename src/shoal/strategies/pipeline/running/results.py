@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from shoal.comm import Backend
 from shoal.errors import ShoalError
 from shoal.strategies.pipeline.learning.unit_results import example_of, structure_of
+from shoal.torch_internals.trees import tree_flatten, tree_map, tree_unflatten
 
 
 def spread(output: Any, group: Backend, *, is_here: bool) -> Any:

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from shoal.strategies.pipeline.stages.units import find_units
 from shoal.strategies.training import call_module
+from shoal.torch_internals.trees import tree_leaves
 
 
 @torch.enable_grad()

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from shoal.torch_internals.modules import buffers_of, is_persistent
+
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -93,9 +95,9 @@ def has_state(module: nn.Module) -> bool:
     if any(True for _ in module.parameters()):
         return True
     return any(
-        name not in part._non_persistent_buffers_set
+        is_persistent(part, name)
         for part in module.modules()
-        for name, buffer in part._buffers.items()
+        for name, buffer in buffers_of(part).items()
         if buffer is not None
     )
 

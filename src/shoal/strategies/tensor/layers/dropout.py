@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.comm import Backend
 from shoal.strategies.tensor.plan.cut import Cut
+from shoal.torch_internals.modules import Dropout
 
 
 def whole_mask(like: Tensor, dim: int, cut: Cut, group: Backend, p: float) -> Tensor:
@@ -223,7 +224,7 @@ def has_rate(module: nn.Module) -> bool:
     for part in module.modules():
         if any("drop" in name and _is_rate(value) for name, value in vars(part).items()):
             return True
-        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
+        if isinstance(part, Dropout) and part.p > 0:
             return True
     return False
 

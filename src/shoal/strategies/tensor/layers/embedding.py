@@ -12,13 +12,14 @@ from torch.nn import functional as F
 from shoal.comm import differentiable as collective
 from shoal.strategies.tensor.plan.cut import Cut
 from shoal.strategies.tensor.region import TensorGroup
+from shoal.torch_internals.modules import parameters_of
 
 
 def may_split_rows(embedding: nn.Module) -> bool:
     """Whether looking up some rows is independent of the others."""
     return (
         isinstance(embedding, nn.Embedding)
-        and isinstance(embedding._parameters.get("weight"), nn.Parameter)
+        and isinstance(parameters_of(embedding).get("weight"), nn.Parameter)
         and "forward" not in vars(embedding)
         and _looks_up(type(embedding))
         and embedding.max_norm is None

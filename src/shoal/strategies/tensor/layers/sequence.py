@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from shoal.comm import Backend
 from shoal.comm import differentiable as collective
@@ -32,6 +31,7 @@ from shoal.strategies.tensor.plan.tensor_plan import SplitBlock, Style, TensorPl
 from shoal.strategies.tensor.plan.verdict import describe
 from shoal.strategies.tensor.region import RegionEntry
 from shoal.strategies.tensor.trial.trial_call import arguments, evaluating, random_weights
+from shoal.torch_internals.trees import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from shoal.torch_support.random_state import RandomState
 
 _TOLERANCE = 1e-3

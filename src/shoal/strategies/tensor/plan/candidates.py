@@ -14,7 +14,7 @@ from shoal.strategies.tensor.layers.linear import is_linear, sizes_of
 from shoal.strategies.tensor.plan.known_names import ATTENTION, FEED_FORWARD, Pattern
 from shoal.strategies.tensor.plan.source_code import has_own_forward, hook_reads_weights
 from shoal.strategies.tensor.plan.tensor_plan import Style
-from shoal.strategies.tensor.user_hooks import hooks_of
+from shoal.torch_internals.modules import hooks_of
 
 _HUGGING_FACE_STYLES = {
     "colwise": Style.COLUMN,

@@ -49,6 +49,7 @@ from shoal.strategies.tensor.user_hooks import (
     inner_modules,
     reason_to_stay_whole,
 )
+from shoal.torch_internals.modules import feed_forward
 
 
 def draft(module: nn.Module, num_ranks: int) -> TensorPlan:
@@ -237,7 +238,7 @@ class FeedForward(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         """Shares the layer's modules."""
         super().__init__()
-        vars(self).update(_feed=layer._ff_block)  # not a child: its attention is of no interest
+        vars(self).update(_feed=feed_forward(layer))  # not a child: its attention is of no interest
         for name, child in layer.named_children():
             if not isinstance(child, nn.MultiheadAttention):
                 self.add_module(name, child)

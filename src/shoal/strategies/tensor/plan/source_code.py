@@ -15,12 +15,13 @@ from types import CodeType
 from typing import Any
 
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from shoal.strategies.tensor.split_parameter import HARMLESS
+from shoal.torch_internals.modules import OWN_PARAMETERS
+from shoal.torch_internals.trees import tree_leaves
 
 _VALUES = frozenset({"weight", "bias"})
-_ALL_PARAMETERS = frozenset({"parameters", "named_parameters", "_parameters", "state_dict"})
+_ALL_PARAMETERS = frozenset({"parameters", "named_parameters", OWN_PARAMETERS, "state_dict"})
 _SETTING_UP = ("__init__", "reset", "_reset", "init", "_init", "tie", "_tie", "extra_repr", "from_")
 
 

@@ -15,7 +15,8 @@ from shoal.strategies.tensor.plan.splits import join_names, parameter_splits
 from shoal.strategies.tensor.plan.tensor_plan import Adjustment, Layer, SplitBlock, Style
 from shoal.strategies.tensor.trial.split_trial import may_split
 from shoal.strategies.tensor.trial.trial_run import SplitTrial
-from shoal.strategies.tensor.user_hooks import have_hooks, hooks_of, reason_to_stay_whole
+from shoal.strategies.tensor.user_hooks import have_hooks, reason_to_stay_whole
+from shoal.torch_internals.modules import hooks_of
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 # What torch keeps in every module, and the number of a layer among its like.

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.strategies.layers.module_snapshot import Snapshot
 from shoal.strategies.tensor.layers.linear import sizes_of
 from shoal.strategies.tensor.split_parameter import ReadGuard
 from shoal.strategies.tensor.trial.trial_call import all_calls, arguments, random_weights
+from shoal.torch_internals.tensors import DispatchMode
 from shoal.torch_support.random_state import RandomState
 
 
@@ -36,7 +36,7 @@ class RecordingGuard(ReadGuard):
         self.was_used = self.was_used or bool(self.names_among(values))
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(DispatchMode):
     """Sees also what TorchScript and C++ do with parameters, who do not heed their class."""
 
     def __init__(self, guard: RecordingGuard) -> None:
