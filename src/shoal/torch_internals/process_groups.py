@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store, Work
+from torch.distributed import ProcessGroup, Store, Work
 
 
 def default_store() -> Store:
@@ -16,9 +16,10 @@ def default_store() -> Store:
     return store
 
 
-def default_group(device: str) -> Any:
+def default_group(device: str) -> ProcessGroup:
     """What the script's process group uses on a kind of device; RuntimeError if nothing."""
-    return dist.distributed_c10d._get_default_group()._get_backend(torch.device(device))
+    group: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device))
+    return group
 
 
 def gloo_options(device: Any, timeout: timedelta) -> Any:

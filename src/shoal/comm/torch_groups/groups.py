@@ -99,7 +99,7 @@ def find_group(kind: type, device: str, bootstrap: Bootstrap) -> ProcessGroup | 
     if not (dist.is_available() and dist.is_initialized()):
         return None
     try:
-        group: Any = default_group(device)
+        group = default_group(device)
     except RuntimeError:  # none for this device
         return None
     position = (bootstrap.rank, bootstrap.size)
