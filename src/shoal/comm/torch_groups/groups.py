@@ -94,17 +94,13 @@ class Links:
                 raise verdict
 
 
-def find_group(kind: type, device: str, bootstrap: Bootstrap) -> ProcessGroup | None:
+def find_group(kind: type[ProcessGroup], device: str, bootstrap: Bootstrap) -> ProcessGroup | None:
     """The process group that the script made of the same ranks, if it has one of that kind."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    try:
-        group = default_group(device)
-    except RuntimeError:  # none for this device
-        return None
+    group = default_group(kind, device)
     position = (bootstrap.rank, bootstrap.size)
-    is_same = isinstance(group, kind) and (group.rank(), group.size()) == position
-    return group if is_same else None
+    return group if group and (group.rank(), group.size()) == position else None
 
 
 def link(
