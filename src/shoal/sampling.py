@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 from torch.utils.data import Sampler
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from shoal.comm.backend import Backend
 from shoal.comm.operation.partition import offsets, split_sizes
 from shoal.comm.world import World, find_current
 from shoal.errors import ClosedError
 from shoal.launch.joining.environment import discover
+from shoal.torch_internals.optimizers import num_yielded, reads_ahead
 
 
 class GlobalBatchSampler(Sampler[list[int]]):
@@ -152,7 +152,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
                 "a loader with workers has fetched ahead and is gone, so only the caller knows how "
                 "many batches were trained on: pass sampler.state_dict(num_batches=n)"
             )
-        count: int = reader._num_yielded
+        count: int = num_yielded(reader)
         return count
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -208,7 +208,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 def _prefetching_reader(frame: FrameType) -> Callable[[], Any] | None:
     """The iterator of a `DataLoader` that asks for the first batch, if it has workers."""
     reader = frame.f_locals.get("self")
-    is_ahead = isinstance(reader, _BaseDataLoaderIter) and reader._num_workers > 0
+    is_ahead = reads_ahead(reader)
     return weakref.ref(reader) if is_ahead else None
 
 

@@ -113,4 +113,16 @@ def test_a_walk_counts_hops_and_not_the_rounds_of_a_loop(
     recorder = tool("recorder").Recorder("/package")
     with recorder.recording():
         names[call]()
-    assert tuple(recorder.walk().values()) == expected
+    *counts, called = recorder.walk().values()
+    assert tuple(counts) == expected
+    assert sum(map(len, called.values())) == counts[1]
+
+
+def test_private_names_of_torch_are_used_in_one_room_only(tool: Any) -> None:
+    found = tool("source").survey(TOOLS.parent.parent / "src" / "shoal")["private names of torch"]
+    elsewhere = {
+        name: outside
+        for name, files in found.items()
+        if (outside := [file for file in files if not file.startswith("torch_internals/")])
+    }
+    assert not elsewhere, "give them a word in torch_internals, with a test"

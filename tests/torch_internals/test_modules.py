@@ -51,6 +51,7 @@ def test_all_hooks_of_a_module_are_found() -> None:
     assert modules.hooks_of(module) == hooks, needs("hooks lie in four dicts of a module")
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_the_call_of_a_module_can_be_replaced() -> None:
     module = nn.Linear(1, 1)
     setattr(module, modules.CALL, lambda _: "called")
@@ -58,7 +59,7 @@ def test_the_call_of_a_module_can_be_replaced() -> None:
     assert not modules.is_compiled(module), needs("a plain module does not look compiled")
     module.compile(backend="eager")
     assert modules.is_compiled(module), needs("module.compile() can be told")
-    modules.set_compiled_call(module, lambda _: "compiled")
+    setattr(module, modules.COMPILED_CALL, lambda _: "compiled")
     assert module(1) == "compiled", needs("a compiled module is called through what compiled it")
     assert modules.is_compiled(torch.compile(nn.Linear(1, 1))), needs("torch.compile can be told")
 

@@ -42,8 +42,9 @@ def test_the_scripts_own_group_and_store_are_found() -> None:
     try:
         process_groups.default_store().set("key", "value")
         assert store.num_keys() > 0, needs("the store of the script's group is found")
-        found = process_groups.default_group("cpu")
-        assert isinstance(found, dist.ProcessGroupGloo), needs("the script's Gloo group is found")
+        found = process_groups.default_group(dist.ProcessGroupGloo, "cpu")
+        assert found is not None, needs("the script's Gloo group is found")
+        assert process_groups.default_group(dist.ProcessGroupGloo, "meta") is None
     finally:
         dist.destroy_process_group()
 

@@ -78,9 +78,8 @@ def test_hooks_are_found_in_the_order_of_their_calls() -> None:
     parameter.register_hook(lambda _: called.append("before"))
     handle = parameter.register_post_accumulate_grad_hook(lambda _: called.append("first"))
     parameter.register_post_accumulate_grad_hook(lambda _: called.append("second"))
-    assert len(tensors.hooks_before_gradient(parameter) or ()) == 1, needs("hooks of gradients")
+    assert len(tensors.hooks_before_gradient(parameter)) == 1, needs("hooks of gradients")
     hooks = tensors.hooks_after_gradient(parameter)
-    assert hooks is not None
     assert next(iter(hooks)) == handle.id, needs("hooks by their handle's id")
     hooks[handle.id] = hooks.pop(handle.id)
     parameter.sum().backward()

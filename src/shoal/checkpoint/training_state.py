@@ -22,6 +22,7 @@ from shoal.optim.state import Reception, held_whole, receive_whole
 from shoal.sharding.extent import Extent
 from shoal.sharding.holding import FullState, Held, HeldState
 from shoal.strategies import ShardedModel
+from shoal.torch_internals.modules import buffers_of, is_persistent
 from shoal.torch_support.memory import copy
 
 Groups = list[tuple[list[str], dict[str, Any]]]
@@ -110,8 +111,8 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, inner in module.named_modules(remove_duplicate=False):
-        for name, buffer in inner._buffers.items():
-            if buffer is not None and name not in inner._non_persistent_buffers_set:
+        for name, buffer in buffers_of(inner).items():
+            if buffer is not None and is_persistent(inner, name):
                 yield (f"{prefix}.{name}" if prefix else name), buffer
 
 

@@ -32,6 +32,7 @@ from shoal.data.rank_batches import (
 from shoal.errors import MismatchError
 from shoal.sampling import GlobalBatchSampler
 from shoal.strategies import ShardedModel
+from shoal.torch_internals.optimizers import LOADER_READER
 
 T = TypeVar("T")
 
@@ -150,8 +151,10 @@ def _divide(loader: DataLoader[T], model: ShardedModel) -> DataLoader[T]:
     draws = Draws(_generators(loader), model.all_ranks)
     divided = copy.copy(loader)
     divided.__class__ = _divided_class(cast(Any, type(loader)))
-    own = {"_model": weakref.ref(model), "_draws": draws, "_position": position, "_iterator": None}
-    vars(divided).update(own | _changes(loader, draws, position))  # setattr refuses some of them
+    own = {"_model": weakref.ref(model), "_draws": draws, "_position": position}
+    vars(divided).update(
+        own | {LOADER_READER: None} | _changes(loader, draws, position)
+    )  # setattr refuses some of them
     return divided
 
 

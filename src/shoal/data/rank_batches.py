@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import BatchSampler, Sampler
 
 from shoal.comm.operation.partition import offsets, split_sizes
 from shoal.data.draws import Draws
+from shoal.torch_internals.trees import tree_leaves, tree_map
 from shoal.torch_support.fingerprint import fingerprint
 
 

@@ -9,9 +9,10 @@ from torch.optim import Optimizer
 from shoal.comm import Backend
 from shoal.optim.optimizer import ShardedOptimizer
 from shoal.strategies.gradients.sharded.numbers import different_scales
+from shoal.torch_internals.optimizers import UnscalingScaler
 
 
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(UnscalingScaler):
     """``torch.amp.GradScaler`` that notices when ranks scale their losses differently.
 
     Torch's own works, too: ranks skip a step together or not at all. It cannot know that another
@@ -26,26 +27,23 @@ class GradScaler(torch.amp.GradScaler):
         >>> scaler.update()
     """
 
-    def _unscale_grads_(
-        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    def unscale_gradients(
+        self, optimizer: Optimizer, inverse: Tensor, found: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """Unscales the optimizer's gradients; all ranks call it."""
         if not isinstance(optimizer, ShardedOptimizer):
-            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            return super().unscale_gradients(optimizer, inverse, found, allow_fp16)
         engine = optimizer.model.engine
         engine.gradients.adopt()  # what was put in by hand is averaged first
-        everywhere = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        found = torch.stack(
-            [found_inf, *(each.to(found_inf) for each in everywhere.values())]
-        ).amax(0)
+        everywhere = super().unscale_gradients(optimizer, inverse, found, allow_fp16)
+        found = torch.stack([found, *(each.to(found) for each in everywhere.values())]).amax(0)
         for group in (engine.backend, *engine.ownership.axes):
             found = self._found_anywhere(found, group)
         return {found.device: found}
 
     def _found_anywhere(self, found: Tensor, backend: Backend) -> Tensor:
         """Whether any rank has found an infinity; also checks that all scale alike."""
-        scale = self._scale
-        assert scale is not None
+        scale = self.scale_tensor
         numbers = torch.stack([found, scale, -scale]).to(backend.device, torch.float64)
         is_found, highest, negative_lowest = backend.all_reduce(numbers, "max").unbind()
         if highest != -negative_lowest:

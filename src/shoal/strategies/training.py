@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from shoal.comm import Backend
+from shoal.torch_internals.trees import tree_leaves
 
 
 def call_module(model: Callable[..., Any], module: nn.Module, inputs: Any) -> Any:

@@ -20,6 +20,7 @@ EXTRA_STATE = "_extra_state"  # ends the names of what `get_extra_state` returns
 RESETS = ("reset_parameters", "_reset_parameters")
 OWN_PARAMETERS = "_parameters"
 CALL = "_call_impl"  # the method behind `module(...)`, unless the module is compiled
+COMPILED_CALL = "_compiled_call_impl"  # and that of a module that was compiled in place
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -45,9 +46,9 @@ def is_persistent(module: nn.Module, name: str) -> bool:
 def named_members(
     module: nn.Module,
     members_of: Callable[[nn.Module], Iterator[tuple[str, Any]]],
-    prefix: str,
-    recurse: bool,
-    remove_duplicate: bool,
+    prefix: str = "",
+    recurse: bool = True,
+    remove_duplicate: bool = True,
 ) -> Iterator[tuple[str, Any]]:
     """Lists members with their full names, as `named_parameters` lists parameters."""
     members: Iterator[tuple[str, Any]]
@@ -67,13 +68,9 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """What is called instead of `CALL` after `module.compile()`."""
+    """What is called after `module.compile()`; None before it."""
     call: Callable[..., Any] | None = module._compiled_call_impl
     return call
-
-
-def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
-    module._compiled_call_impl = call
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store, Work
+from torch.distributed import ProcessGroup, Store, Work
+
+G = TypeVar("G", bound=ProcessGroup)
 
 
 def default_store() -> Store:
@@ -16,9 +18,13 @@ def default_store() -> Store:
     return store
 
 
-def default_group(device: str) -> Any:
-    """What the script's process group uses on a kind of device; RuntimeError if nothing."""
-    return dist.distributed_c10d._get_default_group()._get_backend(torch.device(device))
+def default_group(kind: type[G], device: str) -> G | None:
+    """What the script's process group uses on a kind of device, if it is a group of that kind."""
+    try:
+        group: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device))
+    except RuntimeError:  # none for this device
+        return None
+    return group if isinstance(group, kind) else None
 
 
 def gloo_options(device: Any, timeout: timedelta) -> Any:

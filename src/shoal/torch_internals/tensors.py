@@ -57,17 +57,18 @@ def num_storage_users(tensor: Tensor) -> int:
     return count
 
 
-def hooks_before_gradient(parameter: Tensor) -> MutableMapping[int, Any] | None:
+def hooks_before_gradient(parameter: Tensor) -> MutableMapping[int, Any]:
     """What `register_hook` has put on a tensor, by the handle's id and in order."""
     hooks: MutableMapping[int, Any] | None = parameter._backward_hooks
-    return hooks
+    return {} if hooks is None else hooks
 
 
-def hooks_after_gradient(parameter: Tensor) -> MutableMapping[int, Any] | None:
+def hooks_after_gradient(parameter: Tensor) -> MutableMapping[int, Any]:
     """What `register_post_accumulate_grad_hook` has put on one, by the handle's id, in order."""
+    # Plain tensors get the attribute with their first hook; a dict that exists is never copied.
     hooks: MutableMapping[int, Any] | None
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return hooks
+    return {} if hooks is None else hooks
 
 
 def make_wrapper(kind: type[Tensor], shape: torch.Size, **options: Any) -> Any:

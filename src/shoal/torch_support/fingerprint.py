@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from shoal.torch_internals.trees import tree_leaves
 
 _MOST_ELEMENTS = 1 << 16
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))

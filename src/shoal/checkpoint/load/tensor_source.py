@@ -30,6 +30,7 @@ from shoal.checkpoint.format.tensor_file import (
 from shoal.checkpoint.load.matching import PREFIX
 from shoal.errors import CheckpointError, CorruptCheckpointError
 from shoal.sharding.extent import Extent, overlap
+from shoal.torch_internals.modules import EXTRA_STATE
 from shoal.torch_support.dtypes import code_of, dtype_of_code
 
 INDEX = "model.safetensors.index.json"
@@ -117,7 +118,7 @@ class StateDictSource(TensorSource):
     def of(cls, state_dict: Mapping[str, Any]) -> StateDictSource:
         """A model's ``state_dict()``, of the plain module or a wrapped one."""
         for name, value in state_dict.items():
-            if not isinstance(value, Tensor) and not name.endswith("_extra_state"):
+            if not isinstance(value, Tensor) and not name.endswith(EXTRA_STATE):
                 raise TypeError(
                     f"a model's state_dict has tensors; {name!r} is a {type(value).__name__}. If "
                     "this dict has the model's among others, pass that one."

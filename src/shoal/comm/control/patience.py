@@ -30,7 +30,7 @@ class Patience:
 
     __slots__ = (
         "_begin", "_control", "_deadline", "_first_poll", "_next_look", "_polls", "_ranks",
-        "_sleep", "_spins", "_timeout", "_what",
+        "_seconds", "_sleep", "_spins", "_what",
     )  # fmt: skip
 
     def __init__(
@@ -49,7 +49,7 @@ class Patience:
         """
         self._begin = time.monotonic()
         self._control, self._what, self._ranks = control, what, ranks
-        self._timeout = timeout
+        self._seconds = timeout
         self._deadline: Deadline | None = None
         self._next_look = self._begin + _LOOK_EVERY_S
         self._sleep = _FIRST_SLEEP_S
@@ -97,7 +97,7 @@ class Patience:
             waited = time.monotonic() - self._begin
             raise PeerError(failure.rank, failure.reason, self._text(waited, late))
         if self._deadline is None:
-            self._deadline = Deadline(self._timeout, self._begin)
+            self._deadline = Deadline(self._seconds, self._begin)
         self._deadline.enforce(self._text, late)
 
     def _absence(self, missing: Callable[[], Sequence[int]]) -> Failure | None:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import CompileContext
 
 from shoal.comm.backend import Backend, WorldState
 from shoal.comm.control.plane import Failure
@@ -30,6 +29,7 @@ from shoal.errors import DeadlineError, DeadlockError, PeerError, ShoalError
 from shoal.system.deadline import Deadline, abandoned_error, turn_text
 from shoal.system.rank_names import name_ranks
 from shoal.system.site import call_site, describe, is_ours
+from shoal.torch_internals.autograd import is_tracing
 from shoal.torch_support.random_state import RandomState
 
 # How long a late rank may still take to end once the others have given up on it.
@@ -104,7 +104,7 @@ class InMemoryBackend(Backend):
         return SimulatedWork(self, operation.kind, meeting)
 
     def _wait(self, meeting: Meeting) -> Tensor | None:
-        if CompileContext.current_compile_id() is not None:
+        if is_tracing():
             # Only one thread at a time may trace: the others would never get there.
             raise ShoalError(
                 "ranks that are threads cannot communicate while torch.compile traces one of them. "

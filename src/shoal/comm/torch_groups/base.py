@@ -31,7 +31,7 @@ from shoal.comm.torch_groups.groups import Links, Maker, ProcessGroup, find_grou
 from shoal.torch_support.dtypes import Native, traits
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Work
+    from torch.distributed import Work
 
 # A process group that kept a deadline of its own would fail without naming a rank.
 NEVER = timedelta(days=30)

@@ -23,10 +23,10 @@ from shoal.comm.torch_groups.base import NEVER, Origin, ProcessGroupBackend, as_
 from shoal.comm.torch_groups.groups import Maker, ProcessGroup
 from shoal.comm.torch_groups.watchdog import Flight
 from shoal.errors import BackendUnavailableError
+from shoal.torch_internals.process_groups import gloo_options, set_timeout
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Work
-    from torch.distributed import Store
+    from torch.distributed import Store, Work
 
 # A process group that the script made may carry its messages as well, under other tags.
 _FIRST_TAG = 1 << 30
@@ -140,11 +140,9 @@ def _maker(control: Control, address: str) -> Maker:
 
     def make(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
         kind: Any = dist.ProcessGroupGloo  # torch's types do not know its options
-        options = kind._Options()
-        options._devices = [_device(address, is_one_host)]
-        options._timeout = timeout
+        options = gloo_options(_device(address, is_one_host), timeout)
         group = kind(store, rank, size, options)
-        group._set_default_timeout(NEVER)
+        set_timeout(group, NEVER)
         return group
 
     return make

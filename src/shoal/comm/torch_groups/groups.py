@@ -9,7 +9,6 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from shoal.comm.bootstrap.store import Bootstrap, StoreBootstrap, host_store
@@ -21,6 +20,7 @@ from shoal.comm.torch_groups.watchdog import Flight, Watchdog
 from shoal.comm.work import ThreadedWork
 from shoal.errors import DeadlineError, ShoalError, TransportError
 from shoal.system.rank_names import name_ranks
+from shoal.torch_internals.process_groups import default_group
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -94,17 +94,13 @@ class Links:
                 raise verdict
 
 
-def find_group(kind: type, device: str, bootstrap: Bootstrap) -> ProcessGroup | None:
+def find_group(kind: type[ProcessGroup], device: str, bootstrap: Bootstrap) -> ProcessGroup | None:
     """The process group that the script made of the same ranks, if it has one of that kind."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    try:
-        group = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device))
-    except RuntimeError:  # none for this device
-        return None
+    group = default_group(kind, device)
     position = (bootstrap.rank, bootstrap.size)
-    is_same = isinstance(group, kind) and (group.rank(), group.size()) == position
-    return group if is_same else None
+    return group if group and (group.rank(), group.size()) == position else None
 
 
 def link(

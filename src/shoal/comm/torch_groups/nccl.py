@@ -37,10 +37,10 @@ from shoal.comm.torch_groups.base import NEVER, Origin, ProcessGroupBackend, as_
 from shoal.comm.torch_groups.groups import Links, Maker, ProcessGroup
 from shoal.comm.torch_groups.watchdog import Flight
 from shoal.errors import BackendUnavailableError
+from shoal.torch_internals.process_groups import all_gather_flat, nccl_options, set_timeout
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Work
-    from torch.distributed import Store
+    from torch.distributed import Store, Work
 
 _POLL_S = 0.002
 # Left alone, torch ends the whole process when NCCL reports an error, or seems stuck.
@@ -98,7 +98,7 @@ class NCCLBackend(ProcessGroupBackend):
             return
         whole = as_bytes(target)
         own = whole.split(whole.numel() // self.size)[self.rank]
-        self._carry_one(lambda: self._group._allgather_base(whole, own), patience)
+        self._carry_one(lambda: all_gather_flat(self._group, whole, own), patience)
 
     # Messages -------------------------------------------------------------------------------
 
@@ -238,12 +238,11 @@ def _check_own_gpu(bootstrap: Bootstrap, device: torch.device) -> None:
 
 def _maker(kind: Any, device: torch.device) -> Maker:
     def make(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
-        options = kind.Options()
-        options._timeout = timeout
+        options = nccl_options(kind, timeout)
         with _environment(_LEAVE_ERRORS_TO_US):
             group = kind(store, rank, size, options)
         group.eager_connect_single_device(device)
-        group._set_default_timeout(NEVER)
+        set_timeout(group, NEVER)
         return group
 
     return make

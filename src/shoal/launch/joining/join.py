@@ -26,6 +26,7 @@ from shoal.comm.world import find_current
 from shoal.errors import BackendUnavailableError, LaunchError, MismatchError, PeerError
 from shoal.launch.joining.environment import RankInfo, discover
 from shoal.system.site import describe
+from shoal.torch_internals.process_groups import default_store
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -135,7 +136,7 @@ def _base_store(info: RankInfo, timeout: float) -> tuple[Store, bool]:
     import torch.distributed as dist
 
     if dist.is_initialized():
-        return dist.distributed_c10d._get_default_store(), False
+        return default_store(), False
     if info.size == 1 and info.master_addr is None:
         return dist.HashStore(), True
     if info.master_addr is None or info.master_port is None:

@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from shoal.optim.state import Reception, held_whole, receive_whole
 from shoal.optim.stepping.supervision import Supervision
 from shoal.sharding.holding import FullState, HeldState
 from shoal.strategies.engine.engine import Engine
 from shoal.strategies.model import ShardedModel
+from shoal.torch_internals.trees import tree_leaves
 
 Closure = Callable[[], Any]
 

@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from shoal.optim.kinds import Kind
 from shoal.optim.proof.judgement import StepFinding, current_line
 from shoal.optim.proof.rules import Effect, Rule
+from shoal.torch_internals.tensors import storage_id
 
 MIXED = -1
 """The owner of what was computed from several parameters."""
@@ -70,7 +71,7 @@ class Marks:
 
     def find(self, tensor: Tensor) -> Mark | None:
         """The mark of a tensor's memory."""
-        memory = self._memories.get(tensor.untyped_storage()._cdata)
+        memory = self._memories.get(storage_id(tensor))
         if memory is None:
             return None
         index = memory.part_of(tensor) if memory.parts else -1
@@ -103,11 +104,10 @@ class Marks:
             memory.starts = [start for start, _, _ in memory.parts]
 
     def _memory_of(self, tensor: Tensor) -> _Memory:
-        storage = tensor.untyped_storage()
-        memory = self._memories.get(storage._cdata)
-        if memory is None:
-            memory = self._memories[storage._cdata] = _Memory(StorageWeakRef(storage))
-        return memory
+        identity = storage_id(tensor)
+        if identity not in self._memories:
+            self._memories[identity] = _Memory(StorageWeakRef(tensor.untyped_storage()))
+        return self._memories[identity]
 
     def forget_dead(self) -> None:
         """Forgets memory that has been freed."""

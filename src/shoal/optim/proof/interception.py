@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.optim.proof.following import MIXED, Following, Results
 from shoal.optim.proof.rules import Effect, rule_for
 from shoal.optim.stepping.streams import Streams
+from shoal.torch_internals.tensors import ATTRIBUTES_OF_MEMORY, DispatchMode, without_torch_function
+from shoal.torch_internals.trees import tree_leaves, tree_map
 
 Run = Callable[[Any, Any, dict[str, Any], Results], Any]
 """Runs an operation, given its arguments and the marks that its results will have."""
@@ -42,7 +42,7 @@ _MEMORY_READS: dict[Any, str] = {
         getattr(Tensor, name): name
         for name in (
             "numpy", "tolist", "data_ptr", "untyped_storage", "storage", "share_memory_",
-            "__array__", "__dlpack__", "__deepcopy__", "__reduce_ex__", "_typed_storage",
+            "__array__", "__dlpack__", "__deepcopy__", "__reduce_ex__", *ATTRIBUTES_OF_MEMORY,
         )
     },
     Tensor.__cuda_array_interface__.__get__: "__cuda_array_interface__",
@@ -74,7 +74,7 @@ def intercepting(following: Following, run: Run) -> Iterator[None]:
         yield
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(DispatchMode):
     """Everything that computes."""
 
     def __init__(self, following: Following, run: Run) -> None:
@@ -84,7 +84,7 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, rule = kwargs or {}, rule_for(func)
         # What is looked at here is not the optimizer's doing.
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             marks = self._following.before(rule, args, kwargs)
             result = self._run(func, args, kwargs, marks)
             self._following.after(rule, args, kwargs, result, marks)

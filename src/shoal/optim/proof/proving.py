@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from shoal.optim.kinds import Kind
 from shoal.optim.proof.following import Following, Level
@@ -34,6 +33,7 @@ from shoal.optim.proof.small_copy import (
     show,
 )
 from shoal.optim.stepping.streams import Streams
+from shoal.torch_internals.trees import tree_leaves
 from shoal.torch_support.random_state import RandomState
 
 # Of gradients: of usual size, and far from it, first one way and then the other.

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shoal.torch_internals.tensors import schema_of
+
 _UNTAGGED = frozenset(
     [
         "_to_copy", "abs_", "alias", "clone", "copy", "copy_", "detach", "detach_", "fill", "fill_",
@@ -87,7 +89,7 @@ def rule_for(operation: Any) -> Rule:
 
 
 def _made_rule(operation: Any) -> Rule:
-    schema = operation._schema
+    schema = schema_of(operation)
     name = schema.name.partition("::")[2]
     is_known = schema.name.startswith("aten::")  # others may have any name
     return Rule(
@@ -118,7 +120,7 @@ def _effect(operation: Any, name: str) -> Effect:
 
 def _foreign_effect(operation: Any) -> Effect:
     """What tags and types say, also for operations that are not torch's own."""
-    schema, tags = operation._schema, set(operation.tags)
+    schema, tags = schema_of(operation), set(operation.tags)
     takes_generator = any("Generator" in str(argument.type) for argument in schema.arguments)
     if torch.Tag.nondeterministic_seeded in tags or takes_generator:
         return Effect.DRAWS

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+
+from shoal.torch_internals.trees import tree_leaves
 
 _RATE = 0.01
 _SIZES = (6, 4, 3, 2)

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ShoalError
 from shoal.optim.kinds import Kind
@@ -21,6 +20,8 @@ from shoal.optim.proof.following import Following
 from shoal.optim.proof.interception import SeededRun, intercepting
 from shoal.optim.proof.judgement import Judgement, StepFinding
 from shoal.optim.stepping.streams import Streams
+from shoal.torch_internals.tensors import version_of
+from shoal.torch_internals.trees import tree_leaves
 
 
 class Watch(Following):
@@ -103,7 +104,7 @@ class WatchedHyperparameters:
 def _plain(value: Any) -> Any:
     """Something to compare; a tensor by what changed it last, which takes no look at a GPU."""
     if isinstance(value, Tensor):
-        return id(value), value._version
+        return id(value), version_of(value)
     if isinstance(value, list | tuple):
         return tuple(map(_plain, value))
     if isinstance(value, float):

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Adagrad, Adam, AdamW, Optimizer
-from torch.utils._pytree import tree_leaves
+
+from shoal.torch_internals.trees import tree_leaves
 
 # Exactly these: what a subclass computes is its own affair. SGD's fused kernel fails when some
 # parameters get their first gradient later than others.

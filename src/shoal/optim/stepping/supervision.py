@@ -14,6 +14,7 @@ from shoal.optim.proof.judgement import Judgement
 from shoal.optim.proof.judging import judge
 from shoal.optim.proof.watching import Watch, WatchedHyperparameters
 from shoal.optim.stepping.streams import Streams
+from shoal.torch_internals.optimizers import hooks_after_step, hooks_before_step
 
 
 class Supervision:
@@ -108,8 +109,8 @@ def users_hooks(
     They are called with ``wrapped``, once for the step of all ranks. ``own`` is a hook that is not
     the user's, and stays.
     """
-    before = optimizer._optimizer_step_pre_hooks
-    after = optimizer._optimizer_step_post_hooks
+    before = hooks_before_step(optimizer)
+    after = hooks_after_step(optimizer)
     others = {key: hook for key, hook in before.items() if hook != own}
     if not others and not after:
         yield

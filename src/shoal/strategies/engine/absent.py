@@ -22,6 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from shoal.torch_internals.autograd import has_saved_tensors_hooks
+from shoal.torch_internals.tensors import ATTRIBUTES_WITHOUT_VALUES, as_plain_tensors, storage_id
+
 if TYPE_CHECKING:
     from shoal.strategies.engine.flat_group import FlatGroup
     from shoal.strategies.engine.gathering import Gathering
@@ -30,11 +33,11 @@ if TYPE_CHECKING:
 _HARMLESS = frozenset(
     {
         "grad", "requires_grad", "shape", "dtype", "device", "is_leaf", "grad_fn", "ndim",
-        "is_cuda", "is_sparse", "layout", "names", "_version", "is_meta", "is_quantized", "size",
+        "is_cuda", "is_sparse", "layout", "names", "is_meta", "is_quantized", "size",
         "dim", "numel", "nelement", "element_size", "itemsize", "nbytes", "stride", "__len__",
         "is_floating_point", "is_complex", "register_post_accumulate_grad_hook", "register_hook",
-        "requires_grad_", "untyped_storage", "_backward_hooks", "_post_accumulate_grad_hooks",
-        "retains_grad", "output_nr", "_base", "_is_view", "is_contiguous", "get_device",
+        "requires_grad_", "untyped_storage", *ATTRIBUTES_WITHOUT_VALUES,
+        "retains_grad", "output_nr", "is_contiguous", "get_device",
         "is_pinned", "is_shared",
     }
 )  # fmt: skip
@@ -64,7 +67,7 @@ class AbsentParameter(nn.Parameter):
         """Gathers what is absent among the arguments, then does what was asked for."""
         keywords = dict(kwargs or {})  # type: ignore[call-overload]
         if _asked(func) in _HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with as_plain_tensors():
                 return func(*args, **keywords)  # type: ignore[operator]
         absent = list(_absent_among((args, keywords)))
         groups = [parameter._group for parameter in absent]
@@ -77,7 +80,7 @@ class AbsentParameter(nn.Parameter):
             watched = [parameter for parameter in absent if type(parameter) is AbsentParameter]
             if not watched:
                 return func(*args, **keywords)  # type: ignore[operator]
-            with watched[0]._gathering.saved.watching(), torch._C.DisableTorchFunctionSubclass():
+            with watched[0]._gathering.saved.watching(), as_plain_tensors():
                 return func(*args, **keywords)  # type: ignore[operator]
         finally:
             for group in groups:
@@ -134,7 +137,7 @@ class SavedParameters:
 
     def watching(self) -> AbstractContextManager[Any]:
         """Around one use of a parameter, where other hooks do not decide what is saved."""
-        return nullcontext() if is_saving() else self.saving()
+        return nullcontext() if has_saved_tensors_hooks() else self.saving()
 
     def hide_from_compiler(self) -> None:
         """For models with compiled parts: `torch.compile` leaves alone what is done with them."""
@@ -166,14 +169,9 @@ class SavedParameters:
         return max(changed, self._all_changed) > packed.generation
 
 
-def is_saving() -> bool:
-    """Whether hooks decide what autograd saves: ours in forward, or those of recomputation."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-
-
 def _storage_id(tensor: Tensor) -> int:
     """Tells the memory of a tensor from any other."""
-    identity: int = tensor.untyped_storage()._cdata
+    identity: int = storage_id(tensor)
     return identity
 
 

@@ -16,12 +16,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 
 from shoal.comm import Backend
 from shoal.comm.operation.base import spec
 from shoal.errors import MismatchError, ShoalError
+from shoal.torch_internals.autograd import is_forward_mode, transforms
+from shoal.torch_internals.modules import children_of, parameters_of
+from shoal.torch_internals.tensors import hooks_after_gradient
 
 
 def check_models(module: nn.Module, backend: Backend) -> None:
@@ -57,7 +59,7 @@ def check_models(module: nn.Module, backend: Backend) -> None:
 
 def _is_watched(parameter: nn.Parameter) -> bool:
     """Whether the hook of an engine that still exists is on it."""
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    hooks = hooks_after_gradient(parameter) or {}
     owners = [getattr(hook, "owner", None) for hook in hooks.values()]
     return any(owner is not None and owner() is not None for owner in owners)
 
@@ -96,7 +98,9 @@ class Roster:
     def _note(self) -> None:
         parts = list(self._module.modules())
         self._members = [
-            members.values() for part in parts for members in (part._parameters, part._modules)
+            members.values()
+            for part in parts
+            for members in (parameters_of(part), children_of(part))
         ]
         self._known = self._present()
 
@@ -128,9 +132,8 @@ def check_forward_mode(backend: Backend) -> None:
     Inside of `torch.func.jvp` nothing can be copied into parameters. The level of
     `torch.autograd.forward_ad` is one for all threads of a process, and so for all ranks of it.
     """
-    stack = torch._C._functorch.get_interpreter_stack() or ()
-    is_jvp = any(each.key() == torch._C._functorch.TransformType.Jvp for each in stack)
-    is_dual = forward_ad._current_level >= 0 and backend.name == "memory"
+    is_jvp = "Jvp" in transforms()
+    is_dual = is_forward_mode() and backend.name == "memory"
     if is_jvp or is_dual:
         what = "torch.func.jvp" if is_jvp else "torch.autograd.forward_ad over 'memory'"
         raise ShoalError(
@@ -142,5 +145,4 @@ def check_forward_mode(backend: Backend) -> None:
 
 def is_transforming() -> bool:
     """Whether forward is inside of `torch.func.grad` or the like, which leaves no gradients."""
-    stack = torch._C._functorch.get_interpreter_stack() or ()
-    return any(each.key() is not torch._C._functorch.TransformType.Vmap for each in stack)
+    return any(each != "Vmap" for each in transforms())

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
+from shoal.torch_internals.tensors import as_plain_tensors, num_storage_users, sum_of_versions
 from shoal.torch_support.memory import PrivateView
 
 if TYPE_CHECKING:
@@ -98,8 +99,8 @@ class Changes:
         return self._elements is not None and found is not None and not found.equal(self._elements)
 
     def _sum_versions(self) -> int:
-        with torch._C.DisableTorchFunctionSubclass():
-            return sum([parameter._version for parameter in self._group.parameters])
+        with as_plain_tensors():
+            return sum_of_versions(self._group.parameters)
 
     def _some_elements(self) -> Tensor | None:
         """Their bits, since not every number equals itself."""
@@ -113,7 +114,7 @@ class Changes:
         if not group.is_present:
             return False
         base, size = buffer.data_ptr(), buffer.itemsize
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain_tensors():
             moved = [
                 (slot, parameter)
                 for slot, parameter in zip(group.layout.slots, group.parameters, strict=True)
@@ -262,7 +263,7 @@ class ReplacedView:
 def num_references(memory: Tensor) -> int:
     """How many tensors there are in the same memory."""
     # One more counts for the object that stands for the memory in Python.
-    count: int = torch._C._storage_Use_Count(memory.untyped_storage()._cdata)
+    count: int = num_storage_users(memory)
     return count - 1
 
 

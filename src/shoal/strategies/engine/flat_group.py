@@ -32,6 +32,7 @@ from shoal.sharding.layout import GroupLayout
 from shoal.strategies.engine.absent import AbsentParameter
 from shoal.strategies.engine.changes import Changes
 from shoal.strategies.engine.common_memory import CommonWhole
+from shoal.torch_internals.tensors import as_plain_tensors
 
 if TYPE_CHECKING:
     from shoal.strategies.engine.gathering import Gathering
@@ -196,7 +197,7 @@ class FlatGroup:
 
     def point_at(self, buffer: Tensor) -> None:
         """Makes the parameters views of a buffer that is laid out like the whole."""
-        with torch._C.DisableTorchFunctionSubclass():  # this is no access that wants values
+        with as_plain_tensors():  # this is no access that wants values
             for view, parameter in zip(self.views_of(buffer), self.parameters, strict=True):
                 parameter.data = view
 
@@ -242,7 +243,7 @@ class FlatGroup:
         """Frees the whole; it is gathered again when it is used nevertheless."""
         self.changes.adopt()
         self._enter(GroupState.ABSENT)
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain_tensors():
             for (_, _, shape), parameter in zip(self._slots, self.parameters, strict=True):
                 parameter.data = self._nothing.expand(shape)
         if self.was_outside_pass:

@@ -18,8 +18,11 @@ from shoal.comm import Backend, Work
 from shoal.comm.operation import AllGather
 from shoal.strategies.consistency.progress import Progress
 from shoal.strategies.consistency.rounds import Round, Vote
-from shoal.strategies.engine.absent import SavedParameters, is_saving
+from shoal.strategies.engine.absent import SavedParameters
 from shoal.strategies.engine.flat_group import FlatGroup, GroupState
+from shoal.torch_internals.autograd import has_saved_tensors_hooks
+from shoal.torch_internals.modules import is_compiled
+from shoal.torch_internals.tensors import keeping_version
 
 PREFETCH_DISTANCE = 1
 """How many groups beyond the one that is needed are gathered in the background."""
@@ -169,7 +172,7 @@ class Gathering:
         del self._coming[group.index]
         if group.state is GroupState.COMING:
             may_save = torch.is_grad_enabled() or self._is_backward
-            group.to_present(is_watched=may_save and not is_saving())
+            group.to_present(is_watched=may_save and not has_saved_tensors_hooks())
         if not self._is_in_pass:
             group.was_outside_pass = True
             group.changes.is_doubtful = True
@@ -182,7 +185,7 @@ class Gathering:
     def _filling(self, group: FlatGroup) -> Iterator[None]:
         """Around what fills the whole: no change for autograd, and undone where it fails."""
         try:
-            with torch.autograd._unsafe_preserve_version_counter(group.whole):
+            with keeping_version(group.whole):
                 yield
         except BaseException:
             self._coming.pop(group.index, None)
@@ -256,7 +259,7 @@ def pin_compiled(
     """What `torch.compile` traces is gathered before and not freed meanwhile."""
     handles = []
     for module in root.modules():
-        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+        if is_compiled(module):
             groups = list({g.index: g for g in map(group_of, module.parameters())}.values())
             begin = torch.compiler.disable(_pinning(groups, 1, need))
             end = torch.compiler.disable(_pinning(groups, -1))

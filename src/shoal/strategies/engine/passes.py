@@ -12,12 +12,11 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from shoal.comm import Backend
 from shoal.errors import ShoalError
@@ -26,6 +25,10 @@ from shoal.strategies.engine.gathering import PassPlan, pin_compiled, pin_parent
 from shoal.strategies.gradients.group_gradients import GroupGradients
 from shoal.strategies.gradients.reductions import Reductions
 from shoal.strategies.layers.buffers import share_buffers
+from shoal.torch_internals.autograd import call_after_backward, is_in_backward, not_compiled
+from shoal.torch_internals.optimizers import IN_BACKWARD_OPTIMIZERS
+from shoal.torch_internals.tensors import hooks_after_gradient
+from shoal.torch_internals.trees import tree_leaves
 
 if TYPE_CHECKING:
     from shoal.strategies.engine.engine import Engine
@@ -85,7 +88,7 @@ class Passes:
 
     # Forward ------------------------------------------------------------------------------
 
-    @torch._disable_dynamo
+    @not_compiled
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         engine, gathering, is_training = self._engine, self._gathering, torch.is_grad_enabled()
         if gathering.is_needed:
@@ -108,7 +111,7 @@ class Passes:
         self._saving.append(saving)
         return engine.precision.narrowed((args, kwargs)) if engine.precision.is_mixed else None
 
-    @torch._disable_dynamo
+    @not_compiled
     def _end_forward(self, module: nn.Module, args: object, output: object) -> Any:
         if self.is_recomputing() or is_transforming():
             return None
@@ -142,7 +145,7 @@ class Passes:
 
         A backward that failed leaves the flag behind, so autograd itself is asked.
         """
-        self._in_backward &= torch._C._current_graph_task_id() != -1
+        self._in_backward &= is_in_backward()
         return self._in_backward
 
     def share_buffers(self) -> None:
@@ -163,7 +166,7 @@ class Passes:
         self._gradients.add_to()
         for gradients in self._gradients.groups:
             gradients.expect()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        call_after_backward(self._end_backward)
 
     def _arrived(self, group: int, index: int) -> None:
         gradients = self._gradients.groups[group]
@@ -256,7 +259,6 @@ class Passes:
 
 
 # Where torch's `_apply_optimizer_in_backward` leaves the optimizers of a parameter.
-_OPTIMIZERS = "_in_backward_optimizers"
 
 
 class Arrivals:
@@ -266,7 +268,7 @@ class Arrivals:
         """``tell``: a method that is given a parameter's group and its index there."""
         # Python's collector does not follow references from a parameter to its hooks.
         self._tell = weakref.WeakMethod(tell)
-        self._hooks: list[tuple[dict[int, Any], int, dict[str, Any]]] = []
+        self._hooks: list[tuple[MutableMapping[int, Any], int, dict[str, Any]]] = []
         self.are_stepped = False
         """Whether an optimizer steps some parameters as their gradients arrive."""
 
@@ -290,8 +292,7 @@ class Arrivals:
 
         arrived.owner = owner  # type: ignore[attr-defined]
         handle = parameter.register_post_accumulate_grad_hook(arrived)
-        hooks = parameter._post_accumulate_grad_hooks
-        self._hooks.append((hooks, handle.id, vars(parameter)))
+        self._hooks.append((hooks_after_gradient(parameter), handle.id, vars(parameter)))
         parameter.requires_grad_(was_trainable)
         return handle
 
@@ -299,7 +300,7 @@ class Arrivals:
         """Puts our hooks behind those of users, which see gradients before they are collected."""
         self.are_stepped = False
         for hooks, own, attributes in self._hooks:
-            if _OPTIMIZERS in attributes:
+            if IN_BACKWARD_OPTIMIZERS in attributes:
                 self.are_stepped = True
             if len(hooks) > 1 and next(reversed(hooks)) != own:
                 hooks[own] = hooks.pop(own)  # autograd does not see what move_to_end does

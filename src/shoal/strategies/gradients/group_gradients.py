@@ -7,7 +7,6 @@ moved into the group's buffer, all with one call, and the parameters drop them.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from shoal.comm import Backend, ReduceOp, Work
@@ -18,6 +17,7 @@ from shoal.strategies.gradients.reductions import AverageToAll, AverageToParts, 
 from shoal.strategies.gradients.sharded.owners import GradientOwners
 from shoal.strategies.gradients.sharded.sharded_gradient import ShardedGradient
 from shoal.strategies.gradients.shown import ShownGradients
+from shoal.torch_internals.tensors import as_plain_tensors, foreach_copy_, sum_of_versions
 
 
 class GroupGradients:
@@ -61,7 +61,7 @@ class GroupGradients:
         shows_parts = is_sharded or is_hidden or group.is_mixed
         self.shown = ShownGradients(self, owners, rank, shows_parts=shows_parts)
         if group.is_mixed:  # gradients are averaged and shown in the masters' dtype
-            with torch._C.DisableTorchFunctionSubclass():
+            with as_plain_tensors():
                 for parameter in group.parameters:
                     parameter.grad_dtype = None
 
@@ -75,8 +75,8 @@ class GroupGradients:
 
     def _sum_versions(self) -> int:
         """How often the parameters were changed in place."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return sum([parameter._version for parameter in self.group.parameters]) - (
+        with as_plain_tensors():
+            return sum_of_versions(self.group.parameters) - (
                 self.group.num_freed * len(self.group.parameters)
             )
 
@@ -142,13 +142,13 @@ class GroupGradients:
             self.collected.add(index)
             self.local.add(index)
         if fresh[0]:
-            torch._foreach_copy_(*fresh)
+            foreach_copy_(*fresh)
         for view, gradient in zip(*more, strict=True):
             view.add_(gradient.to(view.dtype))
 
     def _take_gradient(self, index: int) -> Tensor | None:
         parameter = self.group.parameters[index]
-        with torch._C.DisableTorchFunctionSubclass():  # this is no access that wants values
+        with as_plain_tensors():  # this is no access that wants values
             gradient = parameter.grad
             parameter.grad = None  # so that nothing is added to a buffer that is being reduced
         if isinstance(gradient, ShardedGradient):

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.comm import Backend, ReduceOp
 from shoal.comm.operation import AllGather, AllReduce
+from shoal.torch_internals.modules import BatchNorm, check_input_dim
 
 
 class Assembly:
@@ -30,7 +30,7 @@ class Assembly:
 def check_layers(module: nn.Module) -> None:
     """Refuses layers whose computation is unknown."""
     for name, layer in module.named_modules():
-        if isinstance(layer, _BatchNorm) and type(layer).forward not in _KNOWN:
+        if isinstance(layer, BatchNorm) and type(layer).forward not in _KNOWN:
             raise TypeError(
                 f"sync_batchnorm=True cannot synchronize {name or 'the model itself'}: "
                 f"{type(layer).__name__} has a forward of its own. Use torch.nn.BatchNorm1d, 2d or "
@@ -55,13 +55,13 @@ def synchronize(module: nn.Module, backend: Backend) -> None:
     """Makes every BatchNorm of a model see the batches of all ranks; all of them call it."""
     assembly = Assembly(backend)
     for name, found in module.named_modules():
-        if isinstance(found, _BatchNorm):
+        if isinstance(found, BatchNorm):
             layer: Any = found
             layer.__class__ = _synchronized(layer.__class__)
             layer.assembly, layer.place = assembly, name
 
 
-class SynchronizedBatchNorm(_BatchNorm):
+class SynchronizedBatchNorm(BatchNorm):
     """What `synchronize` makes of a BatchNorm, beside the class that it was."""
 
     assembly: Assembly
@@ -72,7 +72,7 @@ class SynchronizedBatchNorm(_BatchNorm):
         group = self.assembly.group
         if not self.training or group.size == 1:
             return super().forward(input)
-        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        check_input_dim(self, input)
         # As torch does it: in 16 bits the sums are kept in 32.
         x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         with torch.no_grad():
@@ -112,11 +112,11 @@ class SynchronizedBatchNorm(_BatchNorm):
         return normal
 
 
-_KNOWN = (_BatchNorm.forward, SynchronizedBatchNorm.forward)
+_KNOWN = (BatchNorm.forward, SynchronizedBatchNorm.forward)
 
 
 @cache
-def _synchronized(kind: type[_BatchNorm]) -> Any:
+def _synchronized(kind: type[BatchNorm]) -> Any:
     """The class behind ``kind`` in its methods' order, so what a subclass changes still holds."""
     if issubclass(kind, SynchronizedBatchNorm):
         return kind

@@ -22,10 +22,9 @@ from shoal.comm import Backend
 from shoal.errors import ShoalError
 from shoal.strategies.engine.admission import check_models
 from shoal.strategies.layers.buffers import share_buffers
+from shoal.torch_internals.modules import RESETS
+from shoal.torch_internals.tensors import hooks_after_gradient, hooks_before_gradient, version_of
 from shoal.torch_support.random_state import RandomState
-
-# torch's attention and transformer have the second, and nothing by the name of the first.
-_RESETS = ("reset_parameters", "_reset_parameters")
 
 
 def materialize(module: nn.Module, device: torch.device, seed: int) -> None:
@@ -87,7 +86,7 @@ class _Materialization:
             # Not a loop over ``own``: some modules (recurrent ones) have to put things in order.
             module._apply(self._with_memory, recurse=False)
         for tensor in own:
-            self._versions[id(tensor)] = tensor._version
+            self._versions[id(tensor)] = version_of(tensor)
 
     def _with_memory(self, tensor: Tensor) -> Tensor:
         """The same object, with memory that is marked as not set yet."""
@@ -126,7 +125,7 @@ class _Materialization:
         if tensor.is_floating_point() or tensor.is_complex():
             return bool(tensor.isnan().any())
         is_marked = bool((tensor == _mark(tensor.dtype)).all())
-        return is_marked and tensor._version == self._versions[id(tensor)]
+        return is_marked and version_of(tensor) == self._versions[id(tensor)]
 
     def _check(self) -> None:
         for name, module in self._module.named_modules():
@@ -166,7 +165,7 @@ def _children_first(
 
 
 def _reset(module: nn.Module) -> Callable[..., object] | None:
-    found = (getattr(module, name, None) for name in _RESETS)
+    found = (getattr(module, name, None) for name in RESETS)
     return next(filter(callable, found), None)
 
 
@@ -187,8 +186,7 @@ def _mark(dtype: torch.dtype) -> float | int | bool:
 
 
 def _swap(tensor: Tensor, memory: Tensor) -> None:
-    hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    if any(getattr(tensor, name, None) for name in hooks):
+    if hooks_before_gradient(tensor) or hooks_after_gradient(tensor):
         raise ShoalError(
             f"a parameter of shape {tuple(tensor.shape)} on the meta device has hooks, which would "
             "be lost when it gets memory: hang them on after the model is wrapped"

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+
+from shoal.torch_internals.modules import buffers_of
+from shoal.torch_internals.trees import tree_leaves
 
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}
 _CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
@@ -28,7 +30,7 @@ class Snapshot:
 
     def __init__(self, module: nn.Module) -> None:
         """Takes it."""
-        self._parts = [(m, dict(_own(m)), dict(m._buffers)) for m in module.modules()]
+        self._parts = [(m, dict(_own(m)), dict(buffers_of(m))) for m in module.modules()]
         self._contents = [
             (value, value.copy())
             for _, own, _ in self._parts
@@ -46,8 +48,8 @@ class Snapshot:
             for key in _own(module).keys() - own.keys():
                 del vars(module)[key]
             vars(module).update(own)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+            buffers_of(module).clear()
+            buffers_of(module).update(buffers)
 
     def new_tensors(self) -> list[Tensor]:
         """Tensors that modules keep now and did not before."""

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves, tree_map
+
+from shoal.torch_internals.modules import BatchNorm
+from shoal.torch_internals.trees import tree_leaves, tree_map
 
 _NAMES = {
     "bf16": torch.bfloat16,
@@ -41,7 +42,7 @@ class Precision:
         """``compute_dtype``: None for the parameters' own."""
         self._dtype = compute_dtype
         self.is_mixed = compute_dtype is not None
-        layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+        layers = [layer for layer in module.modules() if isinstance(layer, BatchNorm)]
         self._exempt = {id(p) for layer in layers for p in layer.parameters()}
 
     def dtype_of(self, parameter: nn.Parameter) -> torch.dtype | None:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from shoal.comm import Backend, ReduceOp
 from shoal.comm.operation.partition import offsets, split_sizes
@@ -18,6 +17,7 @@ from shoal.strategies.pipeline.learning.absent_value import AbsentValue, absent_
 from shoal.strategies.pipeline.stage import Stage
 from shoal.strategies.training import LossFunction, nothing
 from shoal.system.rank_names import name_ranks
+from shoal.torch_internals.trees import tree_flatten, tree_leaves, tree_map
 from shoal.torch_support.fingerprint import fingerprint_number
 
 # Enough to tell batches apart, few enough to cost nothing.

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from shoal.comm import Backend
 from shoal.errors import ShoalError
@@ -28,6 +27,7 @@ from shoal.strategies.pipeline.runner import Runner
 from shoal.strategies.pipeline.schedules import SCHEDULES, Pass, Span, Tick, make_ticks
 from shoal.strategies.pipeline.stage import Stage
 from shoal.strategies.training import LossFunction, call_module, count_items
+from shoal.torch_internals.trees import tree_flatten, tree_map, tree_unflatten
 from shoal.torch_support.random_state import RandomState
 
 if TYPE_CHECKING:

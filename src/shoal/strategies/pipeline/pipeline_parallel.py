@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from shoal.comm import Backend, Mesh, World
 from shoal.strategies.layers.materialization import share_values
@@ -20,6 +19,7 @@ from shoal.strategies.pipeline.stage import Stage
 from shoal.strategies.pipeline.units import cut_chain, find_units
 from shoal.strategies.settings import LEVELS, Ownership
 from shoal.strategies.training import LossFunction
+from shoal.torch_internals.modules import IncompatibleKeys
 
 
 class PipelineParallelModel(ShardedModel):
@@ -245,7 +245,7 @@ class PipelineParallelModel(ShardedModel):
             )
         if not missing:
             self.engine.steps.is_torn = False
-        return _IncompatibleKeys(missing, unexpected)
+        return IncompatibleKeys(missing, unexpected)
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         """The averaged gradient of every parameter of all stages, whole on every rank."""

@@ -16,6 +16,7 @@ from shoal.strategies.pipeline.learning.absent_value import absent_like
 from shoal.strategies.pipeline.learning.chunk_forward import CallInterceptor
 from shoal.strategies.pipeline.learning.route import ValueId
 from shoal.strategies.pipeline.units import Unit
+from shoal.torch_internals.modules import buffers_of, parameters_of
 
 
 class Stage:
@@ -67,13 +68,13 @@ class StageParameters:
         self.names = {id(parameter): name for name, parameter in self.by_name.items()}
         """The first name of each parameter, by its identity."""
         self._registrations = _registrations(model, self.names)
-        self._orders = {module: list(module._parameters) for module in model.modules()}
+        self._orders = {module: list(parameters_of(module)) for module in model.modules()}
         chunk_of = _module_chunks(model, units, chunk_of_unit)
         self._chunk = {n: chunk_of[self._registrations[n][0][0]] for n in self.by_name}
         self._buffer_chunk = {
             name: chunk_of[module]
             for prefix, module in model.named_modules()
-            for name in (f"{prefix}.{own}" if prefix else own for own in module._buffers)
+            for name in (f"{prefix}.{own}" if prefix else own for own in buffers_of(module))
         }
         every = model.named_parameters(remove_duplicate=False)
         self._first_name = {name: self.names[id(parameter)] for name, parameter in every}
@@ -125,7 +126,7 @@ class StageParameters:
         for name in self.foreign:
             parameter = self.by_name[name]
             for module, attribute in self._registrations[name]:
-                module._parameters.pop(attribute, None)
+                parameters_of(module).pop(attribute, None)
             self.show_absent(name)
             # Code that kept the parameter and computes with it gets no number.
             invalid = torch.full((), _invalid(parameter.dtype), dtype=parameter.dtype)
@@ -149,13 +150,15 @@ class StageParameters:
         parameter.data = value
         for module, attribute in self._registrations[name]:
             module.__dict__.pop(attribute, None)
-            module._parameters[attribute] = parameter
-            order = [key for key in self._orders[module] if key in module._parameters]
-            module._parameters = {key: module._parameters[key] for key in order}
+            parameters_of(module)[attribute] = parameter
+            own = parameters_of(module)
+            for key in self._orders[module]:  # each to the end: the order that the module had
+                if key in own:
+                    own[key] = own.pop(key)
 
     def listed_in(self, module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
         """A module's own parameters in their order, with what is shown for those of other ranks."""
-        present = module._parameters
+        present = parameters_of(module)
         order = self._orders.get(module, [])
         for key in (*order, *(key for key in present if key not in order)):
             yield key, present[key] if key in present else vars(module).get(key)
@@ -164,7 +167,7 @@ class StageParameters:
 def _registrations(model: nn.Module, names: Mapping[int, str]) -> dict[str, list[_Registration]]:
     found: dict[str, list[_Registration]] = {name: [] for name in names.values()}
     for module in model.modules():
-        for attribute, parameter in module._parameters.items():
+        for attribute, parameter in parameters_of(module).items():
             if parameter is not None:
                 found[names[id(parameter)]].append((module, attribute))
     return found
@@ -186,9 +189,9 @@ def _module_chunks(
 
 def _free_buffers(module: nn.Module, unit: str) -> None:
     for part in module.modules():
-        for name, buffer in list(part._buffers.items()):
+        for name, buffer in list(buffers_of(part).items()):
             if buffer is not None:
-                del part._buffers[name]
+                del buffers_of(part)[name]
                 source = ValueId.of_parameter(f"{unit} ({name})")
                 part.__dict__[name] = absent_like(buffer.shape, buffer.dtype, buffer.device, source)
 

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from shoal.strategies.training import call_module
+from shoal.torch_internals.modules import buffers_of, is_persistent
+from shoal.torch_internals.trees import tree_leaves
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -99,9 +100,9 @@ def _has_state(module: nn.Module) -> bool:
     if any(True for _ in module.parameters()):
         return True
     return any(
-        name not in part._non_persistent_buffers_set
+        is_persistent(part, name)
         for part in module.modules()
-        for name, buffer in part._buffers.items()
+        for name, buffer in buffers_of(part).items()
         if buffer is not None
     )
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from shoal.comm import Backend
 from shoal.comm import differentiable as collective
@@ -36,6 +35,8 @@ from shoal.strategies.tensor.plan.user_plan import make_plan
 from shoal.strategies.tensor.region import RegionEntry, TensorGroup
 from shoal.strategies.tensor.split_parameter import ReadGuard
 from shoal.strategies.tensor.tensor_parts import TensorParts
+from shoal.torch_internals.tensors import hooks_before_gradient
+from shoal.torch_internals.trees import tree_leaves
 from shoal.torch_support.fingerprint import checksum, fingerprint
 from shoal.torch_support.random_state import set_torch_states, torch_states
 
@@ -169,7 +170,7 @@ def _sum_gradients(parameter: nn.Parameter, group: Backend) -> None:
     parameter.register_hook(lambda gradient: collective.reduce(gradient, group))
     parameter.requires_grad_(was_trainable)
     # A user's hooks come after the sum: they are for the gradient, not for a part of it.
-    hooks: Any = parameter._backward_hooks
+    hooks: Any = hooks_before_gradient(parameter)
     *others, last = hooks.items()
     hooks.clear()  # torch goes by the order in which they were put in, not by `move_to_end`
     hooks.update([last, *others])

@@ -18,6 +18,7 @@ from shoal.comm import Backend
 from shoal.comm import differentiable as collective
 from shoal.errors import ShoalError
 from shoal.strategies.tensor.split_parameter import ReadGuard
+from shoal.torch_internals.autograd import is_in_backward
 
 
 @dataclass
@@ -106,7 +107,7 @@ class RegionEntry:
         A backward recomputes what a forward did, and may begin in the middle of a block.
         """
         is_called = self._block is None or self._num_calls > 0
-        return not is_called and torch._C._current_graph_task_id() == -1
+        return not is_called and not is_in_backward()
 
     def present(self, tensor: Tensor) -> Tensor:
         """The whole of the main input, of which each rank has some positions."""

@@ -16,11 +16,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ShoalError
+from shoal.torch_internals.tensors import ATTRIBUTES_WITHOUT_VALUES, as_plain_tensors
+from shoal.torch_internals.trees import tree_leaves
 
 # What is the same for a part as for the whole, or says nothing about values.
 HARMLESS = frozenset(
@@ -28,8 +28,8 @@ HARMLESS = frozenset(
         "dtype", "device", "layout", "ndim", "dim", "requires_grad", "requires_grad_", "is_leaf",
         "grad", "grad_fn", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested",
         "is_floating_point", "is_complex", "is_inference", "get_device", "element_size", "itemsize",
-        "_version", "_base", "_is_view", "output_nr", "retains_grad", "_backward_hooks",
-        "_post_accumulate_grad_hooks", "register_hook", "register_post_accumulate_grad_hook",
+        *ATTRIBUTES_WITHOUT_VALUES, "output_nr", "retains_grad", "register_hook",
+        "register_post_accumulate_grad_hook",
     }
 )  # fmt: skip
 _PLAIN = (Tensor, nn.Parameter)
@@ -54,7 +54,7 @@ class SplitParameter(nn.Parameter):
             cls.guard.notice((args, kwargs))
         if not all(kind in _PLAIN or issubclass(kind, SplitParameter) for kind in types):
             return NotImplemented
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain_tensors():
             return func(*args, **kwargs)
 
 
@@ -104,7 +104,7 @@ class ReadGuard:
         if not self.is_on:
             return _NOTHING
         if type(parameter) is self._kind and type(input) in _PLAIN:
-            return torch._C.DisableTorchFunctionSubclass()  # much the faster way
+            return as_plain_tensors()  # much the faster way
         return self.lifted()  # the input, or a parameter that is absent, has a class to heed
 
     @contextlib.contextmanager

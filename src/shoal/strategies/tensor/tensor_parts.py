@@ -38,8 +38,8 @@ class TensorParts:
         """``splits``: every rank's part of each parameter."""
         self._group, self.group, self.plan = group, group.backend, plan
         self._all_splits = dict(splits)
-        self._parameters = {name: module.get_parameter(name) for name in splits}
-        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._by_name = {name: module.get_parameter(name) for name in splits}
+        self._names = {id(parameter): name for name, parameter in self._by_name.items()}
         self._whole_names = [n for n, p in module.named_parameters() if id(p) not in self._names]
 
     @property
@@ -82,8 +82,8 @@ class TensorParts:
         """Only some of the parameters: a stage of a pipeline has those of its layers."""
         some = copy(self)
         some._all_splits = {n: each for n, each in self._all_splits.items() if n in names}
-        some._parameters = {n: p for n, p in self._parameters.items() if n in names}
-        some._names = {id(parameter): name for name, parameter in some._parameters.items()}
+        some._by_name = {n: p for n, p in self._by_name.items() if n in names}
+        some._names = {id(parameter): name for name, parameter in some._by_name.items()}
         return some
 
     def joined(
@@ -102,16 +102,16 @@ class TensorParts:
         if self._group.is_whole:
             yield
             return
-        own = {name: parameter.data for name, parameter in self._parameters.items()}
+        own = {name: parameter.data for name, parameter in self._by_name.items()}
         for name, part in own.items():
-            self._parameters[name].data = self.join(name, part)
+            self._by_name[name].data = self.join(name, part)
         self._group.is_whole = True
         try:
             yield
         finally:
             self._group.is_whole = False
             for name, part in own.items():
-                parameter = self._parameters[name]
+                parameter = self._by_name[name]
                 if keep_changes:
                     part.copy_(self.take(name, parameter.data))
                 parameter.data = part

@@ -15,10 +15,10 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from shoal.strategies.training import call_module, count_items
+from shoal.torch_internals.modules import BatchNorm
+from shoal.torch_internals.trees import keystr, tree_leaves_with_path
 from shoal.verification.comparison import Comparison, Difference
 from shoal.verification.experiment import Experiment, Findings
 from shoal.verification.trainers.one_process import SplitBatch, WholeBatch
@@ -87,7 +87,7 @@ class Replay:
     def has_batch_statistics(self) -> bool:
         """Whether a layer in training looks at all rows of a batch."""
         modules = self.setup.model.modules()
-        return any(isinstance(m, _BatchNorm) and m.training for m in modules)
+        return any(isinstance(m, BatchNorm) and m.training for m in modules)
 
     @cached_property
     def losses(self) -> PartLosses:

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from shoal.optim.proof.judging import judge
 from shoal.optim.stepping.kernels import fused_where_free
 from shoal.optim.stepping.supervision import Supervision
 from shoal.strategies.layers.precision import Precision
 from shoal.strategies.training import call_module, count_items
+from shoal.torch_internals.modules import with_parameters
+from shoal.torch_internals.trees import tree_map
 from shoal.torch_support.random_state import RandomStream
 from shoal.verification.trainers.trainer import Batch, Build, Observed, Setup, Trainer, share
 
@@ -248,7 +248,7 @@ class _MixedPrecisionModel:
             name: parameter.to(self._precision.dtype_of(parameter) or parameter.dtype)
             for name, parameter in self._model.named_parameters()
         }
-        with _reparametrize_module(self._model, narrow, tie_weights=True):
+        with with_parameters(self._model, narrow):
             yield
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

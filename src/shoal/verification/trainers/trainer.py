@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from shoal.comm.operation.partition import offsets, split_sizes
 from shoal.optim import ShardedOptimizer
 from shoal.strategies import ShardedModel
 from shoal.strategies.training import count_items
+from shoal.torch_internals.trees import tree_map
 
 Batch = tuple[Any, Any]
 Build = Callable[[], tuple[nn.Module, Any, Iterable[Any], Callable[[Any, Any], Tensor]]]

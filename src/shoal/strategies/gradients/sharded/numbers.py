@@ -16,6 +16,7 @@ from torch import Tensor
 from shoal.errors import MismatchError
 from shoal.strategies.gradients.sharded.owners import LARGEST, SMALLEST, SUM, Combination
 from shoal.strategies.gradients.sharded.part import PartTensor
+from shoal.torch_internals.tensors import foreach_norm, schema_of
 
 aten = torch.ops.aten
 
@@ -38,7 +39,7 @@ def _one(gradient: PartTensor, number: Tensor, how: Combination, what: str) -> T
 
 
 def _arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    names = [argument.name for argument in func._schema.arguments]
+    names = [argument.name for argument in schema_of(func).arguments]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
@@ -84,7 +85,7 @@ def _norms(gradients: Sequence[PartTensor], order: float, what: str) -> list[Ten
     values = [gradient.part.values() for gradient in gradients]
     real = [each.abs() if each.is_complex() else each for each in values]
     filled = [each if each.numel() else each.new_zeros(1) for each in real]
-    local = torch._foreach_norm(filled, order, dtype=torch.float64)
+    local = foreach_norm(filled, order, dtype=torch.float64)
     if order == math.inf:
         return list(_combined(gradients, local, LARGEST, what))
     if order == 0:
@@ -107,7 +108,7 @@ def _foreach_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
         if isinstance(chosen[0], PartTensor):
             found = _norms(chosen, order, "norm")
         else:
-            found = list(torch._foreach_norm(chosen, order))
+            found = list(foreach_norm(chosen, order))
         for index, norm in zip(indices, found, strict=True):
             norms[index] = norm.to(dtype or tensors[index].dtype.to_real())
     return norms

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.errors import ShoalError
 from shoal.strategies.gradients.sharded.numbers import NUMBERS
 from shoal.strategies.gradients.sharded.part import GradientPart, PartLayout, PartTensor
+from shoal.torch_internals.tensors import schema_of
+from shoal.torch_internals.trees import tree_leaves, tree_map
 from shoal.torch_support.fingerprint import checksum
 
 aten = torch.ops.aten
@@ -83,8 +84,8 @@ def _can_be_local(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
 
 def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """What the operation writes to."""
-    names = [arg for arg in func._schema.arguments if arg.alias_info and arg.alias_info.is_write]
-    indices = {arg.name: index for index, arg in enumerate(func._schema.arguments)}
+    names = [arg for arg in schema_of(func).arguments if arg.alias_info and arg.alias_info.is_write]
+    indices = {arg.name: index for index, arg in enumerate(schema_of(func).arguments)}
     found = [
         args[indices[arg.name]] if indices[arg.name] < len(args) else kwargs[arg.name]
         for arg in names
@@ -174,7 +175,7 @@ def _on_lists(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if not is_local[index]:
             found = _on_wholes(func, rows[index], kwargs)
             results[index] = found[0] if found else None
-    return None if func._schema.is_mutable else results
+    return None if schema_of(func).is_mutable else results
 
 
 def _row(args: Sequence[Any], index: int) -> list[Any]:

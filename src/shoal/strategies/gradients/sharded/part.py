@@ -19,6 +19,7 @@ from torch import Tensor
 from shoal.errors import ShoalError
 from shoal.strategies.engine.changes import num_references
 from shoal.strategies.gradients.sharded.owners import GradientOwners
+from shoal.torch_internals.tensors import make_wrapper
 
 if TYPE_CHECKING:
     from shoal.strategies.gradients.group_gradients import GroupGradients
@@ -192,7 +193,7 @@ class PartTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, part: GradientPart, like: Tensor) -> PartTensor:
         """``like`` has its dtype and device."""
-        made: PartTensor = torch.Tensor._make_wrapper_subclass(
+        made: PartTensor = make_wrapper(
             cls, part.layout.shape, dtype=like.dtype, device=like.device
         )
         made.part, made.arrived, made.replacement = part, None, None

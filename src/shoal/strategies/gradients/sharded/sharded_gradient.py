@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _foreach_utils
-from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ShoalError
 from shoal.strategies.gradients.sharded.operations import perform
 from shoal.strategies.gradients.sharded.part import PartTensor
+from shoal.torch_internals.autograd import is_in_backward
+from shoal.torch_internals.tensors import allow_in_foreach, no_torch_function
+from shoal.torch_internals.trees import tree_leaves
 
 
 class ShardedGradient(PartTensor):
@@ -30,7 +31,7 @@ class ShardedGradient(PartTensor):
     """
 
     # Results are what `perform` makes them.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -41,7 +42,7 @@ class ShardedGradient(PartTensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Keeps what autograd accumulates, and computes everything else together."""
-        if torch._C._current_graph_task_id() == -1:
+        if not is_in_backward():
             return perform(func, args, dict(kwargs or {}))
         if func is torch.ops.aten.add_.Tensor and isinstance(args[0], ShardedGradient):
             gradient, known = args[0], args[0].arrived
@@ -113,5 +114,4 @@ def _in_backward(func: Any, args: Sequence[Any]) -> ShoalError:
 
 
 # Else torch would ask for the norm of each gradient by itself, one message each.
-if ShardedGradient not in _foreach_utils._foreach_supported_types:
-    _foreach_utils._foreach_supported_types.append(ShardedGradient)  # type: ignore[arg-type]
+allow_in_foreach(ShardedGradient)

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.errors import ShoalError
 from shoal.strategies.pipeline.learning.route import ValueId
 from shoal.system.rank_names import list_names
+from shoal.torch_internals.tensors import make_wrapper, no_torch_function, schema_of
+from shoal.torch_internals.trees import tree_leaves, tree_map
 
 
 class AbsentValue(torch.Tensor):
@@ -44,7 +45,7 @@ class AbsentValue(torch.Tensor):
         hidden: Tensor | None = None,
     ) -> AbsentValue:
         """``meta`` has the shape; the value claims to be on ``device``."""
-        value: AbsentValue = torch.Tensor._make_wrapper_subclass(
+        value: AbsentValue = make_wrapper(
             cls,
             meta.shape,
             strides=meta.stride(),
@@ -55,7 +56,7 @@ class AbsentValue(torch.Tensor):
         value.meta, value.sources, value.recorder, value.hidden = meta, sources, recorder, hidden
         return value
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -176,7 +177,7 @@ def _compute_hidden(
     is_use: bool,
 ) -> Any:
     """Computes with hidden values; the result is absent unless the operation uses the values."""
-    is_write = func._schema.is_mutable
+    is_write = schema_of(func).is_mutable
     if is_use or is_write or func in _VALUES or _needs_values(func, args, kwargs):
         for value in absent:
             recorder.used |= value.sources
@@ -226,7 +227,7 @@ def _compute_shapes(func: Any, args: Any, kwargs: Any, absent: Sequence[AbsentVa
         result = func(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
     except Exception as error:  # the shape of the result depends on values
         raise absent_error(absent) from error
-    if func._schema.is_mutable:
+    if schema_of(func).is_mutable:
         return _written(func, args, kwargs)[0]
     return tree_map(
         lambda leaf: AbsentValue(leaf, device, sources) if isinstance(leaf, Tensor) else leaf,
@@ -238,7 +239,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The arguments that an operation writes into; it returns the first of them."""
     return [
         args[index] if index < len(args) else kwargs.get(argument.name)
-        for index, argument in enumerate(func._schema.arguments)
+        for index, argument in enumerate(schema_of(func).arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
 

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from shoal.errors import ShoalError
 from shoal.strategies.pipeline.learning.absent_value import AbsentValue, absent_error, absent_like
@@ -42,6 +41,8 @@ from shoal.strategies.pipeline.learning.route import (
     write_attributes,
 )
 from shoal.strategies.pipeline.units import Unit
+from shoal.torch_internals.modules import CALL, COMPILED_CALL, compiled_call, named_members
+from shoal.torch_internals.trees import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 if TYPE_CHECKING:
     from shoal.strategies.pipeline.stage import Stage
@@ -68,10 +69,10 @@ class CallInterceptor:
         self.current: ChunkForward | None = None
         self._is_in_loss = False
         for unit in units:
-            for name in ("_call_impl", "forward"):
+            for name in (CALL, "forward"):
                 setattr(unit.module, name, self._intercepted(unit, name))
-            if unit.module._compiled_call_impl is not None:  # called instead of _call_impl
-                unit.module._compiled_call_impl = self._intercepted(unit, "_compiled_call_impl")
+            if compiled_call(unit.module) is not None:
+                setattr(unit.module, COMPILED_CALL, self._intercepted(unit, COMPILED_CALL))
         model.forward = self._left_early(model.forward)
         self._list_all = list_all
         for part in model.modules():
@@ -112,7 +113,7 @@ class CallInterceptor:
         # Hooks before the model's own forward do not count as the user's code.
         is_in_forward = self.current is not None and self.current.has_begun
         if self._is_in_loss or is_in_forward:
-            yield from module._named_members(self._list_all, *args, **kwargs)
+            yield from named_members(module, self._list_all, *args, **kwargs)
         else:
             yield from type(module).named_parameters(module, *args, **kwargs)
 

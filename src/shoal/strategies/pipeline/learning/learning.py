@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from shoal.errors import ShoalError
 from shoal.strategies.layers.module_snapshot import Snapshot
@@ -34,6 +33,8 @@ from shoal.strategies.pipeline.learning.route import (
 )
 from shoal.strategies.pipeline.stage import Stage
 from shoal.strategies.pipeline.units import Unit
+from shoal.torch_internals.tensors import version_of
+from shoal.torch_internals.trees import tree_flatten, tree_leaves, tree_map
 from shoal.torch_support.random_state import RandomState
 
 
@@ -183,7 +184,7 @@ class _LearningForward(ChunkForward):
             real = self._values[value_id].clone()
             value = hide(real, value_id, self._recorder, needs_grad=needs_grad)
             assert value.hidden is not None
-            self._hidden_versions[value_id] = (value.hidden, value.hidden._version)
+            self._hidden_versions[value_id] = (value.hidden, version_of(value.hidden))
             return value
 
         return put_results(unit, number, call, leaf)
@@ -208,7 +209,7 @@ class _LearningForward(ChunkForward):
         for index, leaf in tensors.items():
             value_id = ValueId(number, index, unit.name)
             self.produced[value_id] = leaf.detach().clone()
-            self._own_versions[value_id] = (leaf, leaf._version)
+            self._own_versions[value_id] = (leaf, version_of(leaf))
         return output
 
     def _borrow_for(self, unit: Unit) -> None:
@@ -227,13 +228,13 @@ class _LearningForward(ChunkForward):
 
 
 def _changed(versions: Mapping[ValueId, tuple[Tensor, int]]) -> set[ValueId]:
-    return {value_id for value_id, (value, was) in versions.items() if value._version != was}
+    return {value_id for value_id, (value, was) in versions.items() if version_of(value) != was}
 
 
 def _version(leaf: Any) -> int:
     if not isinstance(leaf, Tensor) or leaf.is_inference():
         return 0
-    return leaf._version
+    return version_of(leaf)
 
 
 def _check_arguments(unit: Unit, before: Any, after: Sequence[Any], returned: Any) -> None:

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from shoal.errors import ShoalError
 from shoal.strategies.pipeline.schedules import Pass
+from shoal.torch_internals.trees import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 
 class ValueId(NamedTuple):

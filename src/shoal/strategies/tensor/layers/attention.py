@@ -13,6 +13,7 @@ from shoal.strategies.tensor.layers.dropout import attention_weights, drop
 from shoal.strategies.tensor.layers.linear import product
 from shoal.strategies.tensor.plan.tensor_plan import Cut
 from shoal.strategies.tensor.region import RegionEntry, TensorGroup
+from shoal.torch_internals.modules import additive_mask, has_one_projection
 
 
 class HeadAttention(nn.MultiheadAttention):
@@ -68,13 +69,13 @@ class HeadAttention(nn.MultiheadAttention):
 
     @property
     def _first_weight(self) -> Tensor:
-        return self.in_proj_weight if self._qkv_same_embed_dim else self.q_proj_weight
+        return self.in_proj_weight if has_one_projection(self) else self.q_proj_weight
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         joined_bias: Tensor | None = self.in_proj_bias
         biases = (None,) * 3 if joined_bias is None else joined_bias.chunk(3)
         weights: Sequence[Tensor]
-        if not self._qkv_same_embed_dim:
+        if not has_one_projection(self):
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         elif query is key and key is value:
             joined = F.linear(self._entry(query), self.in_proj_weight, self.in_proj_bias)
@@ -98,7 +99,7 @@ class HeadAttention(nn.MultiheadAttention):
     ) -> Tensor | None:
         """Both masks as numbers to be added, for this rank's heads."""
         padding, attn_mask = (
-            F._canonical_mask(mask, name, None, "", query.dtype, check_other=False)
+            additive_mask(mask, name, query.dtype)
             for name, mask in (("key_padding_mask", padding), ("attn_mask", attn_mask))
         )
         if attn_mask is not None and attn_mask.dim() == 3:

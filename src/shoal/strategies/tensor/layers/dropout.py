@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.comm import Backend
 from shoal.strategies.tensor.plan.tensor_plan import Cut
+from shoal.torch_internals.modules import Dropout
 
 
 def whole_mask(like: Tensor, dim: int, cut: Cut, group: Backend, p: float) -> Tensor:
@@ -201,6 +202,6 @@ def has_rate(module: nn.Module) -> bool:
         named = [value for name, value in vars(part).items() if "drop" in name]
         if any(isinstance(value, float) and value > 0 for value in named):
             return True
-        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
+        if isinstance(part, Dropout) and part.p > 0:
             return True
     return False

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from shoal.comm import differentiable as collective
 from shoal.strategies.tensor.region import RegionEntry, TensorGroup
+from shoal.torch_internals.modules import parameters_of
 
 if TYPE_CHECKING:
     from shoal.strategies.tensor.plan.tensor_plan import Cut
@@ -30,7 +31,7 @@ def is_linear(module: nn.Module) -> bool:
     if "forward" in vars(module) or not (forward is nn.Linear.forward or _is_transposed(module)):
         return False
     # Where a weight is computed from others (weight norm), it is no parameter.
-    return isinstance(module._parameters.get("weight"), nn.Parameter)
+    return isinstance(parameters_of(module).get("weight"), nn.Parameter)
 
 
 def _is_transposed(module: nn.Module) -> bool:

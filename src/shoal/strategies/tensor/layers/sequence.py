@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from shoal.comm import Backend
 from shoal.comm import differentiable as collective
@@ -30,6 +29,7 @@ from shoal.strategies.tensor.plan.proposals import describe
 from shoal.strategies.tensor.plan.tensor_plan import Cut, Style, TensorPlan
 from shoal.strategies.tensor.region import RegionEntry
 from shoal.strategies.tensor.trial.trial_call import arguments, random_weights, unchanged
+from shoal.torch_internals.trees import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 _TOLERANCE = 1e-3
 _PART = "_shoal_is_part"

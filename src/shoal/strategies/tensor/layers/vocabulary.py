@@ -15,6 +15,7 @@ from shoal.comm import differentiable as collective
 from shoal.comm.operation.partition import offsets, split_sizes
 from shoal.strategies.tensor.plan.tensor_plan import Cut
 from shoal.strategies.tensor.region import TensorGroup
+from shoal.torch_internals.modules import parameters_of
 
 
 def may_split_rows(embedding: nn.Module) -> bool:
@@ -22,7 +23,7 @@ def may_split_rows(embedding: nn.Module) -> bool:
     forward: Any = getattr(type(embedding), "forward", None)  # TorchScript's classes have none
     return (
         isinstance(embedding, nn.Embedding)
-        and isinstance(embedding._parameters.get("weight"), nn.Parameter)
+        and isinstance(parameters_of(embedding).get("weight"), nn.Parameter)
         and "forward" not in vars(embedding)
         # It leaves the looking up to `nn.Embedding`, whatever it does with the result.
         and (forward is nn.Embedding.forward or "super" in forward.__code__.co_names)

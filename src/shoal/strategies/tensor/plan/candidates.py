@@ -13,7 +13,7 @@ from torch.nn.modules import activation
 from shoal.strategies.tensor.layers.linear import is_linear, sizes_of
 from shoal.strategies.tensor.layers.vocabulary import may_split_rows
 from shoal.strategies.tensor.plan.known_names import ATTENTION, FEED_FORWARD, OUTPUTS, Pattern
-from shoal.strategies.tensor.plan.obstacles import has_own_forward, hook_reads_weights, hooks_of
+from shoal.strategies.tensor.plan.obstacles import has_own_forward, hook_reads_weights
 from shoal.strategies.tensor.plan.tensor_plan import SplitBlock, Style, alone, join_names
 
 _HUGGING_FACE_STYLES = {

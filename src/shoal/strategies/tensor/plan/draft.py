@@ -41,6 +41,7 @@ from shoal.strategies.tensor.plan.tensor_plan import (
     drop_contradictions,
 )
 from shoal.strategies.tensor.trial.trial_call import uses_parameters
+from shoal.torch_internals.modules import feed_forward
 
 _TRANSFORMER_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
@@ -222,7 +223,7 @@ class _FeedForward(nn.Module):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        vars(self).update(_feed=layer._ff_block)  # not a child: its attention is of no interest
+        vars(self).update(_feed=feed_forward(layer))  # not a child: its attention is of no interest
         for name, child in layer.named_children():
             if not isinstance(child, nn.MultiheadAttention):
                 self.add_module(name, child)

@@ -23,12 +23,14 @@ from types import CodeType
 from typing import Any
 
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from shoal.strategies.tensor.split_parameter import HARMLESS
+from shoal.torch_internals.modules import OWN_PARAMETERS, hooks_of
+from shoal.torch_internals.tensors import hooks_after_gradient, hooks_before_gradient
+from shoal.torch_internals.trees import tree_leaves
 
 _VALUES = frozenset({"weight", "bias"})
-_ALL_PARAMETERS = frozenset({"parameters", "named_parameters", "_parameters", "state_dict"})
+_ALL_PARAMETERS = frozenset({"parameters", "named_parameters", OWN_PARAMETERS, "state_dict"})
 _SETTING_UP = ("__init__", "reset", "_reset", "init", "_init", "tie", "_tie", "extra_repr", "from_")
 
 
@@ -178,14 +180,6 @@ def _is_call(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
 
 
-_KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-def hooks_of(module: nn.Module) -> list[Any]:
-    """What is called before or after a module's forward or backward."""
-    return [hook for kind in _KINDS for hook in getattr(module, kind).values()]
-
-
 def have_hooks(modules: Iterable[nn.Module]) -> bool:
     """Whether any of the modules has a hook; see [Note: hooks]."""
     return any(map(hooks_of, modules))
@@ -198,7 +192,7 @@ def inner_modules(block: nn.Module) -> list[nn.Module]:
 
 def reason_to_stay_whole(layer: nn.Module) -> str | None:
     """Why a layer must not be split in any way; None if its hooks allow for it."""
-    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in layer.parameters()):
+    if any(hooks_before_gradient(p) or hooks_after_gradient(p) for p in layer.parameters()):
         return "its parameters have hooks, which would get parts of gradients"
     if any(type(p) is not nn.Parameter for p in layer.parameters()):
         return "its parameters have a class of their own"

@@ -13,7 +13,7 @@ from shoal.sharding.split import Split
 from shoal.strategies.tensor.layers.linear import sizes_of
 from shoal.strategies.tensor.plan import known_names
 from shoal.strategies.tensor.plan.candidates import Candidate
-from shoal.strategies.tensor.plan.obstacles import have_hooks, hooks_of, reason_to_stay_whole
+from shoal.strategies.tensor.plan.obstacles import have_hooks, reason_to_stay_whole
 from shoal.strategies.tensor.plan.tensor_plan import (
     Cut,
     Layer,
@@ -25,6 +25,7 @@ from shoal.strategies.tensor.plan.tensor_plan import (
 )
 from shoal.strategies.tensor.trial.split_trial import TrialFinding, may_split
 from shoal.strategies.tensor.trial.trial_run import SplitTrial
+from shoal.torch_internals.modules import hooks_of
 
 
 @dataclass(frozen=True)

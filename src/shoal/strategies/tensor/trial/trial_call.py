@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.strategies.layers.module_snapshot import Snapshot
 from shoal.strategies.tensor.layers.linear import sizes_of
 from shoal.strategies.tensor.plan.known_names import HEAD_SIZES
 from shoal.strategies.tensor.split_parameter import ReadGuard
+from shoal.torch_internals.tensors import DispatchMode
 from shoal.torch_support.random_state import RandomState
 
 # Positions and batches, either alone, and pictures: what dimension 1 is depends on it.
@@ -138,7 +138,7 @@ class _RecordingGuard(ReadGuard):
         self.was_used = self.was_used or bool(self.names_among(values))
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(DispatchMode):
     """Sees also what TorchScript and C++ do with parameters, who do not heed their class."""
 
     def __init__(self, guard: _RecordingGuard) -> None:

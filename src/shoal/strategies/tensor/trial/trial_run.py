@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_leaves
 
 from shoal.sharding.split import Split
 from shoal.strategies.layers.module_snapshot import Snapshot
 from shoal.strategies.tensor.layers.dropout import Undropped
 from shoal.strategies.tensor.trial.trial_call import TrialCall, is_hugging_face, watching
+from shoal.torch_internals.trees import tree_leaves
 from shoal.torch_support.random_state import torch_states
 
 
