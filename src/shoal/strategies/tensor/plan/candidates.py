@@ -15,6 +15,7 @@ from shoal.strategies.tensor.layers.vocabulary import may_split_rows
 from shoal.strategies.tensor.plan.known_names import ATTENTION, FEED_FORWARD, OUTPUTS, Pattern
 from shoal.strategies.tensor.plan.obstacles import has_own_forward, hook_reads_weights
 from shoal.strategies.tensor.plan.tensor_plan import SplitBlock, Style, alone, join_names
+from shoal.torch_internals.modules import hooks_of
 
 _HUGGING_FACE_STYLES = {
     "colwise": Style.COLUMN,
