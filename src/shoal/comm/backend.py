@@ -26,7 +26,7 @@ from torch import Tensor
 from shoal.comm import objects
 from shoal.comm import operation as ops
 from shoal.comm.accounting import Account, Statistics, StatisticsSnapshot
-from shoal.comm.exit_records import ExitRecords, Recorded
+from shoal.comm.control.exit_records import ExitRecords, Recorded
 from shoal.comm.lanes import Lanes
 from shoal.comm.operation.reduction import ReduceOp
 from shoal.comm.work import Work

@@ -7,6 +7,7 @@ plane as its last note, and the last rank to leave has the records of all others
 
 from __future__ import annotations
 
+import contextlib
 import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +56,8 @@ class ExitRecords:
         for rank in others:
             text = whereabouts(rank)
             if text.startswith(_MARK):
-                self._found[rank] = json.loads(text.removeprefix(_MARK))
+                with contextlib.suppress(ValueError):  # it is writing: there is another look
+                    self._found[rank] = json.loads(text.removeprefix(_MARK))
         return [rank for rank in others if rank not in self._found]
 
     def check(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from shoal.comm.exit_records import ExitRecords
+from shoal.comm.control.exit_records import ExitRecords
 from shoal.errors import MismatchError
 
 
@@ -50,3 +50,14 @@ def test_what_is_gone_or_too_long_is_not_recorded() -> None:
     assert gone.note() == ""
     many = [Steps(1) for _ in range(100)]
     assert records(*many).note() == ""
+
+
+@pytest.mark.parametrize("end", [-3, None], ids=["shorter", "longer"])
+def test_a_note_that_is_being_written_is_read_again(end: int | None) -> None:
+    own, other = Steps(1), Steps(2)
+    note, mine = records(other).note(), records(own)
+    torn = note[:end] if end else note + "all_reduce() at a.py:1"
+    assert mine.find(lambda rank: torn, [1]) == [1]
+    assert mine.find(lambda rank: note, [1]) == []
+    with pytest.raises(MismatchError, match="rank 1 made 2 steps"):
+        mine.check()
