@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) --prefix $(MPICH) --ignore-installed --no-deps mpich
 	touch $@
 
-demo: setup  ## a small GPT on four ranks, under every strategy
+demo: setup  ## a small GPT on four ranks, under every data-parallel strategy
 	$(BIN)/shoal demo
 
 test: setup  ## the tests, with pairs of the large matrices

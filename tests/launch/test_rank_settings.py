@@ -10,7 +10,7 @@ import leaks
 import shoal
 from shoal.comm.bootstrap.store import store_for_one_host
 from shoal.launch.function.forkserver.forkserver import fork_server
-from shoal.launch.rank_settings import num_threads, rank_settings, tunables
+from shoal.launch.rank_settings import rank_settings, threads_of, tunables
 from shoal.system.libc import num_cores
 
 _LENGTH = "glibc.cpu.x86_non_temporal_threshold"
@@ -48,4 +48,4 @@ def test_cores_are_shared_out() -> None:
     ("text", "count"), [("3", 3), (" 4,2", 4), ("", None), ("0", None), ("many", None)]
 )
 def test_threads_are_read_back(text: str, count: int | None) -> None:
-    assert num_threads({"OMP_NUM_THREADS": text}) == count
+    assert threads_of({"OMP_NUM_THREADS": text}) == count

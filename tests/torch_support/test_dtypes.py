@@ -21,7 +21,7 @@ from shoal.torch_support.dtypes import (
     traits,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:BComplex32")
 KNOWN = {row.dtype for row in TABLE}
 # Of quantized numbers and bare bits there is no plain tensor.
 NUMBERS = sorted(

@@ -254,7 +254,7 @@ class RunningSave:
         return self.folder.root / self.name
 
     def num_threads(self, most: int) -> int:
-        """How many this rank's part is worth, to write or to copy it."""
+        """With how many threads it pays to write, or to copy, this rank's part."""
         num_bytes = sum(each.num_bytes for each in self.outgoing)
         return max(1, min(most, self.num_cores, num_bytes // _LEAST_BYTES))
 

@@ -32,7 +32,7 @@ from shoal.errors import CheckpointError, CorruptCheckpointError
 from shoal.sharding.extent import Extent
 from shoal.torch_support.dtypes import traits
 
-Progress = Callable[[int], None]
+ReportBytes = Callable[[int], None]
 """Told how many bytes more have been looked at."""
 
 
@@ -48,7 +48,7 @@ def open_any(path: Path, disk: FileSystem = DISK) -> TensorSource:
     return open_checkpoint(disk, path / names[0]) if names else open_path(disk, path)
 
 
-def verify(source: TensorSource, progress: Progress = _silent) -> None:
+def verify(source: TensorSource, progress: ReportBytes = _silent) -> None:
     """Reads every byte of every file and compares all checksums.
 
     Raises:
@@ -66,7 +66,7 @@ def _verify_file(
     source: TensorSource,
     number: int,
     locations: list[tuple[str, SliceLocation]],
-    progress: Progress,
+    progress: ReportBytes,
 ) -> None:
     path, record = source.path(number), source.files[number]
     digest = hashlib.sha256()
@@ -93,7 +93,7 @@ def _pieces(file: Reading, begin: int, end: int, size: int) -> Iterator[memoryvi
 
 
 def reshard(
-    source: TensorSource, target: CheckpointFolder, num_files: int, progress: Progress = _silent
+    source: TensorSource, target: CheckpointFolder, num_files: int, progress: ReportBytes = _silent
 ) -> Path:
     """Writes a checkpoint again, into a number of files of about one size.
 
@@ -110,7 +110,7 @@ def reshard(
 
 
 def _reshard(
-    source: TensorSource, target: CheckpointFolder, num_files: int, progress: Progress
+    source: TensorSource, target: CheckpointFolder, num_files: int, progress: ReportBytes
 ) -> Path:
     step = source.values.get("step")
     name = target.begin(step if isinstance(step, int) else None)
@@ -137,7 +137,7 @@ def export(
     folder: Path,
     dtype: torch.dtype | None = None,
     most_bytes: int | None = None,
-    progress: Progress = _silent,
+    progress: ReportBytes = _silent,
     disk: FileSystem = DISK,
 ) -> list[Path]:
     """Writes the model alone, as Hugging Face has it: one file, or several and an index.
@@ -202,7 +202,7 @@ def _index(names: Sequence[str], files: Sequence[Sequence[Outgoing]]) -> bytes:
 
 
 def _whole(
-    source: TensorSource, key: str, dtype: torch.dtype | None, progress: Progress
+    source: TensorSource, key: str, dtype: torch.dtype | None, progress: ReportBytes
 ) -> Outgoing:
     record = source.tensors[key]
     extent = Extent.whole(record.shape)
@@ -213,7 +213,7 @@ def _whole(
 
 
 def _reading(
-    source: TensorSource, key: str, extent: Extent, progress: Progress
+    source: TensorSource, key: str, extent: Extent, progress: ReportBytes
 ) -> Callable[[], Iterator[Tensor]]:
     """The elements of an extent, a block at a time."""
     record = source.tensors[key]

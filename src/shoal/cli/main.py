@@ -99,11 +99,11 @@ class Tour(StrEnum):
 
 def demo_command(
     tour: Annotated[
-        Tour, typer.Option(help="A small GPT under every strategy, or every collective.")
+        Tour, typer.Option(help="A small GPT under every data-parallel strategy, or collectives.")
     ] = Tour.TRAINING,
     steps: Annotated[int, typer.Option(min=3, help="Steps of training.")] = 15,
 ) -> None:
-    """Train a small GPT on four ranks under every strategy, and compare with one process."""
+    """Train a small GPT on four ranks under each data-parallel strategy, and compare."""
     console = _console()
     if tour is Tour.COMMUNICATION:
         from shoal.cli.demo.communication import show_communication

@@ -33,7 +33,7 @@ def rank_settings(ranks: int, env: Mapping[str, str]) -> dict[str, str]:
     return {"OMP_NUM_THREADS": threads, **tunables(env)}
 
 
-def num_threads(env: Mapping[str, str]) -> int | None:
+def threads_of(env: Mapping[str, str]) -> int | None:
     """What a rank's variables say, for libraries that had read them before they were set."""
     first = env.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) > 0 else None

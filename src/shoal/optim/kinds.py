@@ -1,10 +1,11 @@
 """`Kind`: what an optimizer needs to see at once: elements, whole parameters, or everything.
 
 [Note: adding a kind]
-A kind is a member here, in order from fine to coarse, and a `WorkDivision` in
-`shoal.optim.division` that says how the work of such an optimizer is divided. Split layers refuse
-it until `shoal.optim.tensor_optimizer` has a division for it, too. Which kind an optimizer has is
-found out by `shoal.optim.proof`, or declared by the user.
+A kind is a member here, in order from fine to coarse (and perhaps not `is_divisible`), and a
+`WorkDivision` with its entry of `DIVISIONS` in `shoal.optim.division.segmented`, which says how the
+work of such an optimizer is divided. Split layers refuse it until `shoal.optim.tensor_optimizer`
+has a division for it, too. Which kind an optimizer has is found out by `shoal.optim.proof`, or
+declared by the user.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Waiting that ends: a warning when it takes long, an error when it takes too long.
 
-All texts of timeouts are in this file. Each of the functions `*_text` describes one kind of wait;
-its first argument is how many seconds it has taken.
+All texts of waits for other ranks are in this file. Each of the functions `*_text` describes one
+kind of wait; its first argument is how many seconds it has taken.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def test_parts_of_a_tensor() -> None:
 
 def test_the_first_ranks_values_count() -> None:
     size = torch.Size([1 << 20])
-    buffer = Claim(torch.float32, size, (Extent.whole(size),), is_divisible=False)
+    buffer = Claim(torch.float32, size, (Extent.whole(size),), is_same_everywhere=False)
     assert sizes(assign([{}, {"b": buffer}, {"b": buffer}])) == [0, 1 << 20, 0]
 
 

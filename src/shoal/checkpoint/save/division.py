@@ -43,20 +43,20 @@ class Claim:
     dtype: torch.dtype
     shape: torch.Size
     extents: tuple[Extent, ...]
-    is_divisible: bool = True
+    is_same_everywhere: bool = True
 
     def to_json(self) -> list[Any]:
         """As plain data, to be sent."""
         extents = [extent_json(each) for each in self.extents]
-        return [dtype_name(self.dtype), list(self.shape), extents, self.is_divisible]
+        return [dtype_name(self.dtype), list(self.shape), extents, self.is_same_everywhere]
 
     @classmethod
     def from_json(cls, content: Sequence[Any]) -> Claim:
         """The inverse of `to_json`."""
-        dtype, sizes, extents, is_divisible = content
+        dtype, sizes, extents, is_same_everywhere = content
         shape = parse_shape(sizes)
         parsed = tuple(parse_extent(each, shape) for each in extents)
-        return cls(dtype_called(dtype), shape, parsed, is_divisible)
+        return cls(dtype_called(dtype), shape, parsed, is_same_everywhere)
 
 
 Claims = Mapping[str, Claim]
@@ -78,7 +78,7 @@ def assign(claims: Sequence[Claims]) -> list[Assigned]:
         holders = [rank for rank, own in enumerate(claims) if key in own]
         first = claims[holders[0]][key]
         _check_same(key, first, holders, claims)
-        if not first.is_divisible:
+        if not first.is_same_everywhere:
             holders = holders[:1]
         for split, ranges in _by_split(key, holders, claims).items():
             for rank, start, stop in _divide(ranges, first.dtype.itemsize, load):

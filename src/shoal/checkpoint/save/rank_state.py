@@ -37,7 +37,7 @@ class HeldTensor:
     dtype: torch.dtype
     shape: torch.Size
     pieces: list[tuple[Extent, Tensor]]
-    is_divisible: bool
+    is_same_everywhere: bool
 
     def claim(self) -> Claim:
         """Which elements, neighbours joined."""
@@ -48,7 +48,7 @@ class HeldTensor:
                 joined[-1] = last.narrowed(last.start, extent.stop)
             else:
                 joined.append(extent)
-        return Claim(self.dtype, self.shape, tuple(joined), self.is_divisible)
+        return Claim(self.dtype, self.shape, tuple(joined), self.is_same_everywhere)
 
     def parts(self, wanted: Extent) -> Iterator[Tensor]:
         """The elements of an extent, in order, one run of memory after the other."""
@@ -70,19 +70,21 @@ class RankState:
     tensors: dict[str, HeldTensor] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, key: str, extent: Extent, memory: Tensor, *, is_divisible: bool) -> None:
+    def add(self, key: str, extent: Extent, memory: Tensor, *, is_same_everywhere: bool) -> None:
         """Takes note of elements of a tensor."""
         plain_json.checked_dtype(memory, key)  # an error now, and not on the way
         known = self.tensors.get(key)
         if known is None:
-            known = self.tensors[key] = HeldTensor(memory.dtype, extent.shape, [], is_divisible)
+            known = self.tensors[key] = HeldTensor(
+                memory.dtype, extent.shape, [], is_same_everywhere
+            )
         known.pieces.append((extent, memory))
 
     def add_whole(self, key: str, tensor: Tensor) -> None:
         """Takes note of a whole tensor, of which the first rank's values count."""
         plain_json.checked_dtype(tensor, key)
         flat = tensor.detach().reshape(-1)
-        self.add(key, Extent.whole(tensor.shape), flat, is_divisible=False)
+        self.add(key, Extent.whole(tensor.shape), flat, is_same_everywhere=False)
 
     def encode(self, value: Any, path: str) -> Any:
         """A plain value as JSON; tensors inside are taken note of."""
@@ -141,9 +143,11 @@ def collect(
 
 def _add_model(state: RankState, model: nn.Module) -> None:
     module = training_state.plain_module(model)
-    is_divisible = training_state.is_same_everywhere(model)
+    is_same_everywhere = training_state.is_same_everywhere(model)
     for held in training_state.held_parameters(model):
-        state.add(f"model/{held.name}", held.extent, held.memory, is_divisible=is_divisible)
+        state.add(
+            f"model/{held.name}", held.extent, held.memory, is_same_everywhere=is_same_everywhere
+        )
     for name, buffer in training_state.buffers(model).items():
         state.add_whole(f"model/{name}", buffer)
     extra = {
@@ -167,11 +171,11 @@ def _add_optimizer(
         for which, (names, options) in enumerate(training_state.held_groups(optimizer, model))
     ]
     states: dict[str, Any] = {}
-    is_divisible = training_state.is_same_everywhere(model)
+    is_same_everywhere = training_state.is_same_everywhere(model)
     for held in training_state.held_state(optimizer, model):
         path = f"optimizer/{number}/{held.name}"
         for key, memory in held.tensors.items():
-            state.add(f"{path}/{key}", held.extent, memory, is_divisible=is_divisible)
+            state.add(f"{path}/{key}", held.extent, memory, is_same_everywhere=is_same_everywhere)
         if held.name not in states:
             shared = state.encode(dict(held.shared), path)
             states[held.name] = {"elements": sorted(held.tensors), "shared": shared}

@@ -1,4 +1,4 @@
-"""`shoal demo`: a small GPT, one process and then four ranks under every strategy."""
+"""`shoal demo`: a small GPT, one process and then four ranks under every data-parallel one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LOOK_EVERY_S = 0.1
 
 
 def show_training(console: Console, num_steps: int, shape: GPTShape | None = None) -> bool:
-    """Trains under every strategy; returns whether all were equal to one process."""
+    """Trains under every data-parallel strategy; returns whether all were equal to one process."""
     shape = shape or GPTShape()
     backend = choose_for_cpu(is_one_host=True)
     num_parameters = sum(parameter.numel() for parameter in GPT(shape).parameters())

@@ -1,7 +1,7 @@
 """Which way data takes over shared memory: pure functions of kinds and sizes.
 
 First each rank decides how it shows its own data (`how_to_show`), and the headers tell the others
-(`Shown`). Then, from what all ranks have shown, every rank derives the same `Route`.
+(`Shown`). Then, from what all ranks have shown, every rank derives the same `ShmRoute`.
 
 [Note: ways to show data]
 A tensor from `Backend.empty` lies in a segment that other ranks can map, and is *shared* as it is.

@@ -171,7 +171,7 @@ class ProcessGroupBackend(ProcessBackend):
         return torch.empty(numel, dtype=like.dtype, device=like.device)
 
     def _broadcast(self, payload: Payload, patience: Patience) -> None:
-        data = as_bytes(payload.gotten)
+        data = byte_view(payload.gotten)
         self._carry_one(lambda: self._start_broadcast(data, payload.root), patience)
 
     def _start_broadcast(self, data: Tensor, root: int) -> Work:
@@ -186,7 +186,7 @@ class ProcessGroupBackend(ProcessBackend):
 
     def _spread(self, target: Tensor, counts: Sequence[int], patience: Patience) -> None:
         """Everybody's own part of ``target`` to everybody, by broadcasts that go on at once."""
-        parts = enumerate(as_bytes(target).split(_in_bytes(counts, target)))
+        parts = enumerate(byte_view(target).split(_in_bytes(counts, target)))
 
         def works() -> Iterator[Work]:
             for root, part in parts:
@@ -242,7 +242,7 @@ class ProcessGroupBackend(ProcessBackend):
         """Parts of ``source`` to all, parts of ``target`` from all, by rank."""
         sizes = _in_bytes(arriving, target), _in_bytes(leaving, source)
         options = _timed(dist.AllToAllOptions())
-        received, sent = as_bytes(target), as_bytes(source)
+        received, sent = byte_view(target), byte_view(source)
         self._carry_one(
             lambda: self._group.alltoall_base(received, sent, *sizes, options), patience
         )
@@ -268,7 +268,7 @@ class ProcessGroupBackend(ProcessBackend):
         """Ends a process group of ours; where there is no more to it, its last user does."""
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
+def byte_view(tensor: Tensor) -> Tensor:
     """The same memory; an empty tensor may have strides that allow no such view."""
     return tensor.view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
 

@@ -19,7 +19,7 @@ from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Control, Message
 from shoal.comm.operation import Payload
 from shoal.comm.process_backend import by_host_memory
-from shoal.comm.torch_groups.base import NEVER, Origin, ProcessGroupBackend, as_bytes
+from shoal.comm.torch_groups.base import NEVER, Origin, ProcessGroupBackend, byte_view
 from shoal.comm.torch_groups.groups import Maker, ProcessGroup
 from shoal.comm.torch_groups.watchdog import Flight
 from shoal.errors import BackendUnavailableError
@@ -72,11 +72,11 @@ class GlooBackend(ProcessGroupBackend):
         return self._kept[:num_bytes].view(like.dtype)
 
     def _send(self, payload: Payload, message: Message, patience: Patience) -> None:
-        data, peer, tag = as_bytes(payload.given), payload.root, _FIRST_TAG + message.ticket
+        data, peer, tag = byte_view(payload.given), payload.root, _FIRST_TAG + message.ticket
         self._carry_one(lambda: self._group.send([data], peer, tag), patience, peer)
 
     def _recv(self, payload: Payload, message: Message, patience: Patience) -> None:
-        data, peer, tag = as_bytes(payload.gotten), payload.root, _FIRST_TAG + message.ticket
+        data, peer, tag = byte_view(payload.gotten), payload.root, _FIRST_TAG + message.ticket
         self._carry_one(lambda: self._group.recv([data], peer, tag), patience, peer)
 
     def _mover(self, kind: str) -> Callable[..., None]:

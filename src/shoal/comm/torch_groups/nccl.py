@@ -33,7 +33,7 @@ from shoal.comm.control.connect import host_id
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Channel, Message
 from shoal.comm.operation import Payload
-from shoal.comm.torch_groups.base import NEVER, Origin, ProcessGroupBackend, as_bytes
+from shoal.comm.torch_groups.base import NEVER, Origin, ProcessGroupBackend, byte_view
 from shoal.comm.torch_groups.groups import Links, Maker, ProcessGroup
 from shoal.comm.torch_groups.watchdog import Flight
 from shoal.errors import BackendUnavailableError
@@ -96,19 +96,19 @@ class NCCLBackend(ProcessGroupBackend):
         if len(set(counts)) > 1:
             super()._spread(target, counts, patience)
             return
-        whole = as_bytes(target)
+        whole = byte_view(target)
         own = whole.split(whole.numel() // self.size)[self.rank]
         self._carry_one(lambda: all_gather_flat(self._group, whole, own), patience)
 
     # Messages -------------------------------------------------------------------------------
 
     def _send(self, payload: Payload, message: Message, patience: Patience) -> None:
-        data, peer = as_bytes(payload.given), payload.root
+        data, peer = byte_view(payload.given), payload.root
         group = self._pair_group(message.ticket, self.rank, peer)
         self._carry_one(lambda: group.send([data], 1, 0), patience, peer)
 
     def _recv(self, payload: Payload, message: Message, patience: Patience) -> None:
-        data, peer = as_bytes(payload.gotten), payload.root
+        data, peer = byte_view(payload.gotten), payload.root
         group = self._pair_group(message.ticket, peer, self.rank)
         self._carry_one(lambda: group.recv([data], 0, 0), patience, peer)
 

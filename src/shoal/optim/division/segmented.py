@@ -1,4 +1,7 @@
-"""`ByElement` and `ByParameter`: each rank steps its part of the memory, in segments."""
+"""`ByElement` and `ByParameter`: each rank steps its part of the memory, in segments.
+
+`DIVISIONS` at the end is the table of all divisions.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from torch import Tensor, nn
 
 from shoal.errors import ShoalError
 from shoal.optim.division.segmentation import ParameterSegment, Segmentation, WholeParameters
-from shoal.optim.division.work_division import Closure, WorkDivision
+from shoal.optim.division.work_division import Closure, Undivided, WorkDivision
+from shoal.optim.kinds import Kind
 from shoal.optim.state import (
     Reception,
     State,
@@ -333,3 +337,11 @@ class StateView(Mapping[Tensor, Any]):
             "the state of a wrapped optimizer is divided over the ranks and cannot be set here: "
             "change what optimizer.state_dict() returns, and load it with load_state_dict()"
         )
+
+
+DIVISIONS: Mapping[Kind, type[WorkDivision]] = {
+    Kind.ELEMENT_WISE: ByElement,
+    Kind.PER_PARAMETER: ByParameter,
+    Kind.GLOBAL: Undivided,
+}
+"""How the work of an optimizer of each kind is divided."""

@@ -42,7 +42,7 @@ def is_due(number: int, every: int) -> bool:
     return is_early or number % every == 0
 
 
-Held = Mapping[str, Tensor | None]
+HeldWholes = Mapping[str, Tensor | None]
 """What a rank holds whole, by name; None where no rank has it."""
 
 
@@ -82,7 +82,7 @@ def replicated_tensors(
     return dict(sorted(parameters.items())) | dict(sorted(averaged.items()))
 
 
-def differing(group: Backend, held: Held, doing: str) -> dict[str, Sequence[int]]:
+def differing(group: Backend, held: HeldWholes, doing: str) -> dict[str, Sequence[int]]:
     """What is not the same on all ranks: its fingerprint on each; all call it with the same names.
 
     ``doing`` is what the ranks are at, in words.
@@ -96,7 +96,7 @@ def differing(group: Backend, held: Held, doing: str) -> dict[str, Sequence[int]
     return {name: found for name, found in zip(held, columns, strict=True) if len(set(found)) > 1}
 
 
-def check(group: Backend, held: Held, doing: str) -> None:
+def check(group: Backend, held: HeldWholes, doing: str) -> None:
     """Raises `MismatchError` naming the first that is not the same on all ranks."""
     for name, found in differing(group, held, doing).items():
         values = list(dict.fromkeys(found))

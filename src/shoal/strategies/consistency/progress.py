@@ -3,7 +3,7 @@
 [Note: ranks that train alike]
 Replicas stay equal because every rank makes the same steps with the same options. A rank that
 leaves out a step, or steps with another learning rate, breaks that without any collective going
-wrong. So what a rank has done travels as two numbers, in headers that are exchanged anyway, with
+wrong. So what a rank has done travels as three numbers, in headers that are exchanged anyway, with
 every vote. Only if they differ do the ranks tell each other the details, for the error message.
 Some optimizers write into their groups while they step (a count, an estimate), on ranks that have
 something to step there. So of options only what was changed outside of steps counts.

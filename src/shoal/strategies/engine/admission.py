@@ -87,7 +87,7 @@ def refuse_copy() -> NoReturn:
     )
 
 
-class Roster:
+class ParameterRoster:
     """The parameters and children of all parts of a module."""
 
     def __init__(self, module: nn.Module, is_known: Callable[[nn.Parameter], bool]) -> None:

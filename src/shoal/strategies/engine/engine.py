@@ -1,8 +1,9 @@
 """The engine of all data-parallel strategies: three switches decide what is sharded.
 
-It is put together here. What it does is in its parts: `passes` (forward and backward), `gathering`
-(parameters on demand), `parameters` (between passes), `steps` (new values for all ranks),
-`gradients` (collected, averaged, shown), `replicas` (comparisons of what all ranks hold).
+It is put together here. What it does is in its attributes: `passes` (forward and backward),
+`gathering` (parameters on demand), `parameters` (between passes) and `steps` (new values for all
+ranks, in parameters.py), `gradients` (collected, averaged, shown: gradients/model_gradients.py) and
+`replicas` (comparisons of what all ranks hold: consistency/drift.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One group of parameters as flat memory: the whole, what this rank has of it, and its state.
 
-[Note: resident and sharded]
+[Note: residence]
 The parameters of a group are views of one flat buffer, the *whole*. Where parameters are
 replicated the whole is always there. Where they are sharded it is allocated when it is gathered and
 dropped afterwards, and this rank's *shard* has memory of its own. A view of a dropped whole keeps
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Residence(StrEnum):
-    """Where the whole of a group lives; see [Note: resident and sharded]."""
+    """Where the whole of a group lives; see [Note: residence]."""
 
     REPLICATED = "replicated"
     SHARDED = "sharded"

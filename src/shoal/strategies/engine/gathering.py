@@ -37,7 +37,7 @@ class PassPlan:
     order: list[int]  # in which order groups take their turns
     # Groups that are needed again later in the pass, so that freeing them is a waste.
     lasting: set[int] = field(default_factory=set)
-    # Whether the order is one that was seen, not the order of registration.
+    # Whether the order is one that was seen, not that of registration (in backward its reverse).
     is_learned: bool = False
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shoal.comm import Backend
 from shoal.errors import ShoalError
-from shoal.strategies.engine.admission import Roster, check_forward_mode, is_transforming
+from shoal.strategies.engine.admission import ParameterRoster, check_forward_mode, is_transforming
 from shoal.strategies.engine.gathering import PassPlan, pin_compiled, pin_parents
 from shoal.strategies.gradients.group_gradients import GroupGradients
 from shoal.strategies.gradients.reductions import Reductions
@@ -47,7 +47,9 @@ class Passes:
         """Whether each backward averages the gradients."""
         self.forward_plan = PassPlan([group.index for group in engine.groups])
         self._backward_plan = PassPlan([group.index for group in reversed(engine.groups)])
-        self._roster = Roster(engine.module, lambda parameter: id(parameter) in engine.index_of)
+        self._roster = ParameterRoster(
+            engine.module, lambda parameter: id(parameter) in engine.index_of
+        )
         may_wait = not engine.gathering.is_needed and not engine.settings.has_meetings
         self._reductions = Reductions(
             engine.gradients.groups, reduce_group, engine.progress, may_wait=may_wait
@@ -256,9 +258,6 @@ class Passes:
         self._reductions.begin()
         self._complete_round()
         self._gradients.show()
-
-
-# Where torch's `_apply_optimizer_in_backward` leaves the optimizers of a parameter.
 
 
 class Arrivals:

@@ -15,7 +15,7 @@ from shoal.comm import Backend
 if TYPE_CHECKING:
     from shoal.strategies.engine.engine import Engine
 
-Held = tuple[Tensor, int]
+HeldGradient = tuple[Tensor, int]
 """Elements of a gradient on this rank, and how many ranks hold the same."""
 
 
@@ -50,7 +50,7 @@ def clip_norm(
     return total
 
 
-def _held_gradients(engine: Engine) -> Iterator[Held]:
+def _held_gradients(engine: Engine) -> Iterator[HeldGradient]:
     """What this rank holds, in as few tensors as there are numbers of copies."""
     copies = engine.ownership.copies
     for own in engine.gradients.groups:
@@ -78,7 +78,7 @@ def _like(engine: Engine) -> Tensor:
 
 
 def _norm(
-    held: Sequence[Held], norm_type: float, groups: Sequence[Backend], like: Tensor
+    held: Sequence[HeldGradient], norm_type: float, groups: Sequence[Backend], like: Tensor
 ) -> Tensor:
     # Each rank that holds a copy counts its part of it; all of it, where the largest counts.
     norms = [

@@ -43,7 +43,7 @@ logger = logging.getLogger("shoal")
 CONNECT_S = 30.0
 ANSWER_S = 5.0
 TOKEN_VARIABLE = "SHOAL_TOKEN"
-Steps = Generator[tuple[bytes, int], bytes, int]
+HandshakeSteps = Generator[tuple[bytes, int], bytes, int]
 
 _MAGIC = b"shoal\0\0\1"
 _HELLO = struct.Struct("<8sII32s")
@@ -251,7 +251,7 @@ def fingerprint(key: bytes) -> str:
     return _prove(key, b"fingerprint", b"").hex()
 
 
-def call(key: bytes, rank: int, peer: int) -> Steps:
+def call(key: bytes, rank: int, peer: int) -> HandshakeSteps:
     """The side of ``rank``, which has connected to ``peer``."""
     hello = _HELLO.pack(_MAGIC, rank, peer, secrets.token_bytes(_NONCE_BYTES))
     reply = yield hello, _NONCE_BYTES + _PROOF_BYTES
@@ -261,7 +261,7 @@ def call(key: bytes, rank: int, peer: int) -> Steps:
     return peer
 
 
-def answer(key: bytes, rank: int, size: int) -> Steps:
+def answer(key: bytes, rank: int, size: int) -> HandshakeSteps:
     """The side of ``rank``, to which another has connected."""
     hello = yield b"", _HELLO.size
     magic, caller, called, _ = _HELLO.unpack(hello)
@@ -289,7 +289,7 @@ class Handshake:
     def __init__(
         self,
         sock: socket.socket,
-        steps: Steps,
+        steps: HandshakeSteps,
         name: str,
         deadline: float,
         *,

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from shoal.launch.function.forkserver.request import Descriptors, Request
-from shoal.launch.rank_settings import num_threads
+from shoal.launch.rank_settings import threads_of
 from shoal.system.libc import die_with_parent
 from shoal.system.memory_file import MemoryFile
 
@@ -91,7 +91,7 @@ def _seed() -> None:
 
 def _set_num_threads() -> None:
     """Honours OMP_NUM_THREADS, which torch read long before this child had its environment."""
-    count = num_threads(os.environ)
+    count = threads_of(os.environ)
     if count is not None:
         import torch
 
