@@ -26,7 +26,8 @@ class RankListener:
     """Accepts each rank once, hands it the call, and adds it to a collector.
 
     Only the same user can connect: the directory is closed to all others. It is removed as soon as
-    all ranks are connected, so that there is little time in which a kill could leave it behind.
+    all ranks are connected, before the last one is told to begin, so that a kill of a run whose
+    ranks all work leaves nothing behind.
     """
 
     def __init__(self, collector: Collector, ranks: int, request: Request, payload: bytes) -> None:
@@ -58,6 +59,8 @@ class RankListener:
             if len(hello) < HELLO.size:  # it died meanwhile: the command will say so
                 return
             rank = self._check(*HELLO.unpack(hello))
+            if len(self._connected) == self._ranks:  # nobody needs the path any more
+                shutil.rmtree(os.path.dirname(self.path), ignore_errors=True)
             process = ConnectedProcess(connection)
             stack.callback(process.close)
             files = [self._request.fileno(), self._payload.fileno()]
