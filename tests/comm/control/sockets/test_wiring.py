@@ -17,7 +17,7 @@ from shoal.comm.control import addresses
 from shoal.comm.control.addresses import ADDRESS_VARIABLE
 from shoal.comm.control.sockets import wiring
 from shoal.comm.control.sockets.sockets import SocketControl
-from shoal.comm.control.sockets.wiring import HandshakeError, Steps
+from shoal.comm.control.sockets.wiring import HandshakeError, HandshakeSteps
 from shoal.errors import ShoalError
 
 KEY, OTHER_KEY = wiring.make_key("token", ""), wiring.make_key("token", "secret")
@@ -27,7 +27,7 @@ _PLACES_ROUND = 2
 # The handshake, without sockets ---------------------------------------------------------
 
 
-def shake(caller: Steps, called: Steps) -> tuple[int, int]:
+def shake(caller: HandshakeSteps, called: HandshakeSteps) -> tuple[int, int]:
     """Lets two sides talk; returns whom each of them met."""
     (hello, _), _ = next(caller), next(called)
     reply, _ = called.send(hello)
@@ -35,7 +35,7 @@ def shake(caller: Steps, called: Steps) -> tuple[int, int]:
     return _returned(caller, b""), _returned(called, proof)
 
 
-def _returned(talk: Steps, data: bytes) -> int:
+def _returned(talk: HandshakeSteps, data: bytes) -> int:
     with pytest.raises(StopIteration) as end:
         talk.send(data)
     return int(end.value.value)
