@@ -17,4 +17,4 @@ def torch_is_loaded() -> None:
         torch.compile(nn.Linear(1, 1), backend="eager")(torch.ones(1, 1))
         torch.func.jvp(torch.sum, (torch.ones(1),), (torch.ones(1),))
         importlib.import_module("torch.distributed.optim")
-    torch._dynamo.reset()
+        torch._dynamo.reset()
