@@ -51,7 +51,7 @@ def test_all_hooks_of_a_module_are_found() -> None:
     assert modules.hooks_of(module) == hooks, needs("hooks lie in four dicts of a module")
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_the_call_of_a_module_can_be_replaced() -> None:
     module = nn.Linear(1, 1)
     setattr(module, modules.CALL, lambda _: "called")

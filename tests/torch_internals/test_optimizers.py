@@ -47,7 +47,7 @@ def test_unscaling_can_be_replaced() -> None:
     assert seen == [8], needs("a gradient scaler unscales through a method that can be replaced")
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_a_parameter_tells_that_its_optimizer_steps_in_backward() -> None:
     from torch.distributed.optim import _apply_optimizer_in_backward
 

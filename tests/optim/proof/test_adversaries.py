@@ -145,7 +145,7 @@ def scaled_by_size(gradient: Tensor) -> Tensor:
 
 
 with warnings.catch_warnings():  # it is deprecated, and in use
-    warnings.simplefilter("ignore", DeprecationWarning)
+    warnings.simplefilter("ignore")
     compiled = torch.jit.script(scaled_by_size)
 
 

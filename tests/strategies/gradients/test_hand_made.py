@@ -278,7 +278,7 @@ def _applied_by_torch(model: Any) -> None:
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @distinct
 @pytest.mark.parametrize("apply", [_steps_in_hooks, _applied_by_torch])
 def test_optimizers_that_step_in_backward(strategy: str, apply: Any) -> None:
