@@ -16,6 +16,7 @@ import pytest
 
 import leaks
 import shoal
+from launch import worker
 from shoal.errors import LaunchError
 from shoal.launch.function.connect_back import run_command
 from shoal.launch.function.forkserver.forkserver import fork_server
@@ -24,19 +25,6 @@ from shoal.launch.function.outcome import Outcome
 pytestmark = pytest.mark.timeout(180)
 
 SOURCE = str(Path(shoal.__file__).resolve().parents[1])
-WORKER = """
-from shoal.launch.function.call import decode_call
-from shoal.launch.function.outcome import send_error, send_value
-
-def main(channel, payload):
-    try:
-        fn, args = decode_call(payload)
-        send_value(channel, fn(*args))
-    except BaseException as error:
-        send_error(channel, error)
-        return 1
-    return 0
-"""
 # Like mpiexec: starts N copies, and ends with the first code that is not zero.
 MPIEXEC = """
 import os, subprocess, sys
@@ -54,7 +42,7 @@ sys.exit(next((abs(code) for code in codes if code), 0))
 @pytest.fixture(autouse=True)
 def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry point, the launcher and a folder for temporary files that must end up empty."""
-    (tmp_path / "worker_of_test.py").write_text(WORKER)
+    (tmp_path / "worker_of_test.py").write_text(worker.SOURCE)
     (tmp_path / "mpiexec.py").write_text(MPIEXEC)
     (tmp_path / "temporary").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -200,7 +188,7 @@ CALLER = """
 import os, signal, sys
 from shoal.launch.function.connect_back import run_command
 def fn():
-    print(os.getpid(), os.getppid(), flush=True)
+    print(os.getpid(), os.getppid(), len(os.listdir(os.environ["TMPDIR"])), flush=True)
     signal.pause()
 command = [sys.executable, sys.argv[1], "1", "1"]
 run_command(command, os.environ, fn, (), 1, entry="worker_of_test:main")
@@ -213,10 +201,11 @@ def test_nothing_outlives_a_killed_caller(tmp_path: Path) -> None:
     command = [sys.executable, "-c", CALLER, str(tmp_path / "mpiexec.py")]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as caller:
         assert caller.stdout is not None
-        pids = [int(word) for word in caller.stdout.readline().split()]
+        *pids, num_left = map(int, caller.stdout.readline().split())
         pidfds = [os.pidfd_open(pid) for pid in pids]
         caller.kill()
     assert len(pidfds) == 2
+    assert num_left == 0  # whenever the caller is killed from then on
     for pidfd in pidfds:
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)

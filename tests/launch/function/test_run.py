@@ -19,6 +19,7 @@ import pytest
 
 import leaks
 import shoal
+from launch import worker
 from shoal.errors import RemoteError
 from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.launch.function.outcome import Outcome
@@ -27,20 +28,7 @@ from shoal.launch.function.run import run_processes
 pytestmark = pytest.mark.timeout(180)
 
 SOURCE = str(Path(shoal.__file__).resolve().parents[1])
-WORKER = """
-import os, signal
-from shoal.launch.function.call import decode_call
-from shoal.launch.function.outcome import send_error, send_value
-
-def main(channel, payload):
-    try:
-        fn, args = decode_call(payload)
-        send_value(channel, fn(*args))
-    except BaseException as error:
-        send_error(channel, error)
-        return 1
-    return 0
-
+ENTRIES = """
 def lingering(channel, payload):
     main(channel, payload)
     signal.pause()
@@ -57,7 +45,7 @@ def babbling(channel, payload):
 @pytest.fixture(autouse=True)
 def entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entry points that children can import; the server itself may stay after the test."""
-    (tmp_path / "worker_of_test.py").write_text(WORKER)
+    (tmp_path / "worker_of_test.py").write_text(worker.SOURCE + ENTRIES)
     monkeypatch.syspath_prepend(str(tmp_path))
     fork_server()
     leaks.baseline()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -275,6 +276,23 @@ def test_a_model_without_parameters() -> None:
     run(train)
 
 
+def check_equal_to_one_process(make: Callable[[], nn.Module], strategy: str) -> None:
+    """Three steps of a model, on all ranks and in one process."""
+
+    def train(is_wrapped: bool) -> State:
+        model: Any = seeded(make)
+        optimizer: Any = momentum(model)
+        if is_wrapped:
+            model, optimizer = shoal.as_distributed(model, optimizer, strategy=strategy)
+        for step in range(3):
+            one_step(model, optimizer, local(step) if is_wrapped else data(step))
+        return whole_state(model)
+
+    expected = train(False)
+    for state in run(train, True):
+        assert_same(state, expected)
+
+
 @distinct
 def test_empty_and_scalar_parameters(strategy: str) -> None:
     class Odd(nn.Module):
@@ -287,18 +305,7 @@ def test_empty_and_scalar_parameters(strategy: str) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x) * self.scalar + self.empty.sum()
 
-    def train(is_wrapped: bool) -> State:
-        model: Any = seeded(Odd)
-        optimizer: Any = momentum(model)
-        if is_wrapped:
-            model, optimizer = shoal.as_distributed(model, optimizer, strategy=strategy)
-        for step in range(3):
-            one_step(model, optimizer, local(step) if is_wrapped else data(step))
-        return whole_state(model)
-
-    expected = train(False)
-    for state in run(train, True):
-        assert_same(state, expected)
+    check_equal_to_one_process(Odd, strategy)
 
 
 @distinct
@@ -309,18 +316,7 @@ def test_parameters_that_are_not_contiguous(strategy: str) -> None:
         first.weight = nn.Parameter(first.weight.detach().T.contiguous().T)
         return model
 
-    def train(is_wrapped: bool) -> State:
-        model: Any = seeded(transposed)
-        optimizer: Any = momentum(model)
-        if is_wrapped:
-            model, optimizer = shoal.as_distributed(model, optimizer, strategy=strategy)
-        for step in range(3):
-            one_step(model, optimizer, local(step) if is_wrapped else data(step))
-        return whole_state(model)
-
-    expected = train(False)
-    for state in run(train, True):
-        assert_same(state, expected)
+    check_equal_to_one_process(transposed, strategy)
 
 
 def test_the_optimizer_is_an_optimizer() -> None:
