@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -184,11 +185,25 @@ class TestCommand:
         assert count() == before
 
 
+def test_the_path_is_gone_before_the_last_rank_begins(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send_fds, num_there = socket.send_fds, []
+
+    def send(*args: Any) -> Any:
+        num_there.append(len(os.listdir(tmp_path / "temporary")))
+        return send_fds(*args)
+
+    monkeypatch.setattr(socket, "send_fds", send)
+    run(rank)
+    assert num_there == [1, 0]
+
+
 CALLER = """
 import os, signal, sys
 from shoal.launch.function.connect_back import run_command
 def fn():
-    print(os.getpid(), os.getppid(), len(os.listdir(os.environ["TMPDIR"])), flush=True)
+    print(os.getpid(), os.getppid(), flush=True)
     signal.pause()
 command = [sys.executable, sys.argv[1], "1", "1"]
 run_command(command, os.environ, fn, (), 1, entry="worker_of_test:main")
@@ -201,11 +216,10 @@ def test_nothing_outlives_a_killed_caller(tmp_path: Path) -> None:
     command = [sys.executable, "-c", CALLER, str(tmp_path / "mpiexec.py")]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as caller:
         assert caller.stdout is not None
-        *pids, num_left = map(int, caller.stdout.readline().split())
+        pids = [int(word) for word in caller.stdout.readline().split()]
         pidfds = [os.pidfd_open(pid) for pid in pids]
         caller.kill()
     assert len(pidfds) == 2
-    assert num_left == 0  # whenever the caller is killed from then on
     for pidfd in pidfds:
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)
