@@ -87,6 +87,16 @@ def operation_text(
     return "\n".join(lines)
 
 
+def fetch_text(
+    waited: float, rank: int, what: str, holder: int, whereabouts: Callable[[int], str]
+) -> str:
+    """A tensor that one rank fetches from another."""
+    return (
+        f"rank {rank} fetches {what} from rank {holder}, for {waited:.1f} s; it does not answer "
+        f"and was last in {whereabouts(holder)}"
+    )
+
+
 def joining_text(
     waited: float, rank: int, size: int, missing: Callable[[], Sequence[int]], question: str
 ) -> str:

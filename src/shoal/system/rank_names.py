@@ -22,6 +22,28 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
+def name_spans(ranks: Sequence[int]) -> str:
+    """Ranks with their noun, three or more in a row by the first and the last.
+
+    Example:
+        >>> name_spans([0, 1, 2, 3, 6]), name_spans([4, 5])
+        ('ranks 0-3, 6', 'ranks 4, 5')
+    """
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    words = [
+        word
+        for span in spans
+        for word in ([f"{span[0]}-{span[-1]}"] if len(span) > 2 else map(str, span))
+    ]
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {', '.join(words)}"
+
+
 def list_names(names: Sequence[str], most: int = 4) -> str:
     """The first names, and how many there are besides.
 

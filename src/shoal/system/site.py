@@ -15,7 +15,7 @@ from shoal.errors import PeerError
 _SPEC = importlib.util.find_spec("torch")
 assert _SPEC is not None
 assert _SPEC.origin is not None
-_TORCH = os.path.dirname(os.path.abspath(_SPEC.origin)) + os.sep
+TORCH = os.path.dirname(os.path.abspath(_SPEC.origin)) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
@@ -24,11 +24,16 @@ def is_ours(filename: str) -> bool:
     return filename.startswith(_PACKAGE)
 
 
+def is_torch(filename: str) -> bool:
+    """Whether a file belongs to torch."""
+    return filename.startswith(TORCH)
+
+
 # Every operation asks where it came from, so the answer for a file must be quick.
 @lru_cache(maxsize=4096)
 def _is_in_between(filename: str) -> bool:
     """Whether a file is shoal's, or of those that call shoal for the user: hooks, backward."""
-    return is_ours(filename) or filename.startswith(_TORCH) or filename == contextlib.__file__
+    return is_ours(filename) or is_torch(filename) or filename == contextlib.__file__
 
 
 def call_frame() -> FrameType | None:
@@ -53,7 +58,7 @@ def error_site(traceback: TracebackType | None) -> str:
     site = theirs = "<unknown>"
     while traceback is not None:
         filename = traceback.tb_frame.f_code.co_filename
-        if filename.startswith(_TORCH):
+        if is_torch(filename):
             theirs = f"{filename}:{traceback.tb_lineno}"
         elif not is_ours(filename):
             site = f"{filename}:{traceback.tb_lineno}"
