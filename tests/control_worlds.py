@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 import threading
 import time
@@ -12,11 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from shoal.comm.bootstrap.store import Bootstrap
+import pytest
+
+from shoal.comm.bootstrap.bootstrap import Bootstrap
 from shoal.comm.control.page.control import PageControl
 from shoal.comm.control.page.page import Page
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Control
+from shoal.comm.control.sockets import topology
 from shoal.comm.control.sockets.sockets import SocketControl
 from shoal.comm.control.sockets.wiring import connect_all
 
@@ -69,6 +73,18 @@ class FileBootstrap(Bootstrap):
         return path.read_bytes()
 
 
+class InnerBootstrap(Bootstrap):
+    """Between ranks that have a world already, for another one inside it."""
+
+    def __init__(self, world: Any):
+        self.rank, self.size, self.timeout = world.rank, world.size, TIMEOUT_S
+        self._world = world
+        self.secret = world.broadcast_object(secrets.token_bytes(32))
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        return list(self._world.all_gather_object(data))
+
+
 def on_all(task: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
     """Calls the task for all at once, in a thread each; raises the first error."""
     size = min(map(len, arguments))
@@ -80,6 +96,15 @@ def on_all(task: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
 def socket_world(size: int) -> Iterator[list[SocketControl]]:
     with _closing(on_all(SocketControl.connect, ThreadBootstrap.for_all(size))) as controls:
         yield controls
+
+
+@contextlib.contextmanager
+def graph_world(size: int) -> Iterator[list[SocketControl]]:
+    """A small world that is connected as a large one is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topology, "ALL_PAIRS_RANKS", 1)
+        with socket_world(size) as controls:
+            yield controls
 
 
 @contextlib.contextmanager
@@ -100,12 +125,14 @@ def world_with_puppet(size: int = 2) -> Iterator[tuple[list[SocketControl], sock
         is_puppet = bootstrap.rank == size - 1
         return connect_all(bootstrap) if is_puppet else SocketControl.connect(bootstrap)
 
-    *controls, sockets = on_all(connect, ThreadBootstrap.for_all(size))
+    *controls, wires = on_all(connect, ThreadBootstrap.for_all(size))
     with contextlib.ExitStack() as stack:
         stack.enter_context(_closing(controls))
-        for sock in sockets.values():  # closed first: the others need not wait for it to hang up
+        for sock in wires.sockets.values():  # closed first: the others need not wait for it
             stack.enter_context(sock)
-        yield controls, sockets[0]
+        if wires.line is not None:
+            stack.enter_context(wires.line.listener)
+        yield controls, wires.sockets[0]
 
 
 @contextlib.contextmanager

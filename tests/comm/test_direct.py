@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import pools
 import shoal
+from control_worlds import InnerBootstrap
 from shoal.comm import Backend
 from shoal.comm.bootstrap.connect import connect_backend
-from shoal.comm.bootstrap.store import StoreBootstrap, store_for_one_host
 from shoal.comm.control import connect
 from shoal.system import libc
 from shoal.torch_support import process_memory as direct
@@ -211,20 +210,17 @@ def test_nothing_is_read_that_is_not_there() -> None:
 def one_rank_cannot() -> tuple[bool, bool]:
     """Rank 1 has a system that forbids it."""
     world = shoal.world()
-    server, port = store_for_one_host() if world.rank == 0 else (None, 0)
-    store = dist.TCPStore("127.0.0.1", world.broadcast_object(port), is_master=False)
     allowed = connect.can_read
     if world.rank == 1:
         connect.can_read = lambda pid, address: False
     try:
-        inner: Any = connect_backend("shm", StoreBootstrap(store, world.rank, 2, 30.0), 30.0)
+        inner: Any = connect_backend("shm", InnerBootstrap(world), 30.0)
     finally:
         connect.can_read = allowed
     with inner:
         gathered = inner.all_gather(torch.full((3 << 20,), float(world.rank)))
         is_direct = inner._page_control.ranks_read_directly
     world.barrier()
-    del server
     return is_direct, bool(gathered.sum() == 3 << 20)
 
 

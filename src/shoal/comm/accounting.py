@@ -36,7 +36,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self._uses: dict[str, MemoryUse] = {}
-        self._lock = threading.Lock()
+        # Python's collector may free something while this thread counts something else.
+        self._lock = threading.RLock()
 
     def account(self) -> Account:
         """A new account, for one model or optimizer."""
@@ -100,16 +101,37 @@ class Counter:
     waiting_seconds: float = 0.0
 
 
+@dataclass(slots=True)
+class CompressionCounter:
+    """Bytes of compressed gradients on one rank.
+
+    Attributes:
+        raw_bytes: What this rank would have sent without compression.
+        sent_bytes: What it has sent.
+    """
+
+    raw_bytes: int = 0
+    sent_bytes: int = 0
+
+
 class StatisticsSnapshot(dict[str, Counter]):
     """Counters by operation, and the memory that is in use for each purpose.
 
     Attributes:
-        memory: By purpose: "parameters", "gradients", "state" and "buffers" of wrapped models.
+        memory: By purpose: "parameters", "gradients", "state" and "buffers" of wrapped models,
+            "activations" that are kept by name, or by blocks that are computed again, and
+            "residual" where gradients are compressed.
+        compression: Of gradients, where a model was wrapped with it.
     """
 
-    def __init__(self, counters: Mapping[str, Counter], memory: Mapping[str, MemoryUse]) -> None:
+    def __init__(
+        self,
+        counters: Mapping[str, Counter],
+        memory: Mapping[str, MemoryUse],
+        compression: CompressionCounter,
+    ) -> None:
         super().__init__(counters)
-        self.memory = memory
+        self.memory, self.compression = memory, compression
 
 
 class Statistics:
@@ -126,6 +148,7 @@ class Statistics:
         self._counters: dict[str, Counter] = {}
         self._lock = threading.Lock()
         self.memory = Ledger()
+        self._compression = CompressionCounter()
         # Operations only leave a note here, which is quick and safe in any thread.
         self._notes: deque[tuple[str, int, float, float]] = deque()
 
@@ -135,6 +158,12 @@ class Statistics:
         if len(self._notes) > _MOST_NOTES:
             with self._lock:
                 self._add_up()
+
+    def count_compression(self, raw_bytes: int, sent_bytes: int) -> None:
+        """Adds one exchange of compressed gradients."""
+        with self._lock:
+            self._compression.raw_bytes += raw_bytes
+            self._compression.sent_bytes += sent_bytes
 
     def _add_up(self) -> None:
         while self._notes:
@@ -150,11 +179,13 @@ class Statistics:
         with self._lock:
             self._add_up()
             counters = {kind: replace(counter) for kind, counter in self._counters.items()}
-        return StatisticsSnapshot(counters, self.memory.snapshot())
+            compression = replace(self._compression)
+        return StatisticsSnapshot(counters, self.memory.snapshot(), compression)
 
     def reset(self) -> None:
         """Everything back to zero."""
         with self._lock:
             self._notes.clear()
             self._counters.clear()
+            self._compression = CompressionCounter()
         self.memory.reset()

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.comm import objects
 from shoal.comm.backend import Backend
+from shoal.comm.objects import encoding
 from shoal.errors import MismatchError
 from shoal.system.rank_names import name_ranks
 
@@ -98,7 +98,7 @@ def _are_equal(left: Any, right: Any) -> bool:
     try:
         return bool(left == right) or (left != left and right != right)
     except Exception:  # arrays and tensors inside of something: their bytes can be compared
-        return objects.encode(left) == objects.encode(right)
+        return encoding.encode(left) == encoding.encode(right)
 
 
 def by_rank(values: Sequence[Any], ranks: Sequence[int] | None = None) -> str:

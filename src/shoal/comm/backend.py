@@ -16,55 +16,31 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import Tensor
 
-from shoal.comm import objects
 from shoal.comm import operation as ops
-from shoal.comm.accounting import Account, Statistics, StatisticsSnapshot
-from shoal.comm.control.exit_records import ExitRecords, Recorded
+from shoal.comm.accounting import Account, StatisticsSnapshot
+from shoal.comm.control.exit_records import Recorded
 from shoal.comm.lanes import Lanes
+from shoal.comm.objects import encoding
+from shoal.comm.objects.seals import COLLECTIVES, Seals, message_stream
 from shoal.comm.operation.reduction import ReduceOp
+from shoal.comm.peer_tensors.lending import LendingSource, PeerTensors
 from shoal.comm.work import Work
-from shoal.errors import ClosedError, ShoalError
+from shoal.comm.world_state import WorldState, closed_error
+from shoal.errors import ShoalError
 from shoal.torch_support.memory import PrivateView, as_bytes
 
-DEFAULT_TIMEOUT_S = 600.0
 RunCached = Callable[[str, object, Tensor, Tensor, Callable[[], ops.Operation]], Tensor | None]
 """A fast path for calls that are made again and again with other data.
 
 It gets the kind of a collective, its reduction or root, input and output (perhaps the same tensor),
 and a function that makes the operation. It returns the result, or None if it did nothing.
 """
-
-
-@dataclass
-class WorldState:
-    """What the groups of one world have in common on one rank.
-
-    Attributes:
-        timeout: Seconds an alive but late rank is waited for.
-        allow_pickle: Whether all peers are vouched for, so that their pickles may be read.
-        statistics: Counters of all groups.
-        next_group_id: The next group number that this rank has not used.
-        groups: The world's backend and those of its groups.
-        exit_records: What this rank leaves behind for ranks that exit after it.
-        close_bootstrap: Ends what the ranks met at, which may live in this process.
-        is_closed: Whether the world was shut down.
-    """
-
-    timeout: float = DEFAULT_TIMEOUT_S
-    allow_pickle: bool = True
-    statistics: Statistics = field(default_factory=Statistics)
-    next_group_id: int = 1
-    groups: list[Backend] = field(default_factory=list)
-    exit_records: ExitRecords = field(default_factory=ExitRecords)
-    close_bootstrap: Callable[[], None] = lambda: None
-    is_closed: bool = False
 
 
 class Backend(ABC):
@@ -96,6 +72,7 @@ class Backend(ABC):
         """Whether it is for one owner's traffic, which does not go on after a mismatch."""
         self._lanes_lent = Lanes()
         self._run_cached: RunCached | None = None
+        self._group_id = 0
 
     @property
     def world_size(self) -> int:
@@ -133,6 +110,13 @@ class Backend(ABC):
     @abstractmethod
     def _make_group(self, members: Sequence[int], group_id: int) -> Backend:
         """The group of some ranks of this one; ``group_id`` is a number new to all of them."""
+
+    @abstractmethod
+    def lend(self, source: LendingSource) -> PeerTensors:
+        """Lets the others read tensors of this rank at any time; all ranks call it.
+
+        See [Note: lent tensors].
+        """
 
     @abstractmethod
     def fail(self, reason: str, *, culprit: int | None = None) -> None:
@@ -313,7 +297,7 @@ class Backend(ABC):
         operation = ops.Broadcast(data, root, is_root, self.device)
         operation.signature = f"broadcast_object(root={root})"
         data = self.run(operation)
-        return value if is_root else self._decode(data)
+        return value if is_root else self._decode(data, root)
 
     def scatter_object(self, values: Sequence[Any] | None = None, *, root: int = 0) -> Any:
         """One object of the root's list for each rank."""
@@ -327,7 +311,7 @@ class Backend(ABC):
         position = (self.rank, self.size)
         operation = ops.Scatter(data, None, sizes, root, self.device, position)
         operation.signature = f"scatter_object(root={root})"
-        return self._decode(self.run(operation))
+        return self._decode(self.run(operation), root)
 
     def all_to_all_object(self, values: Sequence[Any]) -> list[Any]:
         """Sends object i to rank i; returns what arrived, by sender."""
@@ -341,22 +325,31 @@ class Backend(ABC):
 
     def send_object(self, value: Any, dst: int, tag: int = 0) -> None:
         """Sends an object to one rank."""
-        self.send(self._encode(value), dst, tag)
+        self.send(self.encode_message(value, dst, tag), dst, tag)
 
     def recv_object(self, src: int, tag: int = 0) -> Any:
         """Receives an object from one rank."""
-        return self._decode(self.recv(src=src, tag=tag))
+        return self._decode(self.recv(src=src, tag=tag), src, message_stream(src, self.rank, tag))
 
-    def _encode(self, value: Any) -> Tensor:
-        data = as_bytes(bytearray(objects.encode(value)))
-        return data.to(self.device)
+    def encode_message(self, value: Any, dst: int, tag: int = 0) -> Tensor:
+        """An object as what `send` can carry for `recv_object` of a rank."""
+        return self._encode(value, message_stream(self.rank, dst, tag))
 
-    def _decode(self, data: Tensor) -> Any:
-        raw = data.cpu().numpy().tobytes()
-        return objects.decode(raw, allow_pickle=self._state.allow_pickle)
+    def _encode(self, value: Any, stream: str = COLLECTIVES) -> Tensor:
+        sealed = self._seals.seal(encoding.encode(value), self.rank, stream)
+        return as_bytes(bytearray(sealed)).to(self.device)
+
+    def _decode(self, data: Tensor, sender: int, stream: str = COLLECTIVES) -> Any:
+        raw, is_proven = self._seals.open(data.cpu().numpy().tobytes(), sender, stream)
+        return encoding.decode(raw, allow_pickle=is_proven)
 
     def _decode_parts(self, joined: Tensor, sizes: Sequence[int]) -> list[Any]:
-        return [self._decode(part) for part in joined.split(list(sizes))]
+        parts = joined.split(list(sizes))
+        return [self._decode(part, sender) for sender, part in enumerate(parts)]
+
+    @cached_property
+    def _seals(self) -> Seals:
+        return Seals(self._state.secret, self._group_id, self.ranks)
 
     # Groups ---------------------------------------------------------------------------
 
@@ -372,7 +365,9 @@ class Backend(ABC):
         if color is None:
             return None
         members = [rank for rank, (chosen, _) in enumerate(choices) if chosen == color]
-        return self._make_group(members, group_id)
+        made = self._make_group(members, group_id)
+        made._group_id = group_id
+        return made
 
     def subgroup(self, ranks: Sequence[int]) -> Backend | None:
         """The group of some ranks of this one; all ranks call it, others get None."""
@@ -392,6 +387,10 @@ class Backend(ABC):
         """
         return self._lanes_lent.lend(self, owner)
 
+    def become_lane(self) -> None:
+        """Nobody but its owner will use this group."""
+        self.is_lane = True
+
     # Counters and the end ---------------------------------------------------------------------
 
     def stats(self) -> StatisticsSnapshot:
@@ -409,9 +408,17 @@ class Backend(ABC):
         """Counts an all-gather for which this rank has read the memory of others."""
         self._state.statistics.count("all_gather", num_bytes, seconds, 0.0)
 
+    def count_compression(self, raw_bytes: int, sent_bytes: int) -> None:
+        """Counts bytes that were sent compressed, and what they would have been otherwise."""
+        self._state.statistics.count_compression(raw_bytes, sent_bytes)
+
     def compare_at_exit(self, recorded: Recorded) -> None:
         """Compares something with ranks that have left before, when this rank leaves."""
         self._state.exit_records.add(self.ranks, recorded)
+
+    def part_by(self, how: str) -> None:
+        """Says how this rank will leave: by a call of its own, in the middle of things perhaps."""
+        self._state.parting = how
 
     def check_exit_records(self) -> None:
         """Raises `MismatchError` for what was found when this rank left; once."""
@@ -461,16 +468,17 @@ class Backend(ABC):
         async_op: bool,
     ) -> Any:
         """Carries out a collective of training loops, over the fast path if there is one."""
-        if self._run_cached is not None and not (async_op or tensor is None or out is None):
+        run_cached = None if async_op else self._run_cached
+        if run_cached is not None and isinstance(tensor, Tensor) and isinstance(out, Tensor):
             self._check_open()
-            result = self._run_cached(kind, detail, tensor, out, make)
+            result = run_cached(kind, detail, tensor, out, make)
             if result is not None:
                 return result
         return self.run(make(), async_op=async_op)
 
     def _check_open(self) -> None:
         if self._state.is_closed:
-            raise ClosedError("this world was shut down; call shoal.init() to start another")
+            raise closed_error(self._state, self.rank)
 
     def _check_rank(self, what: str, rank: int) -> None:
         if not 0 <= rank < self.size:

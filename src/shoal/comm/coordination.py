@@ -7,6 +7,12 @@ becomes an error that names a rank, and for when a rank may leave.
 A rank that has its own result may leave while others still work on theirs, and need its
 memory or its connections for that. So ranks count their transfers and show each other the
 count; one that shuts down waits for a while until the others have got as far as itself.
+
+[Note: threads of a rank]
+The n-th operation of a rank in a group belongs to the n-th of the others. If two threads of a rank
+call operations of one group at the same time, it is chance which comes first, and another rank may
+have it the other way round: one thread would get the other's numbers. So that is an error. Threads
+that take turns, by a lock or by waiting for each other, are fine.
 """
 
 from __future__ import annotations
@@ -14,16 +20,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from shoal.comm.backend import WorldState
+from shoal.comm.control.deadlock.record import OPERATION
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Channel, Control, Failure
 from shoal.comm.operation import Operation, Payload, writing
 from shoal.comm.operation.base import Header, check_equal, decode
 from shoal.comm.work import WorkQueue
+from shoal.comm.world_state import WorldState, closed_error
 from shoal.errors import DeadlineError, MismatchError, PeerError, ShoalError, TransportError
-from shoal.system.site import describe
+from shoal.system.public_call import told
+from shoal.system.rank_names import name_ranks
+from shoal.system.site import call_site, describe
 
 # How long to wait for the news of a rank's death after the transport already failed over it.
 _NEWS_S = 3.0
@@ -36,9 +45,11 @@ class Coordination:
     """One rank's side of the order of operations in one group.
 
     Attributes:
-        lock: Held while an operation gets its number and, unless it is queued, is carried out.
         queue: The thread for operations that nobody waits for, once there was one.
         number: Of the operation that was begun last.
+        group_id: By which the members know the group.
+        group_name: What users know the group as, where several have the same ranks.
+        called: "world" or "group", as in the user's calls.
         num_settled: How many transfers are over on this rank, see [Note: leaving].
         is_in_step: Whether all ranks have called the same operations so far.
         is_through_at_once: Whether a transfer is over when the transport returns, not only queued
@@ -53,14 +64,47 @@ class Coordination:
         self._transport = transport
         self._rank = list(channel.ranks).index(control.rank)
         self._group = f"group {tuple(channel.ranks)}" if state.groups else "the world"
-        self.lock = threading.Lock()
+        self.called = "group" if state.groups else "world"
+        self.group_id = channel.group_id
+        self._deadlocks = control.deadlocks
+        self._long_waits = {} if control.deadlocks is None else control.deadlocks.waits
+        self.group_name = f"group {channel.group_id} of {name_ranks(channel.ranks)}"
+        if not state.groups:
+            self.group_name = self._group
+        self._lock = threading.Lock()
+        self._holder = 0
         self.queue: WorkQueue | None = None
         self.number = 0
         self.num_settled = 0
         self.is_in_step = True
         self.is_through_at_once = True
         # A training loop compares the same headers again and again.
-        self._compared: dict[bytes, tuple[Sequence[bytes], list[Header]]] = {}
+        self._compared: dict[bytes, tuple[Sequence[bytes], list[Header], list[bytes]]] = {}
+
+    # Threads ----------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """From here to `leave` this thread gives an operation its number, or carries it out."""
+        if not self._lock.acquire(blocking=False):
+            self._refuse_thread()
+        self._holder = threading.get_ident()
+
+    def leave(self) -> None:
+        """Other threads may call operations now; see [Note: threads of a rank]."""
+        self._lock.release()
+
+    def _refuse_thread(self) -> NoReturn:
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        other, own = names.get(self._holder, "another"), threading.current_thread().name
+        error = ShoalError(
+            f"threads {other!r} and {own!r} of this rank called operations of {self.group_name} at "
+            f"the same time (the second one at {call_site()}): which comes first is chance, and "
+            "other ranks may have them the other way round. Give each thread a group of its own "
+            "(world.subgroup(range(world.size)) on every rank, one after the other), or let one "
+            "thread make all calls"
+        )
+        self.fail(describe(error))
+        raise error
 
     def is_idle(self) -> bool:
         """Whether all operations that were queued have been carried out."""
@@ -71,6 +115,11 @@ class Coordination:
         if self.queue is None:
             self.queue = WorkQueue(f"shoal-{self._transport}-{self._control.rank}")
         return self.queue
+
+    def check_process(self) -> None:
+        """Refuses a forked child that would do this rank's part in something."""
+        if self._state.is_forked:
+            raise closed_error(self._state, self._control.rank)
 
     # Waiting ----------------------------------------------------------------------------
 
@@ -85,7 +134,7 @@ class Coordination:
 
         Waits that are ``eager`` may spin; ``note`` is the text for the others, if it is at hand.
         """
-        self._control.note(note or f"{signature} at {site}")
+        self._control.note(note or told(signature, site))
         patience = self.patience(signature, number, site, eager=eager)
         patience.check()
         return patience
@@ -95,10 +144,12 @@ class Coordination:
         ranks, group = self._channel.ranks, self._group
         return Patience(
             self._control,
-            lambda: f"{signature} (operation #{number} of {group}) at {site}",
+            lambda: told(signature, site, f" (operation #{number} of {group})"),
             ranks,
             self._state.timeout,
             eager=eager,
+            awaited=(OPERATION, self.group_id, number, 0),
+            group=self.group_name,
         )
 
     def or_fail(self, step: Callable[..., Any], *args: Any) -> Any:
@@ -108,6 +159,13 @@ class Coordination:
         except DeadlineError as error:
             self.fail(describe(error))
             raise
+        except ValueError:  # of the control page, which another thread has let go of meanwhile
+            if self._state.is_closed:
+                raise closed_error(self._state, self._control.rank) from None
+            raise
+        finally:
+            if self._long_waits and self._deadlocks is not None:
+                self._deadlocks.end()
 
     # Headers and payloads ---------------------------------------------------------------
 
@@ -115,17 +173,17 @@ class Coordination:
         self, operation: Operation, number: int, mine: bytes, shown: Sequence[bytes]
     ) -> Payload:
         """What moves, by the headers of all ranks; `MismatchError` unless they fit together."""
-        headers = self._compare(operation, number, mine, shown)
+        headers, wires = self._compare(operation, number, mine, shown)
         payload = operation.prepare(headers, self._rank)
-        payload.wires = [header.wire for header in headers]
+        payload.wires = wires
         return payload
 
     def _compare(
         self, operation: Operation, number: int, mine: bytes, shown: Sequence[bytes]
-    ) -> list[Header]:
+    ) -> tuple[list[Header], list[bytes]]:
         known = self._compared.get(mine)
         if known is not None and known[0] == shown:
-            return known[1]
+            return known[1:]
         headers = [decode(header) for header in shown]
         try:
             check_equal(headers, self._channel.ranks, number)
@@ -135,8 +193,9 @@ class Coordination:
             raise
         if len(self._compared) >= _MOST_COMPARED:
             self._compared.clear()
-        self._compared[mine] = (shown, headers)
-        return headers
+        wires = [header.wire for header in headers]
+        self._compared[mine] = (shown, headers, wires)
+        return headers, wires
 
     def carry_out(
         self,

@@ -33,6 +33,6 @@ class Lanes:
     def _add(self, group: Backend) -> int:
         lane = group.split(0)
         assert lane is not None
-        lane.is_lane = True
+        lane.become_lane()
         self._lanes.append(lane)
         return len(self._lanes) - 1

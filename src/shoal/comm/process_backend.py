@@ -17,15 +17,21 @@ from typing import Any
 from torch import Tensor
 
 from shoal.comm import operation as ops
-from shoal.comm.backend import Backend, WorldState
+from shoal.comm.backend import Backend
+from shoal.comm.control.deadlock.record import RankProgress
+from shoal.comm.control.deadlock.watch import DeadlockWatch
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Channel, Control
 from shoal.comm.coordination import Coordination
 from shoal.comm.operation import Operation, Payload
 from shoal.comm.operation.base import Header, decode, encode
+from shoal.comm.peer_tensors.between_processes import ProcessPeerTensors
+from shoal.comm.peer_tensors.lending import LendingSource, PeerTensors
 from shoal.comm.work import ThreadedWork, Work
+from shoal.comm.world_state import WorldState
 from shoal.errors import MismatchError
-from shoal.system.site import call_site
+from shoal.system.public_call import origin
+from shoal.system.rank_names import name_ranks
 
 # Ranks that leave at the same time should still hear of each other.
 _LINGER_S = 0.5
@@ -42,10 +48,12 @@ class ProcessBackend(Backend):
     ) -> None:
         """``ranks`` are the members' world ranks in group order."""
         super().__init__(state, ranks, list(ranks).index(control.rank))
+        if not state.groups:
+            control.deadlocks = DeadlockWatch(control, partial(_progress, state))
         self._control = control
         self._channel = channel
         self._coordination = Coordination(state, control, channel, self.name)
-        state.allow_pickle = control.is_private
+        state.secret = control.secret
         self._messages: dict[tuple[str, int, int], int] = defaultdict(int)
         self._message_threads: list[ThreadedWork[Any]] = []
         self._stuck: MismatchError | None = None
@@ -80,6 +88,12 @@ class ProcessBackend(Backend):
         """A task that comes after what the caller has queued on a device, in any thread."""
         return task
 
+    def become_lane(self) -> None:
+        """Users know a lane by what it is for."""
+        super().become_lane()
+        name = f"the traffic of a model or loader of {name_ranks(self.ranks)}"
+        self._coordination.group_name = name
+
     def _finish_pending(self) -> None:
         """Waits for operations that were shown to the others and are not carried out yet."""
 
@@ -102,15 +116,19 @@ class ProcessBackend(Backend):
         if operation.source is not None:
             self._check_tensor(operation.source)
         coordination = self._coordination
-        with coordination.lock:
+        coordination.enter()
+        try:
             self._finish_pending()
             coordination.number += 1
             is_inline = not async_op and coordination.is_idle()
-            perform = partial(self._perform, operation, coordination.number, call_site(), is_inline)
+            site = origin(operation.signature, coordination.called)
+            perform = partial(self._perform, operation, coordination.number, site, is_inline)
             task = self._ordered(perform, is_inline)
             if is_inline:
                 return task()
             work = coordination.start_queue().put(ThreadedWork(task, operation.signature))
+        finally:
+            coordination.leave()
         return work if async_op else work.wait()
 
     def _perform(self, operation: Operation, number: int, site: str, eager: bool) -> Any:
@@ -136,7 +154,8 @@ class ProcessBackend(Backend):
         if operation.source is not None:
             self._check_tensor(operation.source)
         key = self._message_key(operation, peer, tag)
-        deliver = partial(self._deliver, operation, peer, key, call_site(), not async_op)
+        site = origin(operation.signature, self._coordination.called)
+        deliver = partial(self._deliver, operation, peer, key, site, not async_op)
         task = self._ordered(deliver, not async_op)
         if not async_op:
             return task()
@@ -150,6 +169,10 @@ class ProcessBackend(Backend):
             self._messages[counter] += 1
             return (tag, self._messages[counter])
 
+    def _awaited(self, operation: Operation, key: tuple[int, int]) -> tuple[str, int, int, int]:
+        """What a message waits for: the other half."""
+        return (operation.kind, self._coordination.group_id, key[1], key[0])
+
     def _start_message_thread(self, work: ThreadedWork[Any]) -> Work[Any]:
         """A thread of its own: a message may have to wait while later ones pass."""
         self._message_threads = [each for each in self._message_threads if not each.is_done()]
@@ -162,6 +185,7 @@ class ProcessBackend(Backend):
     ) -> Any:
         begin = time.perf_counter()
         patience = self._coordination.begin(operation.signature, key[1], site, eager=eager)
+        patience.awaited = self._awaited(operation, key)
         header = Header(operation.signature, operation.meta, self._expose_message(operation), site)
         is_sender = operation.kind == "send"
         meet = self._channel.offer if is_sender else self._channel.accept
@@ -189,11 +213,17 @@ class ProcessBackend(Backend):
         else:
             ops.check_message(theirs, mine, (them, me))
 
+    def lend(self, source: LendingSource) -> PeerTensors:
+        """Served by a thread of this rank, over sockets."""
+        self._check_open()
+        return ProcessPeerTensors(self, self._state, self._control, source)
+
     # The end ----------------------------------------------------------------------------
 
     def fail(self, reason: str, *, culprit: int | None = None) -> None:
         """Tells all ranks that this one cannot go on; ``culprit`` if another is to blame."""
-        self._coordination.fail(reason, culprit)
+        if not self._state.is_forked:
+            self._coordination.fail(reason, culprit)
 
     def shutdown(self) -> None:
         """Finishes what was started, tells the others and frees everything."""
@@ -206,9 +236,10 @@ class ProcessBackend(Backend):
         note = self._state.exit_records.note()
         if note:
             self._control.note(note)
-        self._control.leave()
+        self._control.leave(self._state.parting)
         if note:
             self._find_exit_records()
+        self._state.end_lendings()
         for group in groups:
             group._close_transport()
         self._control.close()
@@ -231,6 +262,19 @@ class ProcessBackend(Backend):
             work.join()
         self._finish_transfers()
         self._coordination.await_others()
+
+
+def _progress(state: WorldState) -> RankProgress:
+    """How far this rank has got in all groups of a world."""
+    groups: dict[int, tuple[int, int]] = {}
+    messages: dict[tuple[int, str, int, int], int] = {}
+    for group in list(state.groups):
+        assert isinstance(group, ProcessBackend)
+        coordination = group._coordination
+        groups[coordination.group_id] = (coordination.number, coordination.num_settled)
+        for (kind, peer, tag), number in list(group._messages.items()):
+            messages[coordination.group_id, kind, group.ranks[peer], tag] = number
+    return RankProgress(groups, messages)
 
 
 def _move_alone(payload: Payload, patience: Patience) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from abc import ABC, abstractmethod
@@ -10,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from shoal.errors import ClosedError
 from shoal.system.deadline import under_way_error
 
 T = TypeVar("T")
@@ -48,6 +50,7 @@ class ThreadedWork(Work[T]):
         # A thread starts outside of the caller's inference mode, whose tensors it may have.
         self._is_inference = torch.is_inference_mode_enabled()
         self._done = threading.Event()
+        self._process = os.getpid()
         self._result: T | None = None
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -75,6 +78,8 @@ class ThreadedWork(Work[T]):
 
     def wait(self, timeout: float | None = None) -> T:
         """Waits for the thread. The task itself keeps the world's deadline."""
+        if self._process != os.getpid():
+            raise ClosedError(f"{self._what} was begun by another process: wait for it there")
         if not self._done.wait(timeout):
             raise under_way_error(self._what, timeout)
         if self._error is not None:

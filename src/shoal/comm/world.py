@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import threading
+import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from operator import attrgetter
@@ -182,6 +186,8 @@ def _is_good_exit(error: BaseException) -> bool:
 # keeps it here, because threads it starts (a data loader's, autograd's) have a new context.
 _current: ContextVar[World | None] = ContextVar("shoal_world", default=None)
 _process_world: World | None = None
+_worlds_of_threads: weakref.WeakSet[World] = weakref.WeakSet()
+_thread = threading.local()
 
 
 def set_current(world: World, *, process_wide: bool) -> None:
@@ -190,6 +196,9 @@ def set_current(world: World, *, process_wide: bool) -> None:
     _current.set(world)
     if process_wide:
         _process_world = world
+    else:
+        _worlds_of_threads.add(world)
+        _thread.is_rank = True
 
 
 def find_current() -> World | None:
@@ -205,5 +214,23 @@ def current() -> World:
     """
     world = find_current()
     if world is None:
-        raise ClosedError("there is no world yet: call shoal.init() first")
+        raise ClosedError(_no_world())
     return world
+
+
+def _no_world() -> str:
+    is_rank = getattr(_thread, "is_rank", False)
+    name = threading.current_thread().name
+    is_helper = not is_rank and threading.current_thread() is not threading.main_thread()
+    if _worlds_of_threads and is_helper:
+        return (
+            f"thread {name!r} is no rank: over memory ranks are threads, and this is another "
+            "one. Let a rank's own thread make the call, or use processes (backend='shm')"
+        )
+    if multiprocessing.parent_process() is not None:
+        return (
+            f"there is no world in process {os.getpid()}, which multiprocessing started. If it "
+            "works for a rank, communicate in the rank itself; if it is to be one, call "
+            "shoal.init() first"
+        )
+    return "there is no world yet: call shoal.init() first"

@@ -130,7 +130,7 @@ def one_does_not_post() -> None:
 
 @pytest.mark.parametrize("disagree", [differ, one_does_not_post])
 def test_ranks_that_disagree(disagree: Any) -> None:
-    with pytest.raises(MismatchError, match="called different operations"):
+    with pytest.raises(MismatchError, match=r"different (operations|calls)"):
         pools.Team("shm", 2).run(disagree)
 
 

@@ -7,21 +7,23 @@ import ipaddress
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.comm.bootstrap.store import Bootstrap
+    from shoal.comm.bootstrap.bootstrap import Bootstrap
 
 ADDRESS_VARIABLE = "SHOAL_HOST_ADDR"
 LOOPBACK = "127.0.0.1"
+_LOOPBACKS = ((socket.AF_INET, LOOPBACK), (socket.AF_INET6, "::1"))
 _DISCARD_PORT = 9
+_TRIAL_S = 1.0
 # An address of no host: the way there is the default route.
 _UNREACHABLE = "192.0.2.1"
 
 
-def own_address(bootstrap: Bootstrap) -> str:
+def own_address(bootstrap: Bootstrap | None = None) -> str:
     """This host's address towards the one where the ranks meet; the loopback if that is here."""
     named = os.environ.get(ADDRESS_VARIABLE)
     if named:
@@ -52,17 +54,26 @@ def address_towards(host: str) -> str | None:
     return None
 
 
+def usable_loopback() -> str | None:
+    """The address by which processes of this host reach each other over TCP; None if none does.
+
+    Tried with a connection: an interface that is down may have an address, and a way to it.
+    """
+    for family, address in _LOOPBACKS:
+        with contextlib.suppress(OSError), socket.create_server((address, 0), family=family) as own:
+            socket.create_connection(own.getsockname()[:2], _TRIAL_S).close()
+            return address
+    return None
+
+
 def is_loopback(address: str) -> bool:
     """Whether only this host reaches the address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def _meeting_hosts(bootstrap: Bootstrap) -> Iterator[str]:
+def _meeting_hosts(bootstrap: Bootstrap | None) -> Iterator[str]:
     """Hosts that all ranks reach."""
-    store: Any = getattr(bootstrap, "store", None)
-    while hasattr(store, "underlying_store"):  # a prefix around the store proper
-        store = store.underlying_store
-    for host in (getattr(store, "host", None), os.environ.get("MASTER_ADDR")):
+    for host in (bootstrap and bootstrap.host, os.environ.get("MASTER_ADDR")):
         if host:
             yield host
 

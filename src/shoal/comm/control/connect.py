@@ -15,14 +15,14 @@ from shoal.errors import ShoalError
 from shoal.torch_support.process_memory import can_read, probe_address
 
 if TYPE_CHECKING:
-    from shoal.comm.bootstrap.store import Bootstrap
+    from shoal.comm.bootstrap.bootstrap import Bootstrap
     from shoal.comm.control.plane import Control
 
 _MAPPED, _READS = b"mapped the page", b"mapped the page, can read the others"
 
 
 @dataclass(frozen=True)
-class Identity:
+class RankIdentity:
     """Which process a rank is, and on which host."""
 
     host: str
@@ -49,9 +49,9 @@ def connect(bootstrap: Bootstrap, *, reads_memory: bool = False) -> Control:
     is_first = bootstrap.rank == 0 and is_supported()
     page_fd = Page.create(bootstrap.size) if is_first else -1  # in case all are on its host
     probe = probe_address() if reads_memory else 0
-    identity = Identity(host_id(), os.getpid(), page_fd, probe)
+    identity = RankIdentity(host_id(), os.getpid(), page_fd, probe)
     encoded = json.dumps(asdict(identity)).encode()
-    identities = [Identity(**json.loads(data)) for data in bootstrap.all_gather(encoded)]
+    identities = [RankIdentity(**json.loads(data)) for data in bootstrap.all_gather(encoded)]
     if len({identity.host for identity in identities}) == 1 and identities[0].page_fd >= 0:
         return _connect_page(bootstrap, identities)
     if page_fd >= 0:
@@ -59,7 +59,17 @@ def connect(bootstrap: Bootstrap, *, reads_memory: bool = False) -> Control:
     return SocketControl.connect(bootstrap)
 
 
-def _connect_page(bootstrap: Bootstrap, identities: Sequence[Identity]) -> PageControl:
+def check_owner(fd: int, whose: str) -> None:
+    """Refuses memory that another user made, and could write what ranks then act on."""
+    owner = os.fstat(fd).st_uid
+    if owner != os.geteuid():
+        raise ShoalError(
+            f"{whose} belongs to uid {owner}, and this rank runs as uid {os.geteuid()}: a stranger "
+            "is among the ranks, or they run as different users."
+        )
+
+
+def _connect_page(bootstrap: Bootstrap, identities: Sequence[RankIdentity]) -> PageControl:
     first = identities[0]
     try:
         fd = os.open(f"/proc/{first.pid}/fd/{first.page_fd}", os.O_RDWR)
@@ -69,6 +79,7 @@ def _connect_page(bootstrap: Bootstrap, identities: Sequence[Identity]) -> PageC
             f"{error}. The ranks of one host must run as the same user."
         ) from error
     try:
+        check_owner(fd, f"the control page of rank 0 (pid {first.pid})")
         page = Page(fd, bootstrap.size)
     finally:
         os.close(fd)
@@ -78,4 +89,6 @@ def _connect_page(bootstrap: Bootstrap, identities: Sequence[Identity]) -> PageC
         os.close(first.page_fd)
     all_read = all(word == _READS for word in said)
     pids = [identity.pid for identity in identities]
-    return PageControl(page, bootstrap.rank, pids, ranks_read_directly=all_read)
+    control = PageControl(page, bootstrap.rank, pids, ranks_read_directly=all_read)
+    control.secret = bootstrap.secret
+    return control

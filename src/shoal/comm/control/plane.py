@@ -15,14 +15,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
+    from shoal.comm.control.deadlock.watch import DeadlockWatch
     from shoal.comm.control.patience import Patience
 
 
 HIDDEN = "\0"
 """In a note: what follows is for ranks to read, not for people."""
+
+
+def absence_text(how: str) -> str:
+    """Why it is pointless to wait for a rank that left; ``how`` is its own word, if it had one."""
+    return f"it has left by {how}" if how else "it has left: it returned without taking part"
 
 
 class Failure(NamedTuple):
@@ -46,8 +52,12 @@ class Control(ABC):
 
     rank: int
     size: int
-    is_private: bool = True
-    """Whether only this run's own ranks can take part, so that their pickles may be read."""
+    is_one_host: ClassVar[bool] = False
+    """Whether all ranks are known to be processes of one host."""
+    secret: bytes | None = None
+    """What only this world's ranks know, so that their pickles may be read; None: anybody's."""
+    deadlocks: DeadlockWatch | None = None
+    """Finds ranks that wait for each other, once there is a world."""
 
     @abstractmethod
     def channel(self, group_id: int, ranks: Sequence[int]) -> Channel:
@@ -74,8 +84,16 @@ class Control(ABC):
         """The last note of a rank."""
 
     @abstractmethod
-    def leave(self) -> None:
-        """Says goodbye: ranks that wait for this one from now on are told so at once."""
+    def show_wait(self, record: bytes) -> None:
+        """Shows the others what this rank waits for; nothing at all if it does not wait."""
+
+    @abstractmethod
+    def shown_waits(self) -> dict[int, bytes]:
+        """What ranks that wait have shown, by rank."""
+
+    @abstractmethod
+    def leave(self, how: str = "") -> None:
+        """Says goodbye: ranks that wait for this one from now on are told so at once, and how."""
 
     @abstractmethod
     def close(self) -> None:
@@ -87,6 +105,8 @@ class Channel(ABC):
 
     ranks: Sequence[int]
     """The members' world ranks, in group order."""
+    group_id: int
+    """By which the members know it."""
 
     @abstractmethod
     def exchange(self, number: int, header: bytes, patience: Patience) -> list[bytes]:

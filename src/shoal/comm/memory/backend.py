@@ -19,14 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.comm.backend import Backend, WorldState
-from shoal.comm.control.plane import Failure
+from shoal.comm.backend import Backend
+from shoal.comm.control.plane import Failure, absence_text
 from shoal.comm.memory.meeting import Meeting
+from shoal.comm.memory.peer_tensors import ThreadPeerTensors
 from shoal.comm.operation import Operation
 from shoal.comm.operation.base import Header
+from shoal.comm.peer_tensors.lending import LendingSource, PeerTensors
 from shoal.comm.work import Work
+from shoal.comm.world_state import WorldState
 from shoal.errors import DeadlineError, DeadlockError, PeerError, ShoalError
 from shoal.system.deadline import Deadline, abandoned_error, turn_text
+from shoal.system.public_call import origin, told
 from shoal.system.rank_names import name_ranks
 from shoal.system.site import call_site, describe, is_ours
 from shoal.torch_internals.autograd import is_tracing
@@ -35,7 +39,6 @@ from shoal.torch_support.random_state import RandomState
 # How long a late rank may still take to end once the others have given up on it.
 _GRACE_S = 2.0
 _LOOK_EVERY_S = 1.0
-_LEFT = "it has left: it returned without taking part"
 
 
 class InMemoryBackend(Backend):
@@ -74,12 +77,14 @@ class InMemoryBackend(Backend):
     def run(self, operation: Operation, *, async_op: bool = False) -> Any:
         """The last rank to arrive carries it out for all."""
         self._check_open()
+        self._simulator.check_thread(self._world_rank, operation.signature)
         self._number += 1
         key = (self._group_id, self.ranks, self._number)
         work = self._arrive(operation, key, self.ranks, self._number)
         return work if async_op else work.wait()
 
     def _message(self, operation: Operation, peer: int, tag: int, async_op: bool) -> Any:
+        self._simulator.check_thread(self._world_rank, operation.signature)
         pair = (self.rank, peer) if operation.kind == "send" else (peer, self.rank)
         # Both sides count the messages of a tag, so the n-th send meets the n-th receive.
         self._messages[*pair, tag] += 1
@@ -95,8 +100,9 @@ class InMemoryBackend(Backend):
     ) -> SimulatedWork:
         if operation.source is not None:
             _finish_side_stream(operation.source)
-        header = Header(operation.signature, operation.meta, b"", call_site())
-        note = f"{operation.signature} (#{number} of ranks {list(ranks)}) at {header.site}"
+        site = origin(operation.signature, "group" if self._group_id else "world")
+        header = Header(operation.signature, operation.meta, b"", site)
+        note = told(operation.signature, site, f" (#{number} of ranks {list(ranks)})")
         self._simulator.notes[self._world_rank] = note
         self._simulator.check(self._world_rank)
         meeting = self._simulator.meeting(key, ranks, number)
@@ -104,6 +110,8 @@ class InMemoryBackend(Backend):
         return SimulatedWork(self, operation.kind, meeting)
 
     def _wait(self, meeting: Meeting) -> Tensor | None:
+        if not meeting.is_over:
+            self._simulator.check_thread(self._world_rank, "wait()")
         if is_tracing():
             # Only one thread at a time may trace: the others would never get there.
             raise ShoalError(
@@ -123,8 +131,15 @@ class InMemoryBackend(Backend):
         ranks = [self.ranks[member] for member in members]
         return InMemoryBackend(self._state, self._simulator, ranks, self._world_rank, group_id)
 
+    def lend(self, source: LendingSource) -> PeerTensors:
+        """Read directly by the other threads."""
+        self._check_open()
+        return ThreadPeerTensors(self, self._state, self._simulator, source)
+
     def fail(self, reason: str, *, culprit: int | None = None) -> None:
         """Tells all ranks that this one cannot go on; ``culprit`` if another is to blame."""
+        if self._state.is_forked:
+            return
         rank = self._world_rank if culprit is None else culprit
         self._simulator.publish(Failure(rank, reason, time.monotonic_ns(), culprit is not None))
 
@@ -197,6 +212,8 @@ class Simulator:
         self._deadlocked: set[int] = set()
         self._random = [RandomState.capture()] * size
         self._meetings: dict[tuple[object, ...], Meeting] = {}
+        self.lent: dict[tuple[int, int], LendingSource] = {}
+        """What ranks lend each other, by the number of the lending and the rank."""
 
     # Turns ------------------------------------------------------------------------------
 
@@ -206,6 +223,15 @@ class Simulator:
         if rank != 0:
             self._await_turn(rank, None)
         self._random[rank].restore()
+
+    def check_thread(self, rank: int, call: str) -> None:
+        """Refuses threads that a rank has started: they have no turn of their own."""
+        if self._threads.get(rank, threading.get_ident()) != threading.get_ident():
+            raise ShoalError(
+                f"thread {threading.current_thread().name!r} of rank {rank} called {call} at "
+                f"{call_site()}: over memory, ranks are threads that take turns, and only the "
+                "rank's own thread has one. Let that thread make the call, or use backend='shm'"
+            )
 
     def leave(self, rank: int) -> None:
         """The rank takes part in nothing more: ranks that wait for it will be told."""
@@ -267,6 +293,12 @@ class Simulator:
         if self.failure is not None:
             raise PeerError(self.failure.rank, self.failure.reason, self.notes[rank])
 
+    def absence(self, rank: int) -> str | None:
+        """Why a rank gives nothing any more: it failed, or it left."""
+        if self.failure is not None and self.failure.rank == rank:
+            return self.failure.reason
+        return absence_text("") if rank in self._gone else None
+
     def _check_over(self, rank: int, meeting: Meeting) -> None:
         """The rank runs again: because the meeting is over, or because it will never be."""
         is_deadlocked = rank in self._deadlocked
@@ -276,7 +308,7 @@ class Simulator:
         self.check(rank)
         gone = self._gone.intersection(meeting.missing())
         if gone:
-            raise PeerError(min(gone), _LEFT, self.notes[rank])
+            raise PeerError(min(gone), absence_text(""), self.notes[rank])
         assert is_deadlocked
         raise DeadlockError(self._deadlock_report())
 
@@ -293,8 +325,7 @@ class Simulator:
         begin, deadline = time.monotonic(), None
         while not self._turns[rank].acquire(timeout=min(_LOOK_EVERY_S, self._timeout / 2)):
             deadline = deadline or Deadline(self._timeout, begin)
-            if self._holder != rank:
-                deadline.enforce(self._late_text, rank, meeting, since=self._turn_began)
+            deadline.enforce(self._late_text, rank, meeting, since=self._turn_began)
 
     def _late_text(self, waited: float, rank: int, meeting: Meeting | None) -> str:
         if meeting is None:

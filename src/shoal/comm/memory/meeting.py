@@ -17,6 +17,7 @@ from shoal.comm.operation.base import Header, check_equal
 from shoal.comm.operation.partition import offsets
 from shoal.comm.operation.reduction import reduce_into
 from shoal.errors import PeerError
+from shoal.system.public_call import place_of
 
 Payloads = Sequence[Payload]
 
@@ -91,7 +92,8 @@ class Meeting:
             # One rank's own mistake, which the others could not know of: as everywhere
             # else it raises there, and the others learn who failed.
             rank = self._ranks[member]
-            reason = f"{type(error).__name__}: {error} ({self._arrivals[rank][1].site})"
+            place = place_of(self._arrivals[rank][1].site)
+            reason = f"{type(error).__name__}: {error} ({place})"
             self._errors = {other: PeerError(rank, reason) for other in self._ranks}
             self._errors[rank] = error
             raise _Refused from error

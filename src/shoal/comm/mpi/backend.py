@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shoal.comm.backend import WorldState
-from shoal.comm.bootstrap.store import Bootstrap
+from shoal.comm.bootstrap.bootstrap import Bootstrap
 from shoal.comm.control.connect import connect
 from shoal.comm.control.page.control import PageControl
 from shoal.comm.control.patience import Patience
@@ -34,6 +33,7 @@ from shoal.comm.operation import Payload
 from shoal.comm.operation.partition import offsets, split_sizes
 from shoal.comm.operation.reduction import reduce_into
 from shoal.comm.process_backend import ProcessBackend, by_host_memory
+from shoal.comm.world_state import WorldState
 from shoal.errors import BackendUnavailableError, ShoalError, TransportError
 from shoal.system.deadline import wait_until
 

@@ -16,11 +16,15 @@ from torch import Tensor
 
 from shoal.comm.operation.reduction import ReduceOp
 from shoal.errors import MismatchError
+from shoal.system.public_call import call_of, told_apart
 from shoal.system.rank_names import name_ranks
 from shoal.torch_support.dtypes import dtype_number, dtype_numbered
 
+# Calls of a training step, which a rank may want to leave out.
+_OF_STEPS = {"loss.backward()", "optimizer.step()", "scaler.step()"}
 _LENGTHS = struct.Struct("<HHHH")
-_MAX_SITE_BYTES = 240
+_MOST_SHOWN = 40
+_MAX_SITE_BYTES = 400
 
 
 @dataclass(slots=True)
@@ -120,7 +124,7 @@ class Header(NamedTuple):
         signature: What must be equal on every rank, as a reader would write the call.
         meta: Numbers that may differ between ranks and that the others need.
         wire: What the transport adds, for example where the data lies.
-        site: File and line in the user's code.
+        site: Where in the user's code it comes from: an `origin`.
     """
 
     signature: str
@@ -169,7 +173,11 @@ def check_equal(headers: Sequence[Header], ranks: Sequence[int], number: int) ->
     first = headers[0].signature
     for header in headers:
         if header.signature != first:
-            raise mismatch(headers, ranks, f"the ranks called different operations as #{number}")
+            calls = {call_of(each.site) for each in headers}
+            what = "called different operations as" if calls == {""} else "made different calls, at"
+            if len(calls) == 1 and calls != {""}:
+                what = "came to different operations of one call, at"
+            raise mismatch(headers, ranks, f"the ranks {what} #{number}")
 
 
 def mismatch(headers: Sequence[Header], ranks: Sequence[int], problem: str) -> MismatchError:
@@ -179,9 +187,27 @@ def mismatch(headers: Sequence[Header], ranks: Sequence[int], problem: str) -> M
         callers.setdefault((header.signature, header.site), []).append(rank)
     lines = [f"{problem}; nothing was moved:"]
     for (signature, site), members in callers.items():
-        lines.append(f"  {name_ranks(members)}: {signature} at {site}")
-    lines.append("Make every rank of the group issue the same operations in the same order.")
+        call, inside = told_apart(signature, site)
+        lines.append(f"  {name_ranks(members)}: {call}")
+        lines += [f"    inside: {inside}"] * bool(inside)
+    lines.append(_remedy([site for _, site in callers]))
     return MismatchError("\n".join(lines))
+
+
+def _remedy(sites: Sequence[str]) -> str:
+    """What users can change: their own calls, or what they passed to them."""
+    calls = {call_of(site) for site in sites}
+    if calls == {""}:
+        return "Make every rank of the group issue the same operations in the same order."
+    if len(calls) == 1:
+        return f"All ranks are in {calls.pop()}: give it the same arguments on every rank."
+    text = "Let every rank make the same calls in the same order."
+    if calls & _OF_STEPS:
+        text += (
+            " A step that one rank leaves out must be left out by all: decide together, for "
+            "example `if world.agree(is_bad): optimizer.zero_grad(); continue`."
+        )
+    return text
 
 
 def encode_spec(tensor: Tensor) -> tuple[int, ...]:
@@ -207,12 +233,36 @@ def make_like(meta: Sequence[int], device: torch.device) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
 
+def require_tensor(call: str, tensor: object, out: object = None) -> None:
+    """Refuses what is no tensor; there may be no ``out``."""
+    if tensor is None:
+        raise TypeError(f"{call}() takes a tensor; got None")
+    require_tensors(call, tensor, out)
+
+
+def require_tensors(call: str, *tensors: object) -> None:
+    """Refuses what is neither a tensor nor None."""
+    for value in tensors:
+        if value is not None and not isinstance(value, Tensor):
+            raise TypeError(
+                f"{call}() takes a tensor; got {_shown_type(value)}. Make one with "
+                "torch.tensor(...), or use a call for objects, such as all_gather_object() or "
+                "broadcast_object()"
+            )
+
+
+def _shown_type(value: object) -> str:
+    shown = repr(value)
+    kind = type(value).__name__
+    return f"{kind} {shown}" if len(shown) <= _MOST_SHOWN else f"one of type {kind}"
+
+
 # Flat memory ------------------------------------------------------------------------------------
 
 
 def flatten(tensor: Tensor) -> Tensor:
     """A flat contiguous view, or a copy where there can be no view; bool as bytes."""
-    flat = tensor.detach()
+    flat = tensor.detach() if tensor.requires_grad else tensor
     if flat.dim() == 1 and flat.stride(0) == 1 and flat.is_floating_point() and not flat.is_neg():
         return flat  # the usual case, and worth a few microseconds
     flat = flat.contiguous().view(-1)

@@ -16,6 +16,8 @@ from shoal.comm.operation.base import (
     encode_spec,
     flatten,
     mismatch,
+    require_tensor,
+    require_tensors,
     spec,
     write_back,
 )
@@ -44,6 +46,7 @@ class AllGather(_IntoOut):
 
     def __init__(self, tensor: Tensor, out: Tensor | None) -> None:
         """Only the first dimension may differ between ranks."""
+        require_tensor(self.kind, tensor, out)
         if out is not None:
             check_out(out, tensor)
         self._like, self._out = tensor, out
@@ -127,6 +130,7 @@ class ReduceScatter(_IntoOut):
         position: tuple[int, int],
     ) -> None:
         """``position`` is this rank and the size of the group."""
+        require_tensor(self.kind, tensor, out)
         check_dtype(op, tensor.dtype)
         rank, size = position
         self._rows = _split(tensor, sizes, size)
@@ -174,6 +178,7 @@ class Scatter(_IntoOut):
         position: tuple[int, int],
     ) -> None:
         """Only the root gives a tensor and its split; the header tells the others."""
+        require_tensors(self.kind, tensor, out)
         rank, size = position
         if rank == root and tensor is None:
             raise ValueError("scatter needs a tensor on the root; got None")
@@ -219,6 +224,7 @@ class AllToAll(_IntoOut):
         position: tuple[int, int],
     ) -> None:
         """``sizes`` are the rows for each rank; what arrives is read from the headers."""
+        require_tensor(self.kind, tensor, out)
         if out is not None:
             check_out(out, tensor)
             if overlap(tensor, out) != APART:
@@ -268,12 +274,12 @@ def num_rows(tensor: Tensor) -> int:
 
 def row_shape(tensor: Tensor) -> tuple[int, ...]:
     """The shape of one row."""
-    return tuple(tensor.shape[1:])
+    return tuple(tensor.shape[1:]) if tensor.dim() > 1 else ()
 
 
 def row_elements(tensor: Tensor) -> int:
     """How many elements a row has."""
-    return math.prod(row_shape(tensor))
+    return math.prod(tensor.shape[1:]) if tensor.dim() > 1 else 1
 
 
 def with_rows(like: Tensor, rows: int) -> Tensor:

@@ -17,6 +17,8 @@ from shoal.comm.operation.base import (
     flatten,
     make_like,
     mismatch,
+    require_tensor,
+    require_tensors,
     spec,
     write_back,
 )
@@ -56,6 +58,7 @@ class AllReduce(_InPlace):
     kind = "all_reduce"
 
     def __init__(self, tensor: Tensor, op: ReduceOp) -> None:
+        require_tensor(self.kind, tensor)
         check_dtype(op, tensor.dtype)
         super().__init__(tensor)
         self._op = op
@@ -72,6 +75,7 @@ class Reduce(_InPlace):
     kind = "reduce"
 
     def __init__(self, tensor: Tensor, op: ReduceOp, root: int, is_root: bool) -> None:
+        require_tensor(self.kind, tensor)
         check_dtype(op, tensor.dtype)
         super().__init__(tensor)
         self._op, self._root, self._is_root = op, root, is_root
@@ -97,6 +101,7 @@ class Broadcast(Operation):
 
     def __init__(self, tensor: Tensor | None, root: int, is_root: bool, device: torch.device):
         """A rank without a tensor learns shape and dtype from the root's header."""
+        require_tensors(self.kind, tensor)
         if tensor is None and is_root:
             raise ValueError("broadcast needs a tensor on the root; got None")
         self._root, self._is_root, self._device = root, is_root, device
@@ -150,6 +155,7 @@ class Send(Operation):
 
     def __init__(self, tensor: Tensor, peer: int, tag: int) -> None:
         """The peer must receive a tensor of the same shape and dtype."""
+        require_tensor(self.kind, tensor)
         self.source = flatten(tensor)
         self.meta = encode_spec(tensor)
         shape = spec(tensor.dtype, tuple(tensor.shape))
@@ -172,6 +178,7 @@ class Receive(Operation):
 
     def __init__(self, tensor: Tensor | None, peer: int, tag: int, device: torch.device) -> None:
         """Without a tensor, one like the sender's is made."""
+        require_tensors(self.kind, tensor)
         self._tensor, self._peer, self._device = tensor, peer, device
         self.meta = () if tensor is None else encode_spec(tensor)
         shown = "anything" if tensor is None else spec(tensor.dtype, tuple(tensor.shape))

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.comm.backend import WorldState, check_tag
-from shoal.comm.bootstrap.store import Bootstrap
+from shoal.comm.backend import check_tag
+from shoal.comm.bootstrap.bootstrap import Bootstrap
 from shoal.comm.control.connect import connect
 from shoal.comm.control.page.control import PageControl, check_platform
 from shoal.comm.control.page.page import PageChannel
@@ -30,8 +30,9 @@ from shoal.comm.shm.routing import Shown, Way
 from shoal.comm.shm.segments import Arena, Location, MessageMemory, Peer
 from shoal.comm.shm.transfers import Transfers
 from shoal.comm.work import ThreadedWork, Work
+from shoal.comm.world_state import WorldState
 from shoal.errors import BackendUnavailableError
-from shoal.system.site import call_site
+from shoal.system.public_call import origin
 from shoal.torch_support.memory import PrivateView
 
 
@@ -129,13 +130,17 @@ class SharedMemoryBackend(ProcessBackend):
 
     def start(self, operation: Operation) -> Work[Any]:
         """All-reduces and reduce-scatters of memory from `empty` need no thread."""
+        self._check_open()
         location = None if operation.source is None else self._arena.locate(operation.source)
         can_pend = operation.kind in ("all_reduce", "reduce_scatter") and self.size > 1
-        with self._coordination.lock:
+        self._coordination.enter()
+        try:
             if can_pend and location is not None and self._coordination.is_idle():
                 # A rank that carries it out at once moves data differently: a mismatch.
-                operation.signature += " pending"
+                operation.signature += " in the background"
                 return self._pending.put(operation, Shown(Way.SHARED, location.encode()).encode())
+        finally:
+            self._coordination.leave()
         return super().start(operation)
 
     def _finish_pending(self) -> None:
@@ -147,7 +152,8 @@ class SharedMemoryBackend(ProcessBackend):
         self._check_peer("dst", dst)
         check_tag(tag)
         self._check_open()
-        operation, site, begin = Send(tensor, dst, tag), call_site(), time.perf_counter()
+        operation, begin = Send(tensor, dst, tag), time.perf_counter()
+        site = origin(operation.signature, self._coordination.called)
         assert operation.source is not None
         self._check_tensor(operation.source)
         key, what = self._message_key(operation, dst, tag), operation.signature
@@ -170,7 +176,8 @@ class SharedMemoryBackend(ProcessBackend):
             task = partial(self._deliver, operation, dst, key, site, False)
             return self._start_message_thread(ThreadedWork(task, what))
         call = (what, key[1], site)
-        return PendingSend(message, self.ranks[dst], self._coordination, call, check, give_back)
+        peer, awaited = self.ranks[dst], self._awaited(operation, key)
+        return PendingSend(message, peer, self._coordination, call, awaited, check, give_back)
 
     def _copy_for_message(self, operation: Operation) -> Tensor | None:
         """Copies a source that others cannot read; returns the memory that it is copied to."""

@@ -29,6 +29,7 @@ from shoal.comm.shm.exposure import Exposer
 from shoal.comm.shm.pending import PendingOperations
 from shoal.comm.shm.routing import NOTHING, SMALL_BYTES, ShmRoute, Shown, Way, decode_shown
 from shoal.comm.shm.transfers import Transfers
+from shoal.system.public_call import near_origin, told
 from shoal.system.site import call_frame
 from shoal.torch_support.dtypes import PLAIN
 from shoal.torch_support.memory import copy
@@ -148,18 +149,22 @@ class FastPath:
             return None
         cached = self._calls.get(call) or self._add_call(call, make())
         source = None if kind == "broadcast" and detail != self._rank else tensor
-        with self._coordination.lock:
+        self._coordination.enter()
+        try:
             if not self._pending.is_idle:
                 self._pending.finish_all()
             if not self._coordination.is_idle():
                 return None
             return self._run_cached(call, cached, source, out, make)
+        finally:
+            self._coordination.leave()
 
     def _add_call(self, call: Call, operation: Operation) -> _CachedCall:
         if len(self._calls) >= _MOST_CALLS:
             self._calls.clear()
-        signature, site = operation.signature, f"{call.code.co_filename}:{call.line}"
-        cached = _CachedCall(signature, operation.meta, site, f"{signature} at {site}")
+        signature = operation.signature
+        site = near_origin(signature, self._coordination.called)
+        cached = _CachedCall(signature, operation.meta, site, told(signature, site))
         self._calls[call] = cached
         return cached
 

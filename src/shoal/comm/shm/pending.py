@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from shoal.comm.control.deadlock.record import SETTLED
 from shoal.comm.control.page.page import ANSWERED, FINISHED, RING, PageChannel, PageMessage
 from shoal.comm.control.patience import Patience
 from shoal.comm.coordination import Coordination
@@ -25,7 +26,7 @@ from shoal.comm.operation.base import Header, encode
 from shoal.comm.shm.transfers import Transfers
 from shoal.comm.work import Work
 from shoal.system.deadline import under_way_error
-from shoal.system.site import call_site
+from shoal.system.public_call import origin, told
 
 # One header is for the operation that comes next, one for a rank that is still at the one before.
 _MOST_PENDING = RING - 2
@@ -78,9 +79,9 @@ class PendingOperations:
     def put(self, operation: Operation, wire: bytes) -> PendingOperation:
         """Shows an operation to the others; the caller has the group's lock."""
         self._coordination.number = number = self._coordination.number + 1
-        site = call_site()
+        site = origin(operation.signature, self._coordination.called)
         header = encode(Header(operation.signature, operation.meta, wire, site))
-        self._coordination.note(f"{operation.signature} at {site}")
+        self._coordination.note(told(operation.signature, site))
         self._check()
         while len(self._pending) >= _MOST_PENDING:
             self.finish(self._pending[0], None)
@@ -110,6 +111,7 @@ class PendingOperations:
                 each.error = each.error or error
 
     def _do_own_part(self, pending: PendingOperation) -> None:
+        self._coordination.check_process()
         operation, number = pending.operation, pending.number
         coordination, shown = self._coordination, self._channel.shown(number)
         waited = time.perf_counter() - pending.begin
@@ -142,12 +144,18 @@ class PendingOperations:
             raise under_way_error(pending.operation.signature, timeout)
 
     def _wait(self, pending: PendingOperation, until: float) -> None:
-        signature, site = pending.operation.signature, call_site()
-        self._coordination.note(f"{signature} at {site}")
+        signature = pending.operation.signature
+        site = origin(signature, self._coordination.called)
+        self._coordination.note(told(signature, site))
         patience = self._coordination.patience(signature, pending.number, site, eager=True)
+        if until < math.inf:
+            patience.awaited = None
         while not pending.is_over and time.monotonic() < until:
             patience.pause(lambda: self._missing(pending))
             self.advance()
+            if pending.num_settled and patience.awaited is not None:  # the others' parts are left
+                group_id = self._coordination.group_id
+                patience.awaited = (SETTLED, group_id, pending.num_settled, 0)
 
     def _missing(self, pending: PendingOperation) -> list[int]:
         self.advance()
@@ -174,16 +182,18 @@ class PendingSend(Work[None]):
         peer: int,
         coordination: Coordination,
         call: tuple[str, int, str],
+        awaited: tuple[str, int, int, int],
         check: Callable[[bytes], None],
         give_back: Callable[[], None],
     ) -> None:
         """``peer`` is the receiver's world rank, ``call`` has signature, number and site.
 
-        ``check`` gets the receiver's header and counts the message; ``give_back`` is called when
-        the receiver has read everything.
+        ``awaited`` is what it needs of the peer. ``check`` gets the receiver's header and counts
+        the message; ``give_back`` is called when the receiver has read everything.
         """
         self._message, self._peer, self._coordination = message, peer, coordination
         self._call, self._check, self._give_back = call, check, give_back
+        self._awaited = awaited
         self._is_over = False
         self._error: BaseException | None = None
 
@@ -197,6 +207,7 @@ class PendingSend(Work[None]):
         """Returns once the receiver has read it."""
         if not self._is_over:
             patience = self._patience()
+            patience.awaited = None if timeout is not None else self._awaited
             self._coordination.or_fail(self._await_answer, patience, timeout)
             if not self._message.has_reached(ANSWERED):
                 raise under_way_error(self._call[0], timeout)
@@ -213,6 +224,7 @@ class PendingSend(Work[None]):
             patience.pause(lambda: [] if self._message.has_reached(ANSWERED) else [self._peer])
 
     def _end(self, patience: Patience) -> None:
+        self._coordination.check_process()
         self._message.await_state(ANSWERED, patience, self._peer)
         self._is_over = True
         try:

@@ -12,14 +12,13 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.backend import WorldState
-from shoal.comm.bootstrap.store import Bootstrap
+from shoal.comm.bootstrap.bootstrap import Bootstrap
 from shoal.comm.control.connect import connect
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Channel, Control
@@ -27,7 +26,15 @@ from shoal.comm.operation import Payload
 from shoal.comm.operation.partition import split_sizes
 from shoal.comm.operation.reduction import ReduceOp, finish, reduce_into
 from shoal.comm.process_backend import ProcessBackend
-from shoal.comm.torch_groups.groups import Links, Maker, ProcessGroup, find_group, link
+from shoal.comm.torch_groups.groups import (
+    GroupExchange,
+    Links,
+    Maker,
+    NumberedAnew,
+    ProcessGroup,
+    link,
+)
+from shoal.comm.world_state import WorldState
 from shoal.torch_support.dtypes import Native, traits
 
 if TYPE_CHECKING:
@@ -56,8 +63,8 @@ class Origin(NamedTuple):
 class ProcessGroupBackend(ProcessBackend):
     """A backend whose transport is a process group of torch's."""
 
-    _group_name = "world"
-    """What tells this group from all others of the world."""
+    _proves: ClassVar[bool] = True
+    """Whether the connections of a process group prove nothing by themselves."""
 
     def __init__(
         self,
@@ -79,34 +86,40 @@ class ProcessGroupBackend(ProcessBackend):
         cls,
         bootstrap: Bootstrap,
         state: WorldState,
-        kind: Any,
-        device: str,
         maker: Callable[[Control, str], Maker],
     ) -> Self:
-        """The world's backend on this rank: over the script's own group, or one that is made.
+        """The world's backend on this rank.
 
-        ``maker`` leads from control plane and address of this host to what makes such groups.
+        ``maker`` leads from control plane and address of this host to what makes process groups.
         """
         control = connect(bootstrap)
         try:
-            found = find_group(kind, device, bootstrap)
-            links = link(bootstrap, control, state.timeout, found, partial(maker, control))
-            ranks = range(bootstrap.size)
-            return cls(state, control.channel(0, ranks), ranks, links, links.connect_world())
+            make = partial(maker, control)
+            links = link(bootstrap, control, state.timeout, make, cls._leaves, proves=cls._proves)
+            return cls._connect_group(state, links, 0, range(bootstrap.size))
         except BaseException:
             control.close()
             raise
 
     def _make_group(self, members: Sequence[int], group_id: int) -> Self:
         ranks = [self.ranks[member] for member in members]
-        channel = self._control.channel(group_id, ranks)
-        name = f"{group_id}-{ranks[0]}"
-        group = self._links.connect(name, ranks)
-        made = type(self)(self._state, channel, ranks, self._links, group)
-        made._group_name = name
-        return made
+        return self._connect_group(self._state, self._links, group_id, ranks)
+
+    @classmethod
+    def _connect_group(
+        cls, state: WorldState, links: Links, group_id: int, ranks: Sequence[int]
+    ) -> Self:
+        channel = links.control.channel(group_id, ranks)
+        exchange = GroupExchange(channel)
+        group = links.connect(f"{group_id}-{ranks[0]}", ranks, exchange)
+        return cls(state, NumberedAnew(channel, exchange.number), ranks, links, group)
 
     # What a kind of process group adds ----------------------------------------------------
+
+    @staticmethod
+    def _leaves(rank: int) -> bool:
+        """Whether a rank of a new group leaves something in its store for the others."""
+        return True
 
     @abstractmethod
     def _carry(self, works: Iterable[Work], patience: Patience, peer: int | None = None) -> None:
@@ -260,11 +273,10 @@ class ProcessGroupBackend(ProcessBackend):
 
     def _close_transport(self) -> None:
         self._links.watchdog.close()
-        if self._group is not self._links.found:
-            self._close_group(self._group)
+        self._close_group(self._group)
         self._group = None
 
-    def _close_group(self, group: ProcessGroup) -> None:
+    def _close_group(self, group: ProcessGroup | None) -> None:
         """Ends a process group of ours; where there is no more to it, its last user does."""
 
 

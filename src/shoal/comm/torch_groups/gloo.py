@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.backend import WorldState
-from shoal.comm.bootstrap.store import Bootstrap
+from shoal.comm.bootstrap.bootstrap import Bootstrap
+from shoal.comm.control.addresses import usable_loopback
 from shoal.comm.control.page.control import PageControl
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Control, Message
@@ -21,14 +21,15 @@ from shoal.comm.operation import Payload
 from shoal.comm.process_backend import by_host_memory
 from shoal.comm.torch_groups.base import NEVER, Origin, ProcessGroupBackend, byte_view
 from shoal.comm.torch_groups.groups import Maker, ProcessGroup
+from shoal.comm.torch_groups.port import Port
 from shoal.comm.torch_groups.watchdog import Flight
+from shoal.comm.world_state import WorldState
 from shoal.errors import BackendUnavailableError
 from shoal.torch_internals.process_groups import gloo_options, set_timeout
 
 if TYPE_CHECKING:
     from torch.distributed import Store, Work
 
-# A process group that the script made may carry its messages as well, under other tags.
 _FIRST_TAG = 1 << 30
 # How long works whose connections are closed are waited for.
 _END_S = timedelta(seconds=2)
@@ -109,13 +110,12 @@ class GlooBackend(ProcessGroupBackend):
 
     def _abort(self, reason: BaseException) -> None:
         """Gloo ends all connections of a group when a receive of one message is late."""
-        for number in range(_num_interfaces()):
-            for peer in range(self.size):
-                if peer != self.rank:
-                    # Over a connection that has ended already it fails at once, and ends nothing.
-                    with contextlib.suppress(RuntimeError):
-                        late = self._group.recv([torch.empty(1)], peer, _ABORT_TAG + number)
-                        late.wait(timedelta(milliseconds=1))
+        for peer in range(self.size):
+            if peer != self.rank:
+                # Over a connection that has ended already it fails at once, and ends nothing.
+                with contextlib.suppress(RuntimeError):
+                    late = self._group.recv([torch.empty(1)], peer, _ABORT_TAG)
+                    late.wait(timedelta(milliseconds=1))
 
 
 def _await_end(works: Iterable[Work]) -> None:
@@ -132,15 +132,18 @@ def connect_gloo(bootstrap: Bootstrap, state: WorldState) -> GlooBackend:
             "backend='gloo' needs a PyTorch that was built with Gloo; this one was not. Install "
             "one from pytorch.org, or use backend='shm' (one host) or 'mpi'."
         )
-    return GlooBackend.connect(bootstrap, state, dist.ProcessGroupGloo, "cpu", _maker)
+    return GlooBackend.connect(bootstrap, state, _maker)
 
 
 def _maker(control: Control, address: str) -> Maker:
     is_one_host = isinstance(control, PageControl)
+    if is_one_host and control.size > 1:
+        address = _loopback()
 
-    def make(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
+    def make(store: Store, rank: int, size: int, timeout: timedelta, port: Port) -> ProcessGroup:
         kind: Any = dist.ProcessGroupGloo  # torch's types do not know its options
-        options = gloo_options(_device(address, is_one_host), timeout)
+        device = port.make(lambda: _device(address, is_one_host))
+        options = gloo_options(device, timeout)
         group = kind(store, rank, size, options)
         set_timeout(group, NEVER)
         return group
@@ -148,13 +151,19 @@ def _maker(control: Control, address: str) -> Maker:
     return make
 
 
+def _loopback() -> str:
+    address = usable_loopback()
+    if address is None:
+        raise BackendUnavailableError(
+            "backend='gloo' needs the loopback interface, and this host has no address there "
+            "(127.0.0.1 or ::1), or the interface is down. Have it brought up (ip link set lo "
+            "up), or use backend='shm', which needs no network."
+        )
+    return address
+
+
 def _device(address: str, is_one_host: bool) -> Any:
     named = os.environ.get(_INTERFACE_VARIABLE)
     if named and not is_one_host:
         return dist.ProcessGroupGloo.create_device(interface=named.partition(",")[0])
     return dist.ProcessGroupGloo.create_device(hostname=address)
-
-
-def _num_interfaces() -> int:
-    """A process group that the script made has as many sets of connections."""
-    return os.environ.get(_INTERFACE_VARIABLE, "").count(",") + 1

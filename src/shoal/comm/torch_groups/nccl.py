@@ -10,7 +10,8 @@ An asynchronous operation runs on a stream of its own, beside what the caller co
 [Note: pair groups]
 NCCL pairs sends with receives by their order alone, and messages of several tags may be under
 way at once in another order on either side. So each open message between two ranks has a
-process group of these two to itself, its pair group, which is kept for the next one.
+process group of these two to itself, its pair group, which is kept for the next one. A message is a
+broadcast there.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.backend import WorldState
-from shoal.comm.bootstrap.store import Bootstrap
+from shoal.comm.bootstrap.bootstrap import Bootstrap
 from shoal.comm.control.connect import host_id
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Channel, Message
 from shoal.comm.operation import Payload
 from shoal.comm.torch_groups.base import NEVER, Origin, ProcessGroupBackend, byte_view
-from shoal.comm.torch_groups.groups import Links, Maker, ProcessGroup
+from shoal.comm.torch_groups.groups import Links, Maker, ProcessGroup, exchange_between_two
+from shoal.comm.torch_groups.port import Port
 from shoal.comm.torch_groups.watchdog import Flight
+from shoal.comm.world_state import WorldState
 from shoal.errors import BackendUnavailableError
 from shoal.torch_internals.process_groups import all_gather_flat, nccl_options, set_timeout
 
@@ -43,8 +45,17 @@ if TYPE_CHECKING:
     from torch.distributed import Store, Work
 
 _POLL_S = 0.002
+# For NCCL 2.30 and later: several ranks on one GPU, as in tests.
+_SHARING_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 # Left alone, torch ends the whole process when NCCL reports an error, or seems stuck.
-_LEAVE_ERRORS_TO_US = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+_LEAVE_ERRORS_TO_US = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # One id for the whole group, however large.
+    "TORCH_NCCL_RANKS_PER_ROOT": str(1 << 20),
+}
+# Above the tags of users.
+_PAIR_TAG = 1 << 40
 
 
 class NCCLBackend(ProcessGroupBackend):
@@ -59,6 +70,7 @@ class NCCLBackend(ProcessGroupBackend):
     """
 
     name = "nccl"
+    _proves = False
 
     def __init__(
         self,
@@ -90,6 +102,11 @@ class NCCLBackend(ProcessGroupBackend):
                 f"{tensor.device}. Move it there, or use backend='gloo' for tensors on the CPU."
             )
 
+    @staticmethod
+    def _leaves(rank: int) -> bool:
+        """Rank 0 leaves the id of a new group."""
+        return rank == 0
+
     # Collectives ----------------------------------------------------------------------------
 
     def _spread(self, target: Tensor, counts: Sequence[int], patience: Patience) -> None:
@@ -105,12 +122,12 @@ class NCCLBackend(ProcessGroupBackend):
     def _send(self, payload: Payload, message: Message, patience: Patience) -> None:
         data, peer = byte_view(payload.given), payload.root
         group = self._pair_group(message.ticket, self.rank, peer)
-        self._carry_one(lambda: group.send([data], 1, 0), patience, peer)
+        self._carry_one(lambda: _broadcast_to_receiver(group, data), patience, peer)
 
     def _recv(self, payload: Payload, message: Message, patience: Patience) -> None:
         data, peer = byte_view(payload.gotten), payload.root
         group = self._pair_group(message.ticket, peer, self.rank)
-        self._carry_one(lambda: group.recv([data], 0, 0), patience, peer)
+        self._carry_one(lambda: _broadcast_to_receiver(group, data), patience, peer)
 
     def _pair_group(self, ticket: int, sender: int, receiver: int) -> ProcessGroup:
         """See [Note: pair groups]. Both ranks know of the message, so both will come here."""
@@ -119,7 +136,11 @@ class NCCLBackend(ProcessGroupBackend):
             group = self._pair_groups.get(key)
         if group is None:
             pair = [self.ranks[sender], self.ranks[receiver]]
-            group = self._links.connect(f"{self._group_name}/{ticket}-{pair[0]}-{pair[1]}", pair)
+            is_sender = sender == self.rank
+            peer = receiver if is_sender else sender
+            exchange = exchange_between_two(self._channel, peer, (_PAIR_TAG, ticket), is_sender)
+            name = f"{self._group_id}/{ticket}-{pair[0]}-{pair[1]}"
+            group = self._links.connect(name, pair, exchange)
             with self._pair_groups_lock:
                 self._pair_groups[key] = group
         return group
@@ -202,7 +223,7 @@ def connect_nccl(bootstrap: Bootstrap, state: WorldState) -> NCCLBackend:
     device = local_device(bootstrap.rank)
     _check_own_gpu(bootstrap, device)
     kind: Any = dist.ProcessGroupNCCL
-    return NCCLBackend.connect(bootstrap, state, kind, "cuda", lambda *_: _maker(kind, device))
+    return NCCLBackend.connect(bootstrap, state, lambda *_: _maker(kind, device))
 
 
 def _check_available() -> None:
@@ -225,11 +246,11 @@ def local_device(rank: int) -> torch.device:
 
 
 def _check_own_gpu(bootstrap: Bootstrap, device: torch.device) -> None:
-    """NCCL fails where two ranks share a GPU, and says so in its own words only."""
+    """NCCL fails where ranks share a GPU, in its own words only, unless it was told to allow it."""
     mine = f"{host_id()}/{torch.cuda.get_device_properties(device).uuid}"
     everybody = bootstrap.all_gather(mine.encode())
     same = [rank for rank, gpu in enumerate(everybody) if gpu == mine.encode()]
-    if len(same) > 1:
+    if len(same) > 1 and os.environ.get(_SHARING_VARIABLE) != "1":
         raise BackendUnavailableError(
             f"backend='nccl' needs a GPU for every rank; ranks {same} share one. Start fewer "
             "ranks on this host, or use backend='gloo', which can share."
@@ -237,15 +258,23 @@ def _check_own_gpu(bootstrap: Bootstrap, device: torch.device) -> None:
 
 
 def _maker(kind: Any, device: torch.device) -> Maker:
-    def make(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
+    def make(store: Store, rank: int, size: int, timeout: timedelta, _: Port) -> ProcessGroup:
         options = nccl_options(kind, timeout)
         with _environment(_LEAVE_ERRORS_TO_US):
             group = kind(store, rank, size, options)
-        group.eager_connect_single_device(device)
+            group.eager_connect_single_device(device)
         set_timeout(group, NEVER)
         return group
 
     return make
+
+
+def _broadcast_to_receiver(group: ProcessGroup, data: Tensor) -> Work:
+    """In a pair group, whose rank 0 sends. A send would make connections of its own."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.timeout = 0, NEVER
+    work: Work = group.broadcast([data], options)
+    return work
 
 
 @contextlib.contextmanager

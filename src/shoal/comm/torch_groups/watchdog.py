@@ -52,7 +52,7 @@ class Flight:
         if time.monotonic() - self._begin < _GRACE_S:
             return None
         try:
-            self._patience.look(lambda: self._others)
+            self._patience.look(lambda: self._others, is_under_way=True)
         except ShoalError as error:
             return error
         return None

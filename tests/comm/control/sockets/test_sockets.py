@@ -18,6 +18,7 @@ import pytest
 
 from control_worlds import (
     FileBootstrap,
+    graph_world,
     on_all,
     page_world,
     patience,
@@ -25,13 +26,22 @@ from control_worlds import (
     world_with_puppet,
 )
 from shoal.comm.control.plane import Channel, Control, Failure
-from shoal.comm.control.sockets import frames
+from shoal.comm.control.sockets import frames, topology
 from shoal.comm.control.sockets.sockets import SILENCE_VARIABLE, SocketControl
 from shoal.errors import ClosedError, DeadlineError, PeerError, ShoalError
 
 World = Callable[[int], contextlib.AbstractContextManager[list[Any]]]
 
-both_planes = pytest.mark.parametrize("world", [page_world, socket_world], ids=["page", "sockets"])
+every_plane = pytest.mark.parametrize(
+    "world", [page_world, socket_world, graph_world], ids=["page", "sockets", "graph"]
+)
+both_graphs = pytest.mark.usefixtures("number_of_pairs")
+
+
+@pytest.fixture(params=[topology.ALL_PAIRS_RANKS, 1], ids=["all-pairs", "graph"])
+def number_of_pairs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worlds of sockets as they are, and connected as if they were large."""
+    monkeypatch.setattr(topology, "ALL_PAIRS_RANKS", request.param)
 
 
 def exchange_all(controls: list[Control], number: int, slot: int = 0) -> list[list[bytes]]:
@@ -55,7 +65,7 @@ def wait_alone(control: Control, timeout: float = 30.0) -> None:
 # Exchange -------------------------------------------------------------------------------
 
 
-@both_planes
+@every_plane
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_everybody_sees_every_header(world: World, size: int) -> None:
     expected = [b"from %d" % rank for rank in range(size)]
@@ -64,7 +74,7 @@ def test_everybody_sees_every_header(world: World, size: int) -> None:
             assert exchange_all(controls, number) == [expected] * size
 
 
-@both_planes
+@every_plane
 def test_ranks_in_different_operations_see_each_others_headers(world: World) -> None:
     calls = {0: [b"barrier", b"all_reduce"], 1: [b"all_reduce", b"barrier"]}
 
@@ -82,7 +92,7 @@ def test_ranks_in_different_operations_see_each_others_headers(world: World) -> 
         )
 
 
-@both_planes
+@every_plane
 def test_group_order_is_kept(world: World) -> None:
     def run(control: Control) -> list[bytes]:
         channel = control.channel(3, [2, 0, 1])
@@ -92,7 +102,7 @@ def test_group_order_is_kept(world: World) -> None:
         assert on_all(run, controls) == [[b"2", b"0", b"1"]] * 3
 
 
-@both_planes
+@every_plane
 def test_disjoint_groups_may_share_a_slot(world: World) -> None:
     def run(control: Control) -> list[list[bytes]]:
         ranks = [0, 2] if control.rank % 2 == 0 else [1, 3]
@@ -108,7 +118,7 @@ def test_disjoint_groups_may_share_a_slot(world: World) -> None:
     assert odd == also_odd == [[b"1/%d" % n, b"3/%d" % n] for n in range(1, 20)]
 
 
-@both_planes
+@every_plane
 def test_a_thousand_exchanges(world: World) -> None:
     def run(control: Control) -> bool:
         channel = control.channel(0, range(2))
@@ -121,6 +131,7 @@ def test_a_thousand_exchanges(world: World) -> None:
         assert on_all(run, controls) == [True, True]
 
 
+@both_graphs
 @pytest.mark.parametrize("num_bytes", [0, 1, 70_000, 500_000])
 def test_headers_of_any_size_arrive_whole(num_bytes: int) -> None:
     header = random.Random(0).randbytes(num_bytes)
@@ -140,7 +151,7 @@ def test_a_header_above_the_limit_is_refused() -> None:
 # Messages -------------------------------------------------------------------------------
 
 
-@both_planes
+@every_plane
 def test_messages_are_matched_by_tag_in_any_order(world: World) -> None:
     tags = list(range(8))
     with world(2) as (sender, receiver):
@@ -165,7 +176,7 @@ def test_messages_are_matched_by_tag_in_any_order(world: World) -> None:
             assert [theirs for _, theirs in sent] == [b"got %d" % tag for tag in tags]
 
 
-@both_planes
+@every_plane
 def test_tickets_of_open_messages_differ_and_come_back(world: World) -> None:
     with world(2) as (sender, receiver):
         outgoing, incoming = (control.channel(0, range(2)) for control in (sender, receiver))
@@ -195,7 +206,7 @@ def test_tickets_of_open_messages_differ_and_come_back(world: World) -> None:
 # Settling -------------------------------------------------------------------------------
 
 
-@both_planes
+@every_plane
 def test_a_rank_knows_who_is_not_through_yet(world: World) -> None:
     with world(3) as controls:
         first, second, third = (control.channel(1, range(3)) for control in controls)
@@ -212,6 +223,19 @@ def test_a_rank_knows_who_is_not_through_yet(world: World) -> None:
             await_settled(channel, 2, [])
 
 
+@every_plane
+@pytest.mark.parametrize("how", ["", "sys.exit(3) at train.py:7"])
+def test_who_waits_for_a_rank_that_left_is_told_how(world: World, how: str) -> None:
+    with world(3) as controls:
+        controls[1].leave(how)
+        deadline = time.monotonic() + 10
+        while controls[2].absence(1) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        text = f"it has left by {how}" if how else "it has left: it returned without taking part"
+        assert controls[2].absence(1) == text
+
+
 def await_settled(channel: Channel, number: int, late: list[int]) -> None:
     deadline = time.monotonic() + 10
     while channel.unsettled(number) != late and time.monotonic() < deadline:
@@ -222,7 +246,7 @@ def await_settled(channel: Channel, number: int, late: list[int]) -> None:
 # Failures -------------------------------------------------------------------------------
 
 
-@both_planes
+@every_plane
 def test_a_failure_ends_every_wait(world: World) -> None:
     def run(control: Control) -> PeerError | None:
         if control.rank == 1:
@@ -239,7 +263,7 @@ def test_a_failure_ends_every_wait(world: World) -> None:
         assert (error.rank, error.reason) == (1, "ValueError: boom")
 
 
-@both_planes
+@every_plane
 def test_a_failure_ends_the_wait_for_a_message(world: World) -> None:
     def run(control: Control) -> None:
         channel = control.channel(0, range(3))
@@ -254,7 +278,7 @@ def test_a_failure_ends_the_wait_for_a_message(world: World) -> None:
         on_all(run, controls)
 
 
-@both_planes
+@every_plane
 def test_an_echo_never_hides_its_cause(world: World) -> None:
     with world(3) as (first, second, third):
         fail(first, "an echo", culprit=1)
@@ -264,7 +288,7 @@ def test_an_echo_never_hides_its_cause(world: World) -> None:
             await_failure(control, lambda failure: failure.reason == "the cause")
 
 
-@both_planes
+@every_plane
 def test_only_the_first_word_of_a_rank_counts(world: World) -> None:
     with world(2) as (mine, other):
         fail(mine, "first")
@@ -275,7 +299,7 @@ def test_only_the_first_word_of_a_rank_counts(world: World) -> None:
         assert other.absence(0) is None
 
 
-@both_planes
+@every_plane
 def test_a_rank_that_left_is_not_waited_for(world: World) -> None:
     with world(2) as (mine, other):
         other.leave()
@@ -285,7 +309,7 @@ def test_a_rank_that_left_is_not_waited_for(world: World) -> None:
         assert mine.failure() is None
 
 
-@both_planes
+@every_plane
 def test_a_late_rank_is_an_error_at_the_deadline_that_says_where_it_was(world: World) -> None:
     with world(2) as (mine, other):
         other.note("all_gather at train.py:17")
@@ -299,7 +323,7 @@ def test_a_late_rank_is_an_error_at_the_deadline_that_says_where_it_was(world: W
     assert "rank 1 was last in all_gather at train.py:17" in str(caught.value)
 
 
-@both_planes
+@every_plane
 def test_closing_twice_is_fine(world: World) -> None:
     with world(2) as controls:
         for control in controls:
@@ -323,6 +347,7 @@ def await_failure(control: Control, holds: Callable[[Failure], bool]) -> Failure
 # Ends and silences, over sockets only ---------------------------------------------------
 
 
+@both_graphs
 def test_a_connection_that_ends_is_a_death() -> None:
     with socket_world(3) as (first, second, third):
         second.close()
@@ -331,14 +356,16 @@ def test_a_connection_that_ends_is_a_death() -> None:
                 wait_alone(control)
 
 
+@both_graphs
 def test_what_a_rank_said_before_its_end_is_its_reason() -> None:
     with world_with_puppet() as ([control], puppet):
-        puppet.send(frames.encode_failure(Failure(1, "ValueError: boom", time.time_ns())))
+        puppet.send(frames.encode_failure(1, Failure(1, "ValueError: boom", time.time_ns())))
         puppet.close()
         with pytest.raises(PeerError, match="rank 1 failed: ValueError: boom"):
             wait_alone(control)
 
 
+@both_graphs
 def test_a_goodbye_before_the_end_is_no_death() -> None:
     with socket_world(2) as (mine, other):
         other.leave()
@@ -348,6 +375,7 @@ def test_a_goodbye_before_the_end_is_no_death() -> None:
         assert mine.failure() is None
 
 
+@both_graphs
 def test_a_header_sent_before_leaving_still_counts() -> None:
     with socket_world(2) as (mine, other):
         channel = other.channel(0, range(2))
@@ -359,15 +387,17 @@ def test_a_header_sent_before_leaving_still_counts() -> None:
         assert headers == [b"", b"last words"]
 
 
+@both_graphs
 def test_a_silent_peer_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SILENCE_VARIABLE, "0.5")
+    begin = time.monotonic()  # of the silence, which is older than the wait
     with world_with_puppet() as ([control], _):
-        begin = time.monotonic()
         with pytest.raises(PeerError, match=r"rank 1 failed: silent for 0\.5 s"):
             wait_alone(control)
         assert 0.4 < time.monotonic() - begin < 5
 
 
+@both_graphs
 def test_a_silent_peer_that_wakes_up_hears_what_happened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SILENCE_VARIABLE, "0.1")
     with world_with_puppet() as ([control], puppet):
@@ -378,11 +408,12 @@ def test_a_silent_peer_that_wakes_up_hears_what_happened(monkeypatch: pytest.Mon
         puppet.settimeout(10)
         while frames.FAILURE not in heard:
             heard.update(splitter.feed(puppet.recv(4096)))
-        failure = frames.decode_failure(heard[frames.FAILURE], size=2)
+        _, failure = frames.decode_failure(heard[frames.FAILURE], size=2)
         assert failure[:2] == (1, "silent for 0.1 s")
         assert failure.is_echo
 
 
+@both_graphs
 def test_a_peer_that_only_computes_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SILENCE_VARIABLE, "1")
     with socket_world(2) as (mine, _):
@@ -398,6 +429,7 @@ def test_a_silence_that_is_no_time_is_refused(text: str, monkeypatch: pytest.Mon
         SocketControl.connect(FileBootstrap(Path(), 0, 1))
 
 
+@both_graphs
 def test_a_peer_that_does_not_read_stalls_nobody() -> None:
     with world_with_puppet(3) as ((first, second), _):
         flood = frames.encode_addressed(frames.HEADER, (9, 1), bytes(1 << 20 >> 1))
@@ -414,6 +446,7 @@ def test_a_peer_that_does_not_read_stalls_nobody() -> None:
         assert time.monotonic() - begin < 5
 
 
+@both_graphs
 @pytest.mark.parametrize(
     ("garbage", "problem"),
     [
@@ -422,8 +455,13 @@ def test_a_peer_that_does_not_read_stalls_nobody() -> None:
         (frames.encode(frames.HEADER, b"short"), "too few for its address"),
         (frames.encode_addressed(frames.OFFER, (0, 0, 1)), "too few for its address"),
         (frames.encode(frames.SETTLED, b"short"), "a count of 5 bytes"),
+        (frames.encode(frames.CENSUS, b"short"), "a census of 5 bytes"),
+        (frames.encode(frames.REACHED, b"short"), "counts of 5 bytes"),
+        (frames.encode(frames.WHERE, b"short"), "a note of 5 bytes"),
+        (frames.encode(frames.BYE, b"short"), "a goodbye of 5 bytes"),
+        (frames.encode_bye(2), "the goodbye of rank 2"),
         (frames.encode(frames.FAILURE, b"short"), "a failure of 5 bytes"),
-        (frames.encode_failure(Failure(99, "", 0)), "the failure of rank 99"),
+        (frames.encode_failure(1, Failure(99, "", 0)), "the failure of rank 99"),
     ],
 )
 def test_garbage_ends_the_connection_and_names_the_peer(garbage: bytes, problem: str) -> None:
@@ -447,6 +485,7 @@ def test_frames_cut_anywhere_are_put_together() -> None:
         assert headers == [b"mine", b"a header"]
 
 
+@both_graphs
 def test_closing_ends_the_waits_of_this_rank() -> None:
     with socket_world(2) as (mine, _), ThreadPoolExecutor(1) as pool:
         wait = pool.submit(wait_alone, mine)
@@ -455,6 +494,7 @@ def test_closing_ends_the_waits_of_this_rank() -> None:
             wait.result(timeout=10)
 
 
+@both_graphs
 def test_notes_arrive_with_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SILENCE_VARIABLE, "1")
     with socket_world(2) as (mine, other):
@@ -466,6 +506,7 @@ def test_notes_arrive_with_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
         assert mine.whereabouts(1) == "computing"
 
 
+@both_graphs
 def test_nothing_is_left() -> None:
     def held() -> tuple[int, int]:
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
@@ -503,6 +544,7 @@ def publish_and_exit(control: Control) -> None:
     os._exit(0)
 
 
+@both_graphs
 @forking
 @pytest.mark.parametrize(
     ("end", "reason"),
@@ -535,6 +577,7 @@ def test_the_end_of_a_process(
             assert "rank 1 was last in train.py:17" in str(caught.value)
 
 
+@both_graphs
 @forking
 def test_a_forked_child_holds_no_socket_of_its_parent() -> None:
     """A data loader's workers outlive a killed rank; its peers must not wait for them."""

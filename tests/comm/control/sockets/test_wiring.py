@@ -15,10 +15,12 @@ import pytest
 from control_worlds import TIMEOUT_S, ThreadBootstrap, on_all
 from shoal.comm.control import addresses
 from shoal.comm.control.addresses import ADDRESS_VARIABLE
-from shoal.comm.control.sockets import wiring
+from shoal.comm.control.sockets import switchboard, wiring
 from shoal.comm.control.sockets.sockets import SocketControl
-from shoal.comm.control.sockets.wiring import HandshakeError, HandshakeSteps
+from shoal.comm.control.sockets.switchboard import Switchboard
 from shoal.errors import ShoalError
+from shoal.meeting import handshake
+from shoal.meeting.handshake import HandshakeError, HandshakeSteps
 
 KEY, OTHER_KEY = wiring.make_key("token", ""), wiring.make_key("token", "secret")
 _PLACES_ROUND = 2
@@ -42,26 +44,26 @@ def _returned(talk: HandshakeSteps, data: bytes) -> int:
 
 
 def test_two_ranks_with_the_key_meet() -> None:
-    assert shake(wiring.call(KEY, 3, 1), wiring.answer(KEY, 1, 4)) == (1, 3)
+    assert shake(handshake.call(KEY, 3, 1), handshake.answer(KEY, 1, 4)) == (1, 3)
 
 
 def test_the_called_must_know_the_key() -> None:
     with pytest.raises(HandshakeError, match="does not know"):
-        shake(wiring.call(KEY, 3, 1), wiring.answer(OTHER_KEY, 1, 4))
+        shake(handshake.call(KEY, 3, 1), handshake.answer(OTHER_KEY, 1, 4))
 
 
 def test_the_caller_must_know_the_key() -> None:
-    called = wiring.answer(KEY, 1, 4)
+    called = handshake.answer(KEY, 1, 4)
     next(called)
-    hello, _ = next(wiring.call(OTHER_KEY, 3, 1))
+    hello, _ = next(handshake.call(OTHER_KEY, 3, 1))
     reply, _ = called.send(hello)
     with pytest.raises(HandshakeError, match="does not know"):
         called.send(reply[32:])  # the called's own proof, sent back
 
 
 def test_a_proof_is_good_for_one_handshake_only() -> None:
-    caller = wiring.call(KEY, 3, 1)
-    called, again = wiring.answer(KEY, 1, 4), wiring.answer(KEY, 1, 4)
+    caller = handshake.call(KEY, 3, 1)
+    called, again = handshake.answer(KEY, 1, 4), handshake.answer(KEY, 1, 4)
     hello, _ = next(caller)
     next(called)
     next(again)
@@ -71,10 +73,10 @@ def test_a_proof_is_good_for_one_handshake_only() -> None:
         again.send(proof)
 
 
-@pytest.mark.parametrize(("rank", "peer"), [(1, 1), (0, 1), (4, 1), (3, 2)])
+@pytest.mark.parametrize(("rank", "peer"), [(1, 1), (4, 1), (3, 2)])
 def test_a_rank_that_has_no_business_calling_is_refused(rank: int, peer: int) -> None:
     with pytest.raises(HandshakeError, match="means another rank"):
-        shake(wiring.call(KEY, rank, peer), wiring.answer(KEY, 1, 4))
+        shake(handshake.call(KEY, rank, peer), handshake.answer(KEY, 1, 4))
 
 
 def test_token_and_secret_do_not_run_into_each_other() -> None:
@@ -112,7 +114,7 @@ def is_dropped(stranger: socket.socket) -> bool:
 
 
 def say_hello(key: bytes) -> bytes:
-    return next(wiring.call(key, 1, 0))[0]
+    return next(handshake.call(key, 1, 0))[0]
 
 
 def test_strangers_are_dropped_and_hold_nobody_up() -> None:
@@ -147,7 +149,7 @@ def test_strangers_are_dropped_and_hold_nobody_up() -> None:
 def test_a_stranger_who_says_nothing_is_dropped_while_others_are_awaited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(wiring, "ANSWER_S", 0.1)
+    monkeypatch.setattr(switchboard, "ANSWER_S", 0.1)
     stranger_is_gone = threading.Event()
     place: list[tuple[str, int]] = []
     listening = threading.Event()
@@ -187,13 +189,15 @@ def test_a_rank_that_cannot_connect_is_an_error_on_every_rank(
 ) -> None:
     monkeypatch.setattr(wiring, "CONNECT_S", 0.5)
 
-    def close_door(connect: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Any, peer: int, place: wiring.Address) -> None:
-            connect(self, peer, place._replace(port=1) if self._rank == 2 else place)
+    call = Switchboard.call
 
-        return call
+    def call_elsewhere(self: Any, peer: int, deadline: float) -> None:
+        if self._line.rank == 2:
+            places = [place._replace(port=1) for place in self._line.addresses]
+            self._line = self._line._replace(addresses=places)
+        call(self, peer, deadline)
 
-    monkeypatch.setattr(wiring._Wiring, "_call", close_door(wiring._Wiring._call))
+    monkeypatch.setattr(Switchboard, "call", call_elsewhere)
     for error in failures_of_connecting(3):
         assert "could not connect" in str(error)
         assert ADDRESS_VARIABLE in str(error)
@@ -218,18 +222,8 @@ def bootstrap(monkeypatch: pytest.MonkeyPatch) -> ThreadBootstrap:
     return ThreadBootstrap.for_all(1)[0]
 
 
-class StoreAt:
-    def __init__(self, host: str) -> None:
-        self.host = host
-
-
-class PrefixedStore:
-    def __init__(self, store: Any) -> None:
-        self.underlying_store = store
-
-
-def test_the_address_is_the_one_towards_the_store(bootstrap: ThreadBootstrap) -> None:
-    bootstrap.store = PrefixedStore(StoreAt("127.0.0.1"))  # type: ignore[attr-defined]
+def test_the_address_is_the_one_towards_the_server(bootstrap: ThreadBootstrap) -> None:
+    bootstrap.host = "127.0.0.1"
     assert addresses.own_address(bootstrap) == "127.0.0.1"
 
 
@@ -267,3 +261,9 @@ def test_a_loopback_among_public_addresses_is_replaced(monkeypatch: pytest.Monke
     assert addresses.settled_address("127.0.1.1", ["127.0.1.1", "10.0.0.2"]) == "10.0.0.1"
     assert addresses.settled_address("127.0.0.1", ["127.0.0.1", "127.0.0.1"]) == "127.0.0.1"
     assert addresses.settled_address("10.0.0.9", ["127.0.1.1", "10.0.0.2"]) == "10.0.0.9"
+
+
+def test_a_loopback_that_works_is_found_by_trying(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert addresses.usable_loopback() in ("127.0.0.1", "::1")
+    monkeypatch.setattr(addresses, "_LOOPBACKS", ((socket.AF_INET, "192.0.2.7"),))
+    assert addresses.usable_loopback() is None

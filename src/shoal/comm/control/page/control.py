@@ -18,8 +18,9 @@ import time
 from collections.abc import Sequence
 from functools import lru_cache
 
-from shoal.comm.control.page.page import MAX_GROUPS, WORD, Page, PageChannel
-from shoal.comm.control.plane import Control, Failure
+from shoal.comm.control.deadlock.record import MOST_RECORD_BYTES
+from shoal.comm.control.page.page import MAX_GROUPS, WAIT_AT, WORD, Page, PageChannel
+from shoal.comm.control.plane import Control, Failure, absence_text
 from shoal.errors import BackendUnavailableError, ShoalError
 
 _JOINING, _RUNNING, _LEFT, _FAILED = range(4)
@@ -33,6 +34,8 @@ _LOOK_FOR_DEATHS_EVERY_S = 0.01
 
 class PageControl(Control):
     """The control plane of a world whose ranks are processes of one host."""
+
+    is_one_host = True
 
     def __init__(
         self, page: Page, rank: int, pids: Sequence[int], *, ranks_read_directly: bool = False
@@ -78,8 +81,7 @@ class PageControl(Control):
         word = row // WORD
         if self._words[word + _STATE] == _FAILED:
             return
-        reason = failure.reason.encode(errors="replace")[: _REASON_BYTES - 4]
-        self._page.write(row + _REASON_AT, reason, _REASON_BYTES)
+        self._write_reason(row, failure.reason)
         self._words[word + _FAILED_AT] = failure.time_ns
         self._words[word + _CULPRIT] = failure.rank
         self._words[word + _IS_ECHO] = failure.is_echo
@@ -112,14 +114,22 @@ class PageControl(Control):
         word = row // WORD
         if self._words[word + _STATE] != _FAILED:
             return None
-        reason = self._page.read(row + _REASON_AT).decode(errors="replace")
+        reason = self._read_reason(reporter)
         culprit, is_echo = self._words[word + _CULPRIT], bool(self._words[word + _IS_ECHO])
         return Failure(culprit, reason, self._words[word + _FAILED_AT], is_echo)
+
+    def _write_reason(self, row: int, text: str) -> None:
+        data = text.encode(errors="replace")[: _REASON_BYTES - 4]
+        self._page.write(row + _REASON_AT, data, _REASON_BYTES)
+
+    def _read_reason(self, rank: int) -> str:
+        row = self._page.layout.roster(rank)
+        return self._page.read(row + _REASON_AT).decode(errors="replace")
 
     def absence(self, rank: int) -> str | None:
         """A rank that left, or whose process has been stopped for more than a moment."""
         if self._state(rank) == _LEFT:
-            return "it has left: it returned without taking part"
+            return absence_text(self._read_reason(rank))
         spent = spent_if_stopped(self.pids[rank])
         if spent is None:
             self._stopped.pop(rank, None)
@@ -144,9 +154,32 @@ class PageControl(Control):
         data = self._page.read(self._page.layout.roster(rank) + _WHERE_AT)
         return data.decode(errors="replace") or "its own code, before any operation"
 
-    def leave(self) -> None:
+    def show_wait(self, record: bytes) -> None:
+        """The counter is odd while the record is written."""
+        if self._is_closed:
+            return
+        offset = self._page.layout.wait(self.rank)
+        counter = offset // WORD
+        self._words[counter] += 1
+        self._page.write(offset + WAIT_AT, record, MOST_RECORD_BYTES + 4)
+        self._words[counter] += 1
+
+    def shown_waits(self) -> dict[int, bytes]:
+        """Those that are not being written just now."""
+        shown = ((rank, self._shown_wait(rank)) for rank in range(self.size))
+        return {rank: record for rank, record in shown if record}
+
+    def _shown_wait(self, rank: int) -> bytes:
+        offset = self._page.layout.wait(rank)
+        counter = offset // WORD
+        before = self._words[counter]
+        record = self._page.read(offset + WAIT_AT) if before % 2 == 0 else b""
+        return record if self._words[counter] == before else b""
+
+    def leave(self, how: str = "") -> None:
         """Marks this rank as gone, unless it failed."""
         if not self._is_closed and self._state(self.rank) != _FAILED:
+            self._write_reason(self._row, how)
             self._set_state(_LEFT)
 
     def close(self) -> None:

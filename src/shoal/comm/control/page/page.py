@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+from shoal.comm.control.deadlock.record import MOST_RECORD_BYTES
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Channel, Message
 from shoal.errors import ShoalError
@@ -26,8 +27,10 @@ WORD = 8
 MAX_GROUPS = 1024
 RING = 8  # headers that a rank keeps in each group, see [Note: the ring of headers]
 MESSAGES = 256
-MESSAGE_HEADER = 768
+MESSAGE_HEADER = 1024
 _ROSTER_ROW = 8192
+WAIT_AT = WORD  # after the counter by which a reader knows that a record is whole
+_WAIT_ROW = LINE + MOST_RECORD_BYTES
 _LENGTH = struct.Struct("<I")
 FREE, CLAIMED, OFFERED, ANSWERED, FINISHED = range(5)
 
@@ -37,7 +40,7 @@ class PageLayout:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.header_bytes = 1024 + 16 * size
+        self.header_bytes = 1216 + 16 * size
         self.channel_row = 2 * LINE + RING * self.header_bytes
         self.channel_row += -self.channel_row % LINE
         self._message_row = LINE + 2 * MESSAGE_HEADER
@@ -45,11 +48,16 @@ class PageLayout:
         self._channels = self._roster + size * _ROSTER_ROW
         self._states = self._channels + MAX_GROUPS * size * self.channel_row
         self._messages = self._states + size * size * MESSAGES * WORD
-        self.total_bytes = self._messages + size * size * MESSAGES * self._message_row
+        self._waits = self._messages + size * size * MESSAGES * self._message_row
+        self.total_bytes = self._waits + size * _WAIT_ROW
 
     def roster(self, rank: int) -> int:
         """Offset of a rank's row of the roster."""
         return self._roster + rank * _ROSTER_ROW
+
+    def wait(self, rank: int) -> int:
+        """Offset of what a rank shows of its waits."""
+        return self._waits + rank * _WAIT_ROW
 
     def channel(self, group_id: int, rank: int) -> int:
         """Offset of a rank's row in a group's channel."""
@@ -108,7 +116,7 @@ class PageChannel(Channel):
 
     def __init__(self, page: Page, group_id: int, ranks: Sequence[int], rank: int) -> None:
         """``ranks`` are world ranks in group order, ``rank`` is this one's."""
-        self.ranks = ranks
+        self.ranks, self.group_id = ranks, group_id
         self._page, self._words, self._group_id, self._rank = page, page.words, group_id, rank
         layout = page.layout
         self._rows = [layout.channel(group_id, member) for member in ranks]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Channel, Message
-from shoal.comm.control.sockets import frames
+from shoal.comm.control.sockets import census, frames, topology
 from shoal.comm.control.sockets.frames import Key
+from shoal.comm.control.sockets.relay import Relay
 from shoal.errors import ClosedError
 
 if TYPE_CHECKING:
@@ -24,13 +25,18 @@ class SocketChannel(Channel):
     """A group's headers and messages over the world's sockets."""
 
     def __init__(self, control: SocketControl, group_id: int, ranks: Sequence[int]) -> None:
-        self.ranks = ranks
-        self._control, self._group_id = control, group_id
+        self.ranks, self.group_id = ranks, group_id
+        self._control = control
         self._peers = [rank for rank in ranks if rank != control.rank]
+        self._is_sparse = topology.is_sparse(len(ranks))
+        if self._is_sparse:
+            control.census.join(group_id, ranks)
 
     def exchange(self, number: int, header: bytes, patience: Patience) -> list[bytes]:
-        """Everybody sends its header to everybody."""
-        control, group_id = self._control, self._group_id
+        """Everybody sends its header to everybody; in large groups, by way of others."""
+        control, group_id = self._control, self.group_id
+        if self._is_sparse:
+            return Relay(control, group_id, number, self.ranks).exchange(header, patience)
         frame = frames.encode_addressed(frames.HEADER, (group_id, number), header)
         control.tell(self._peers, frame)
         wanted: dict[Key, int] = {
@@ -41,13 +47,27 @@ class SocketChannel(Channel):
         return [headers[rank] for rank in self.ranks]
 
     def settle(self, number: int) -> None:
-        """Tells the others."""
-        self._control.tell(self._peers, frames.encode_settled(self._group_id, number))
+        """Tells the others; in large groups, only those who ask."""
+        if self._is_sparse:
+            self._control.census.reach(census.SETTLED, self.group_id, number)
+            return
+        self._control.tell(self._peers, frames.encode_settled(self.group_id, number))
 
     def unsettled(self, number: int) -> list[int]:
         """Who has not told as much."""
+        if self._is_sparse:
+            return self._ask_settled(number) if number else []
         settled = self._control.settled
-        return [peer for peer in self._peers if settled(self._group_id, peer) < number]
+        return [peer for peer in self._peers if settled(self.group_id, peer) < number]
+
+    def _ask_settled(self, number: int) -> list[int]:
+        settled = self._control.census.share((census.SETTLED, self.group_id, number))
+        has_settled = self._control.news.has_settled  # by ranks that left and are not asked
+        return [
+            rank
+            for place, rank in enumerate(self.ranks)
+            if not (settled >> place & 1 or has_settled(rank, self.group_id, number))
+        ]
 
     def offer(
         self, peer: int, key: tuple[int, int], header: bytes, patience: Patience
@@ -55,7 +75,7 @@ class SocketChannel(Channel):
         """The offer carries a ticket, under which the receiver answers."""
         receiver = self.ranks[peer]
         ticket = self._control.tickets(receiver).take()
-        self._control.tell([receiver], frames.encode_offer((self._group_id, *key), ticket, header))
+        self._control.tell([receiver], frames.encode_offer((self.group_id, *key), ticket, header))
         answer = self._control.await_frame(frames.ANSWER, receiver, (ticket,), patience)
         return SocketMessage(self._control, receiver, ticket, answer, is_sender=True)
 
@@ -64,7 +84,8 @@ class SocketChannel(Channel):
     ) -> SocketMessage:
         """Waits for the offer with the key and answers it."""
         sender = self.ranks[peer]
-        offer = self._control.await_frame(frames.OFFER, sender, (self._group_id, *key), patience)
+        self._control.connect_to(sender)  # to hear what becomes of it while we wait
+        offer = self._control.await_frame(frames.OFFER, sender, (self.group_id, *key), patience)
         ticket, theirs = frames.split_offer(offer)
         self._control.tell([sender], frames.encode_addressed(frames.ANSWER, (ticket,), header))
         return SocketMessage(self._control, sender, ticket, theirs, is_sender=False)
@@ -139,15 +160,27 @@ class Inbox:
             else:
                 wait.take(key, content)
 
-    def collect(self, wanted: Mapping[Key, int], patience: Patience) -> dict[int, bytes]:
-        """Waits for contents, one from each of some ranks; ``wanted`` names the ranks by key."""
+    def has(self, key: Key) -> bool:
+        """Whether a content is here that nobody has waited for yet."""
+        return key in self._contents
+
+    def collect(
+        self,
+        wanted: Mapping[Key, int],
+        patience: Patience,
+        missing: Callable[[], Sequence[int]] | None = None,
+    ) -> dict[int, bytes]:
+        """Waits for contents, one from each of some ranks; ``wanted`` names the ranks by key.
+
+        ``missing`` tells which ranks the wait is for, if not for those that send the contents.
+        """
         wait = self._begin(wanted)
         try:
             while wait.missing:
                 wait.wake.acquire(timeout=_LOOK_EVERY_S)
                 if wait.missing:
                     self._check_open()
-                    patience.look(lambda: self._missing(wait))
+                    patience.look(lambda: self._missing(wait, missing))
         finally:
             self._end(wait)
         return wait.contents
@@ -181,9 +214,10 @@ class Inbox:
                 for key in wait.missing:
                     self._waits.pop(key, None)
 
-    def _missing(self, wait: _Wait) -> list[int]:
+    def _missing(self, wait: _Wait, missing: Callable[[], Sequence[int]] | None) -> Sequence[int]:
         with self._lock:
-            return list(wait.missing.values())
+            senders = list(wait.missing.values())
+        return senders if missing is None or not senders else missing()
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -27,21 +27,39 @@ class Connection:
     Any thread may send; only the reader's thread pushes, receives and closes.
     """
 
-    def __init__(self, rank: int, sock: socket.socket) -> None:
-        """``rank`` is the peer's, proven by the handshake; the socket becomes ours."""
+    def __init__(self, rank: int, sock: socket.socket | None = None) -> None:
+        """``rank`` is the peer's, proven by the handshake; the socket becomes ours.
+
+        Without a socket, what is sent is kept until there is one.
+        """
         self.rank = rank
         self.heard_at = time.monotonic()
-        self._socket = sock
+        self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._rest = bytearray()
         self._told: bytes | None = None
         self._splitter = Splitter()
         self._is_shut = False
+        if sock is not None:
+            self.attach(sock)
+
+    def attach(self, sock: socket.socket, first: bytes = b"") -> None:
+        """There is a socket now: ``first`` goes out before what was kept."""
         _tune(sock)
+        with self._lock:
+            self.heard_at = time.monotonic()
+            self._rest[:0] = first
+            self._socket = sock
+            self._send_rest()
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether there is, or was, a socket."""
+        return self._socket is not None
 
     def fileno(self) -> int:
         """For selectors."""
-        return self._socket.fileno()
+        return -1 if self._socket is None else self._socket.fileno()
 
     @property
     def has_rest(self) -> bool:
@@ -68,6 +86,8 @@ class Connection:
     def _send_rest(self) -> bool:
         if self._is_shut:
             self._rest.clear()
+        if self._socket is None:
+            return True
         try:
             while self._rest:
                 del self._rest[: self._socket.send(self._rest)]
@@ -81,6 +101,7 @@ class Connection:
 
     def receive(self) -> list[tuple[int, bytes]]:
         """The frames that have arrived, kind and body; raises at the end of the stream."""
+        assert self._socket is not None
         try:
             data = self._socket.recv(_CHUNK_BYTES)
         except BlockingIOError:
@@ -95,7 +116,9 @@ class Connection:
     def is_flushed(self) -> bool:
         """Whether the peer's kernel has everything, so that our end no longer matters."""
         with self._lock:
-            return self._is_shut or not (self._rest or _unacknowledged_bytes(self._socket))
+            if self._is_shut or self._socket is None:
+                return True
+            return not (self._rest or _unacknowledged_bytes(self._socket))
 
     def shut(self) -> None:
         """Ends our side of the stream; the peer's may still speak."""
@@ -103,13 +126,15 @@ class Connection:
             if not self._is_shut:
                 self._is_shut = True
                 with contextlib.suppress(OSError):
+                    assert self._socket is not None
                     self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """Closes the socket. Under the lock, since the descriptor may soon be another's."""
         with self._lock:
             self._is_shut = True
-            self._socket.close()
+            if self._socket is not None:
+                self._socket.close()
 
     def forget(self) -> None:
         """Closes a forked child's copy, whose lock may be held by a thread it does not have."""

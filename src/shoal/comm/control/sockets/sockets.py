@@ -1,4 +1,4 @@
-"""The control plane between hosts: a socket between each two ranks.
+"""The control plane between hosts: sockets between the ranks.
 
 [Note: the reader and the callers]
 Threads that call send by themselves, straight into the socket, and wait in the inbox. One
@@ -8,7 +8,8 @@ it later. So a peer that is stopped, or whose network is gone, delays only those
 for it, and they are told.
 
 [Note: how the end of a rank is noticed]
-A rank that fails says so (`FAILURE`), one that leaves does too (`BYE`). A connection that ends
+A rank that fails says so (`FAILURE`), one that leaves does too (`BYE`). Where not all pairs are
+connected, its neighbours pass that on, and theirs do. A connection that ends
 without either is a death, known as soon as the peer's kernel closes its sockets. A host that
 vanishes closes nothing: a peer that is silent for `SILENCE_S` though it should send a heartbeat
 every second counts as dead. A process that keeps Python's lock for that long (an extension that
@@ -21,21 +22,24 @@ import os
 import threading
 import time
 import weakref
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shoal.comm.control.patience import Patience
-from shoal.comm.control.plane import Control, Failure
+from shoal.comm.control.plane import Control, Failure, absence_text
 from shoal.comm.control.sockets import frames
+from shoal.comm.control.sockets.census import Census
 from shoal.comm.control.sockets.channel import Inbox, SocketChannel, SocketMessage, Tickets
 from shoal.comm.control.sockets.connection import Connection
+from shoal.comm.control.sockets.news import News
 from shoal.comm.control.sockets.reader import Reader
-from shoal.comm.control.sockets.wiring import TOKEN_VARIABLE, connect_all
+from shoal.comm.control.sockets.topology import neighbours
+from shoal.comm.control.sockets.wiring import Wires, connect_all
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.comm.bootstrap.store import Bootstrap
+    from shoal.comm.bootstrap.bootstrap import Bootstrap
 
 __all__ = ["SILENCE_S", "SocketChannel", "SocketControl", "SocketMessage"]
 
@@ -43,53 +47,61 @@ SILENCE_S = 10.0
 SILENCE_VARIABLE = "SHOAL_SILENCE_S"
 # How long `publish` waits for the peers' hosts to have the news, should this process end next.
 _FLUSH_S = 1.0
-_NO_NOTE = "its own code, before any operation"
 
 
 class SocketControl(Control):
-    """The control plane of a world whose ranks are on several hosts."""
+    """The control plane of a world whose ranks are on several hosts.
 
-    def __init__(
-        self, rank: int, size: int, connections: Iterable[Connection], silence_s: float = SILENCE_S
-    ) -> None:
-        """``connections`` lead to all other ranks and become ours."""
+    Attributes:
+        news: What is known of the other ranks.
+        census: How far the ranks of large groups have come.
+        num_sent: How many frames this rank has sent, by kind; without heartbeats.
+    """
+
+    def __init__(self, rank: int, size: int, wires: Wires, silence_s: float = SILENCE_S) -> None:
+        """The sockets of ``wires`` become ours."""
         self.rank, self.size = rank, size
         self.inbox = Inbox()
-        self._connections = {each.rank: each for each in connections}
+        self.census = Census(rank, self.tell)
+        self.num_sent: Counter[int] = Counter()
+        self._connections = {peer: Connection(peer, sock) for peer, sock in wires.sockets.items()}
+        self._is_sparse = wires.line is not None
+        self.news = News(rank, size, self._spread, self._alarm, passes_on=self._is_sparse)
         self._tickets: dict[int, Tickets] = defaultdict(Tickets)
         self._lock = threading.Lock()
-        self._failures: dict[int, Failure] = {}  # by the rank that reported it, or that died
-        self._first: Failure | None = None
-        self._left: set[int] = set()
         self._settled: dict[tuple[int, int], int] = {}  # by group and rank
-        self._notes = {rank: _NO_NOTE}
-        self._note = frames.encode_note(_NO_NOTE)
+        self._note = frames.encode_note(rank, 0, self.news.whereabouts(rank))
+        self._num_left_before = 0
         self._is_closed = False
-        name = f"shoal-control-{rank}"
-        self._reader = Reader(self._connections.values(), self, name, silence_s)
+        self._reader = Reader(self._connections.values(), self, wires.line, silence_s)
+        self._reader.start()
         _open_controls.add(self)
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> SocketControl:
-        """Connects each two ranks; every rank of the world calls this."""
+        """Connects the ranks; every rank of the world calls this."""
         silence_s = _silence_s()
-        sockets = connect_all(bootstrap)
-        connections = [Connection(rank, sock) for rank, sock in sockets.items()]
-        control = cls(bootstrap.rank, bootstrap.size, connections, silence_s)
-        # All that can read the bootstrap know the key, so it must be private or a secret added.
-        control.is_private = bootstrap.is_private or bool(os.environ.get(TOKEN_VARIABLE))
+        control = cls(bootstrap.rank, bootstrap.size, connect_all(bootstrap), silence_s)
+        control.secret = bootstrap.secret
         return control
+
+    @property
+    def num_connections(self) -> int:
+        """How many sockets to other ranks are open."""
+        return len(self._reader.connections)
 
     def channel(self, group_id: int, ranks: Sequence[int]) -> SocketChannel:
         """No communication needed: what arrives early for the group is kept."""
         return SocketChannel(self, group_id, ranks)
 
-    def tell(self, ranks: Iterable[int], frame: bytes) -> None:
+    def tell(self, ranks: Sequence[int], frame: bytes) -> None:
         """Sends a frame, and our note where it is news, so that it is as fresh as our deeds."""
         note = self._note
         all_sent = True
         for rank in ranks:
-            all_sent &= self._connections[rank].send(frame, note)
+            connection = self._connections.get(rank) or self.connect_to(rank)
+            all_sent &= connection.send(frame, note)
+        self.num_sent[frames.kind_of(frame)] += len(ranks)
         if not all_sent:
             self._reader.wake()
 
@@ -108,6 +120,46 @@ class SocketControl(Control):
         """How many transfers of a group a rank said that it is through with."""
         return self._settled.get((group_id, rank), 0)
 
+    # Connections ------------------------------------------------------------------------
+
+    def connect_to(self, rank: int) -> Connection:
+        """The connection to a rank, which the reader makes if there is none yet."""
+        with self._lock:
+            connection = self._connections.get(rank)
+            if connection is not None:
+                return connection
+            connection = self._connections[rank] = Connection(rank)
+        self._reader.call(rank)
+        return connection
+
+    def connection_for(self, rank: int) -> Connection:
+        """Which connection a new socket to a rank is for.
+
+        Two ranks that have called each other at once have two sockets. Each sends by the one that
+        it had first, and reads both.
+        """
+        with self._lock:
+            connection = self._connections.setdefault(rank, Connection(rank))
+        return Connection(rank) if connection.is_attached else connection
+
+    def greeting(self) -> bytes:
+        """What a rank is told first that has just been connected."""
+        return self.news.encode_all() + self._note
+
+    def to_call(self) -> list[int]:
+        """Whom to connect to, so that the world stays in one piece though ranks have left."""
+        left = self.news.left
+        if not self._is_sparse or len(left) == self._num_left_before or self.rank in left:
+            return []
+        self._num_left_before = len(left)
+        remaining = [rank for rank in range(self.size) if rank not in left]
+        # One of two is enough to call.
+        return [rank for rank in neighbours(self.rank, remaining) if rank < self.rank]
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether there is no sense in calling a rank."""
+        return rank in self.news.left or self.news.has_failed(rank)
+
     # The world's fate -------------------------------------------------------------------
 
     def publish(self, failure: Failure) -> None:
@@ -118,48 +170,49 @@ class SocketControl(Control):
         """
         age = time.monotonic_ns() - failure.time_ns
         failure = failure._replace(time_ns=time.time_ns() - age)
-        if not self._is_closed and self._record(self.rank, failure):
-            self.tell(self._connections, frames.encode_failure(failure))
-            self._reader.flush(self._connections.values(), _FLUSH_S)
+        if not self._is_closed and self.news.publish(failure, self.census.reached()):
+            self._reader.flush(_FLUSH_S)
 
-    def _record(self, reporter: int, failure: Failure) -> bool:
-        """Keeps the first word of a reporter: what it said of itself outlives its silence."""
-        with self._lock:
-            if reporter in self._failures:
-                return False
-            self._failures[reporter] = failure
-            self._first = min(
-                self._failures.values(), key=lambda each: (each.is_echo, each.time_ns)
-            )
-        self.inbox.alarm()
-        return True
+    def _spread(self, data: bytes, except_rank: int | None) -> None:
+        """Sends news to all neighbours but one."""
+        all_sent = True
+        for connection in self._reader.connections:
+            if connection.rank != except_rank:
+                all_sent &= connection.send(data)
+                self.num_sent[frames.kind_of(data)] += 1
+        if not all_sent:
+            self._reader.wake()
 
     def failure(self) -> Failure | None:
         """The first failure among those that were heard of or noticed."""
-        return self._first
+        return self.news.first
 
     def absence(self, rank: int) -> str | None:
         """A rank that said goodbye. One that is stopped is silent, and soon a failure."""
-        if rank in self._left:
-            return "it has left: it returned without taking part"
-        return None
+        how = self.news.left.get(rank)
+        return None if how is None else absence_text(how)
 
     def note(self, where: str) -> None:
         """Goes out with the next frame to each peer, or the next heartbeat."""
-        self._notes[self.rank] = where
-        self._note = frames.encode_note(where)
+        self._note = self.news.note(where)
 
     def whereabouts(self, rank: int) -> str:
-        """At most a heartbeat old."""
-        return self._notes.get(rank, _NO_NOTE)
+        """At most a heartbeat old between neighbours; see also `News.seek`."""
+        return self.news.whereabouts(rank)
 
-    def leave(self) -> None:
+    def show_wait(self, record: bytes) -> None:
+        """Tells all, by way of the neighbours."""
+        if not self._is_closed:
+            self.news.show_wait(record)
+
+    def shown_waits(self) -> dict[int, bytes]:
+        """The latest of each."""
+        return self.news.waits()
+
+    def leave(self, how: str = "") -> None:
         """Says goodbye to all, unless this rank failed."""
-        with self._lock:
-            if self._is_closed or self.rank in self._failures or self.rank in self._left:
-                return
-            self._left.add(self.rank)
-        self.tell(self._connections, frames.encode(frames.BYE))
+        if not self._is_closed:
+            self.news.leave(self.census.reached(), how)
 
     def close(self) -> None:
         """Sends what is left, for a second at most, and closes all sockets."""
@@ -178,27 +231,27 @@ class SocketControl(Control):
         self.inbox.close()
         self._reader.forget()
 
+    def _alarm(self) -> None:
+        self.inbox.alarm()
+
     # What the reader tells --------------------------------------------------------------
 
-    def hear(self, rank: int, kind: int, body: bytes) -> None:
+    def hear(self, source: int, kind: int, body: bytes) -> None:
         """Takes in a frame."""
         if frames.is_addressed(kind):
-            self.inbox.put(*frames.decode_addressed(kind, rank, body))
-        elif kind == frames.WHERE:
-            self._notes[rank] = frames.decode_text(body)
+            self.inbox.put(*frames.decode_addressed(kind, source, body))
         elif kind == frames.SETTLED:
             group_id, number = frames.decode_settled(body)
-            self._settled[group_id, rank] = number
-        elif kind == frames.FAILURE:
-            self._record(rank, frames.decode_failure(body, self.size))
+            self._settled[group_id, source] = number
+        elif kind == frames.CENSUS:
+            self.census.hear(source, *frames.decode_census(body))
         else:
-            self._left.add(rank)
-            self.inbox.alarm()
+            self.news.hear(source, kind, body)
 
     def lose(self, rank: int, reason: str) -> None:
-        """A peer is gone; unless it said goodbye, that is a failure."""
-        if rank not in self._left:
-            self._record(rank, Failure(rank, reason, time.time_ns()))
+        """A peer is gone. While this rank closes, that is because it hangs up itself."""
+        if not self._is_closed:
+            self.news.lose(rank, reason)
 
     def heartbeat(self) -> bytes:
         """Our note, whether it is news or not."""
@@ -206,7 +259,7 @@ class SocketControl(Control):
 
     def give_up(self, reason: str) -> None:
         """Without a reader nothing will be heard of anybody, so waiting is pointless."""
-        self._record(self.rank, Failure(self.rank, reason, time.time_ns()))
+        self.news.lose(self.rank, reason)
 
 
 # Forked children (the workers of a data loader) inherit sockets, and as long as one of them has

@@ -2,8 +2,7 @@
 
 Plain data (numbers, texts, bytes, lists, tuples, dicts, sets, None) and tensors are written
 in a format of our own that can do nothing but rebuild them. What is more than that is
-pickled, and since unpickling runs code, a world that may have strangers among its peers
-refuses to read it.
+pickled, and since unpickling runs code, only what carries a proof is read: see `seals.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from torch import Tensor
 from shoal.errors import UntrustedPickleError
 from shoal.torch_support.memory import as_bytes
 
-_PLAIN, _PICKLED = b"P", b"C"
+PICKLED = b"C"
+_PLAIN = b"P"
 _LENGTH = struct.Struct("<Q")
 # Python refuses to write much longer ones as decimals.
 _LONGEST_INT_BITS = 1024
@@ -36,7 +36,7 @@ def encode(value: Any) -> bytes:
         text = json.dumps(_to_json(value, blobs)).encode()
     except (_NotPlain, RecursionError):  # or an object that contains itself
         pickled: bytes = cloudpickle.dumps(value)
-        return _PICKLED + pickled
+        return PICKLED + pickled
     parts = [_PLAIN, _LENGTH.pack(len(text)), text]
     for blob in blobs:
         parts += (_LENGTH.pack(len(blob)), blob)
@@ -44,8 +44,8 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes, *, allow_pickle: bool) -> Any:
-    """The inverse of `encode`; refuses pickles unless the peers are trusted."""
-    if data[:1] == _PICKLED:
+    """The inverse of `encode`; refuses pickles unless they are known to be a rank's own."""
+    if data[:1] == PICKLED:
         if not allow_pickle:
             raise UntrustedPickleError(
                 "a peer sent an object that needs pickle, which can run any code, and this world "

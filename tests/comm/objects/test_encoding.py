@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from shoal.comm import objects
+from shoal.comm.objects import encoding
 from shoal.errors import UntrustedPickleError
 
 LENGTH = struct.Struct("<Q")
@@ -39,8 +39,8 @@ values = st.recursive(
 
 @hypothesis.given(values)
 def test_plain_data_needs_no_pickle(value) -> None:
-    data = objects.encode(value)
-    decoded = objects.decode(data, allow_pickle=False)
+    data = encoding.encode(value)
+    decoded = encoding.decode(data, allow_pickle=False)
     assert decoded == value
     assert _types(decoded) == _types(value)
 
@@ -60,12 +60,12 @@ def _types(value):
     ids=range(8),
 )
 def test_odd_plain_values(value) -> None:
-    decoded = objects.decode(objects.encode(value), allow_pickle=False)
+    decoded = encoding.decode(encoding.encode(value), allow_pickle=False)
     assert decoded == value
     assert str(type(decoded)) == str(type(value))
     if isinstance(value, float):
         assert math.copysign(1, decoded) == math.copysign(1, value)
-    assert math.isnan(objects.decode(objects.encode(math.nan), allow_pickle=False))
+    assert math.isnan(encoding.decode(encoding.encode(math.nan), allow_pickle=False))
 
 
 DTYPES = [
@@ -89,7 +89,7 @@ def test_tensors_need_no_pickle(shape, dtype, layout) -> None:
         if layout == "transposed" and shape
         else tensor
     )
-    decoded = objects.decode(objects.encode([tensor]), allow_pickle=False)[0]
+    decoded = encoding.decode(encoding.encode([tensor]), allow_pickle=False)[0]
     assert type(decoded) is torch.Tensor
     assert (decoded.dtype, decoded.shape) == (tensor.dtype, tensor.shape)
     assert _raw(decoded) == _raw(tensor)
@@ -122,16 +122,16 @@ NEED_PICKLE = [
 
 @pytest.mark.parametrize("value", NEED_PICKLE, ids=lambda value: type(value).__name__)
 def test_what_is_more_than_plain_is_pickled_and_refused_from_strangers(value) -> None:
-    data = objects.encode(value)
-    assert type(objects.decode(data, allow_pickle=True)) is type(value)
+    data = encoding.encode(value)
+    assert type(encoding.decode(data, allow_pickle=True)) is type(value)
     with pytest.raises(UntrustedPickleError, match="SHOAL_TOKEN"):
-        objects.decode(data, allow_pickle=False)
+        encoding.decode(data, allow_pickle=False)
 
 
 def test_an_object_that_contains_itself() -> None:
     knot: list[object] = [1]
     knot.append(knot)
-    decoded = objects.decode(objects.encode(knot), allow_pickle=True)
+    decoded = encoding.decode(encoding.encode(knot), allow_pickle=True)
     assert decoded[1] is decoded
 
 
@@ -171,7 +171,7 @@ def test_a_strangers_bytes_run_no_code(tmp_path) -> None:
     ]
     for data in attempts:
         try:
-            value = objects.decode(data, allow_pickle=False)
+            value = encoding.decode(data, allow_pickle=False)
         except Exception:
             continue
         assert isinstance(value, bytes)
@@ -184,7 +184,7 @@ def test_a_strangers_bytes_run_no_code(tmp_path) -> None:
 def test_noise_is_an_error_or_plain(data) -> None:
     hypothesis.assume(data[:1] != b"C")
     try:
-        objects.decode(b"P" + data, allow_pickle=False)
+        encoding.decode(b"P" + data, allow_pickle=False)
     except UntrustedPickleError:
         raise
     except Exception:
@@ -195,16 +195,16 @@ def test_noise_is_an_error_or_plain(data) -> None:
 def test_a_tensor_that_promises_more_than_it_brings_is_refused(shape) -> None:
     for blob in (b"", b"\x00" * 8):
         with pytest.raises((RuntimeError, ValueError)):
-            objects.decode(plain({"tensor": ["float32", shape, 0]}, blob), allow_pickle=False)
+            encoding.decode(plain({"tensor": ["float32", shape, 0]}, blob), allow_pickle=False)
 
 
 def test_a_dtype_that_is_none_is_named() -> None:
     with pytest.raises(ValueError, match="dtype that there is not: 'load'"):
-        objects.decode(plain({"tensor": ["load", [1], 0]}, b"1234"), allow_pickle=False)
+        encoding.decode(plain({"tensor": ["load", [1], 0]}, b"1234"), allow_pickle=False)
 
 
 def test_pickles_of_ours_are_cloudpickles() -> None:
     local = 3
-    function = objects.decode(objects.encode(lambda x: x + local), allow_pickle=True)
+    function = encoding.decode(encoding.encode(lambda x: x + local), allow_pickle=True)
     assert function(4) == 7
-    assert io.BytesIO(objects.encode(1)).read(1) == b"P"
+    assert io.BytesIO(encoding.encode(1)).read(1) == b"P"
