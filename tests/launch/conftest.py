@@ -23,14 +23,6 @@ def script(tmp_path: Path) -> Callable[[str], str]:
 
 
 @pytest.fixture
-def idle_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spares tests that need no store the import of torch that would run beside them."""
-    path = tmp_path / "idle.py"
-    path.write_text("import sys; sys.stdin.readline()")
-    monkeypatch.setattr("shoal.launch.script.store_process._HOST_SCRIPT", path)
-
-
-@pytest.fixture
 def background() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts launchers as processes of their own, and ends them with the test."""
     started: list[subprocess.Popen[str]] = []

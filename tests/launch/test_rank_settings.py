@@ -8,7 +8,6 @@ import pytest
 
 import leaks
 import shoal
-from shoal.comm.bootstrap.store import store_for_one_host
 from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.launch.rank_settings import rank_settings, threads_of, tunables
 from shoal.system.libc import num_cores
@@ -32,7 +31,6 @@ def test_length_that_the_user_chose_stays() -> None:
 @pytest.mark.parametrize("backend", ["shm", "mpi"])
 def test_ranks_are_started_with_it(backend: str) -> None:
     fork_server()
-    store_for_one_host()
     leaks.baseline()
     for found in shoal.run(lambda: os.environ["GLIBC_TUNABLES"], ranks=2, backend=backend):
         assert _LENGTH in found

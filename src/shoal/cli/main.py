@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -17,6 +17,12 @@ from shoal import __version__
 from shoal.cli.checkpoints import export_command, inspect_command, reshard_command
 from shoal.cli.verify import verify_command
 from shoal.errors import ShoalError
+from shoal.launch.script.streams import (
+    give_up_output,
+    is_lost,
+    is_of_output,
+    open_closed_streams,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -87,7 +93,9 @@ def launch_command(
         log_dir=log_dir,
         grace=grace,
     )
-    raise typer.Exit(launch(config))
+    code = launch(config)
+    give_up_output()  # what is lost has been said; the code is the ranks'
+    raise typer.Exit(code)
 
 
 class Tour(StrEnum):
@@ -99,11 +107,11 @@ class Tour(StrEnum):
 
 def demo_command(
     tour: Annotated[
-        Tour, typer.Option(help="A small GPT under every data-parallel strategy, or collectives.")
+        Tour, typer.Option(help="A small GPT under every strategy, or collectives.")
     ] = Tour.TRAINING,
     steps: Annotated[int, typer.Option(min=3, help="Steps of training.")] = 15,
 ) -> None:
-    """Train a small GPT on four ranks under each data-parallel strategy, and compare."""
+    """Train a small GPT on four ranks under every strategy, and compare with one process."""
     console = _console()
     if tour is Tour.COMMUNICATION:
         from shoal.cli.demo.communication import show_communication
@@ -139,8 +147,25 @@ app.command("export", no_args_is_help=True)(export_command)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command; a user's error is one message and exit code 2, not a traceback."""
+    open_closed_streams()
     try:
         app(args=None if arguments is None else list(arguments), prog_name="shoal")
     except ShoalError as error:
         print(f"shoal: {error}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:
+        if not is_of_output(error):
+            raise
+        give_up_output()
+        _refuse_output(error)
+    except SystemExit:
+        lost = give_up_output()
+        if lost is None:
+            raise
+        _refuse_output(lost)
+
+
+def _refuse_output(error: OSError) -> NoReturn:
+    if is_lost(error):
+        print(f"shoal: the output cannot be written: {error.strerror}.", file=sys.stderr)
+    sys.exit(2)

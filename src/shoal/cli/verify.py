@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from shoal.strategies.option_types import Strategy
     from shoal.verification import Report
 
 
@@ -59,7 +60,8 @@ def verify_command(
     for name in strategies:
         with console.status(f"training {name} on {ranks} ranks over {backend} ..."):
             try:
-                reports.append(verify(build, name, ranks, backend, steps, reference, tolerance))
+                how = (ranks, backend, steps, reference, tolerance)
+                reports.append(verify(build, cast("Strategy", name), *how))
             except (ShoalError, TypeError, ValueError) as error:
                 if not reports:  # nothing has worked: it is hardly this strategy that is at fault
                     raise

@@ -20,7 +20,7 @@ import pytest
 import leaks
 import shoal
 from launch import worker
-from shoal.errors import RemoteError
+from shoal.errors import LaunchError, RemoteError
 from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.launch.function.outcome import Outcome
 from shoal.launch.function.run import run_processes
@@ -186,6 +186,37 @@ try:
 except Mine as error:
     print("caught:", error)
 """
+
+
+LEARNING = """
+import importlib, sys
+from shoal.launch.function.run import run_processes
+had = lambda: "torch._dynamo" in sys.modules  # before the call
+def optimizer_or_not():
+    return "torch._dynamo" in sys.modules
+
+def run(fn, *args):
+    outcomes = run_processes(fn, args, 1, entry="worker_of_test:main", env_for=lambda rank: {})
+    return outcomes[0].value
+
+if sys.argv[1] == "guess":
+    print(run(optimizer_or_not))  # its name says it
+else:
+    print(run(had))
+    run(importlib.import_module, "torch._dynamo")
+    print(run(had))
+"""
+
+
+@pytest.mark.parametrize(("way", "found"), [("guess", "True\n"), ("learn", "False\nTrue\n")])
+def test_compiler_is_loaded_once_for_all_ranks(tmp_path: Path, way: str, found: str) -> None:
+    script = tmp_path / "learning.py"
+    script.write_text(LEARNING)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([SOURCE, str(tmp_path)])}
+    done = subprocess.run(
+        [sys.executable, str(script), way], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == found, done.stderr
 
 
 def textwrap_dedent() -> Callable[..., Any]:
@@ -368,6 +399,8 @@ class TestEnds:
         failed, killed = run(pause_on, 1, fail_on, 0, ValueError("first"), grace=0.1)
         assert isinstance(failed.error, ValueError)
         assert (killed.error, killed.exit_code) == (None, -signal.SIGKILL)
+        assert killed.is_echo
+        assert "ran on for 0.1 s" in killed.fate
         assert failed.failed_at is not None
         assert killed.failed_at is not None
         assert failed.failed_at < killed.failed_at
@@ -376,7 +409,10 @@ class TestEnds:
         def fn() -> None:
             os.kill(os.getpid(), signal.SIGSTOP if rank() else signal.SIGKILL)
 
-        assert [outcome.exit_code for outcome in run(fn, grace=0.1)] == [-signal.SIGKILL] * 2
+        outcomes = run(fn, grace=1000.0)  # it could not use the time
+        assert [outcome.exit_code for outcome in outcomes] == [-signal.SIGKILL] * 2
+        assert [outcome.is_echo for outcome in outcomes] == [False, False]
+        assert "stopped (SIGSTOP)" in outcomes[1].fate
 
     def test_rank_that_does_not_end_keeps_its_result(self) -> None:
         outcomes = run(rank, entry="worker_of_test:lingering", grace=0.1)
@@ -427,6 +463,8 @@ class TestEnds:
 
         outcomes = run(pause_on, 1, os._exit, 4, on_exit=kill_server)
         assert [outcome.exit_code for outcome in outcomes] == [4, -signal.SIGKILL]
+        assert isinstance(outcomes[1].error, LaunchError)
+        assert "fork server" in str(outcomes[1].error)
         fork_server()
         leaks.baseline()
         assert values(run(rank)) == [0, 1]

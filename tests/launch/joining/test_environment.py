@@ -5,7 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import LaunchError
-from shoal.launch.joining.environment import ALONE, RankInfo, discover, expand_counts, first_host
+from shoal.launch.joining.environment import (
+    ALONE,
+    RankInfo,
+    discover,
+    expand_counts,
+    first_host,
+    without_rank,
+)
 
 TORCHRUN = {
     "RANK": "5",
@@ -189,3 +196,14 @@ def test_every_rank_of_a_plain_world_is_found(size: int, data: st.DataObject) ->
     rank = data.draw(st.integers(0, size - 1))
     info = discover({"RANK": str(rank), "WORLD_SIZE": str(size)})
     assert (info.rank, info.size, info.local_rank, info.local_size) == (rank, size, rank, size)
+
+
+def test_a_launcher_inside_of_a_rank_starts_afresh() -> None:
+    ranks = {
+        "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1",
+        "SHOAL_LAUNCHED": "1", "SHOAL_MEETING": "unix:@x", "TORCHELASTIC_RUN_ID": "r",
+        "OMPI_COMM_WORLD_RANK": "1", "PMIX_NAMESPACE": "n", "PMI_RANK": "1",
+    }  # fmt: skip
+    kept = {"PATH": "/bin", "OMPI_MCA_btl": "self", "PMIX_MCA_gds": "hash", "SLURM_NTASKS": "2"}
+    assert without_rank({**ranks, **kept}) == kept
+    assert discover(without_rank(ranks)) == ALONE

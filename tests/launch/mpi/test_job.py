@@ -14,8 +14,6 @@ from shoal.launch.script.launcher import LaunchConfig, launch
 
 Write = Callable[[str], str]
 
-pytestmark = pytest.mark.usefixtures("idle_store")
-
 
 needs_mpiexec = pytest.mark.skipif(
     not Path(sys.executable).with_name("mpiexec").exists(), reason="no mpiexec beside this Python"
@@ -94,6 +92,16 @@ def test_each_mpiexec_is_called_in_its_own_way(
     assert prefix[0] == str(tmp_path / "mpiexec")
     assert prefix[-2:] == ["-n", "4"]
     assert set(words) <= set(prefix)
+
+
+def test_an_mpiexec_that_gives_up_is_one_sentence(
+    script: Write, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    refusal = "echo no slots today >&2; exit 9"
+    monkeypatch.setattr(mpiexec, "command", lambda ranks: (["/bin/sh", "-c", refusal], {}))
+    with pytest.raises(LaunchError, match=r"gave up \(exit code 9\): see what it says above"):
+        launch(LaunchConfig(script(""), ranks=2, backend="mpi"))
+    assert "[mpiexec] no slots today" in capfd.readouterr().err
 
 
 def test_a_missing_mpiexec_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

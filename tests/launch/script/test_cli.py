@@ -94,7 +94,7 @@ def test_all_that_follows_the_script_is_the_scripts(
         max_size=6,
     )
 )
-def test_arguments_arrive_exactly(tmp_path: Path, idle_store: None, arguments: list[str]) -> None:
+def test_arguments_arrive_exactly(tmp_path: Path, arguments: list[str]) -> None:
     """P31: through the processes, not only through the parser."""
     script = tmp_path / "with a space.py"
     script.write_text(
@@ -143,3 +143,49 @@ def test_help_does_not_wait_for_torch() -> None:
 def test_the_exit_code_is_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.launch.script.launcher.launch", lambda config: 137)
     assert run("launch", "s.py") == 137
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_launch_without_streams_runs(tmp_path: Path, closed: str) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import sys\nprint('out', flush=True)\nprint('err', file=sys.stderr)\n"
+        f"open({str(tmp_path / 'done')!r}, 'w')\nsys.exit(5)"
+    )
+    assert shell(f"launch {path} {closed}").returncode == 5
+    assert (tmp_path / "done").exists()
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_output_that_is_lost_is_said_in_one_line(
+    tmp_path: Path, unbuffered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    path = tmp_path / "script.py"
+    path.write_text("for line in range(9): print(line, flush=True)")
+    done = shell(f"launch {path} > /dev/full")
+    assert (done.returncode, len(done.stderr.splitlines())) == (0, 1), done.stderr
+    assert "output is lost from here on (No space left on device)" in done.stderr
+    done = shell("--version > /dev/full")
+    assert done.returncode == 2
+    assert done.stderr == "shoal: the output cannot be written: No space left on device.\n"
+
+
+def test_a_deleted_directory_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("")
+    (tmp_path / "gone").mkdir()
+    done = shell(
+        f"launch {tmp_path}/script.py", f"cd {tmp_path}/gone && rmdir {tmp_path}/gone && exec"
+    )
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "cd to one that exists" in done.stderr
+
+
+def shell(arguments: str, before: str = "exec") -> subprocess.CompletedProcess[str]:
+    """`shoal` from a shell, with its redirections."""
+    command = f"{before} {sys.executable} -m shoal {arguments}"
+    return subprocess.run(
+        ["/bin/sh", "-c", command], capture_output=True, text=True, timeout=60, check=False
+    )

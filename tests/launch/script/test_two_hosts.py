@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,9 +21,11 @@ NAMES = (f"shoal{os.getpid()}a", f"shoal{os.getpid()}b")
 CABLE = (f"sh{os.getpid()}a"[-15:], f"sh{os.getpid()}b"[-15:])
 
 SCRIPT = """
-import os, signal, sys
+import atexit, os, signal, subprocess, sys, time
 import torch
 import shoal
+
+atexit.register(lambda: print("ENDED", time.time(), flush=True))
 
 with shoal.init() as world:
     assert world.backend.name == "gloo", world.backend.name
@@ -31,9 +35,12 @@ with shoal.init() as world:
     world.barrier()
     if "kill" in sys.argv and world.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
+    if "cut" in sys.argv and world.rank == 0:
+        subprocess.run(["ip", "link", "set", sys.argv[2], "down"], check=True)
     if "mismatch" in sys.argv:
         world.all_reduce(torch.ones(2 + (world.rank == 3)))
-    world.barrier()
+    for _ in range(3):  # of the first, all may have been on their way when the cable was cut
+        world.barrier()
 """
 
 pytestmark = [
@@ -116,7 +123,20 @@ def test_a_rank_killed_on_one_host_is_named_on_the_other(hosts, script):
     assert "rank 3 failed" in outputs[0]
 
 
+@pytest.mark.full
 def test_a_mismatch_between_hosts_is_an_error_on_both(hosts, script):
     codes, outputs = launch(hosts, script, "mismatch")
     assert all(codes), outputs
     assert all("MismatchError" in output for output in outputs), outputs
+
+
+def test_launchers_end_with_their_ranks_when_the_cable_is_cut(hosts, script):
+    try:
+        codes, outputs = launch(hosts, script, "cut", CABLE[0])
+    finally:
+        ip("-n", hosts[0], "link", "set", CABLE[0], "up")
+    ended = time.time()
+    assert all(codes), outputs
+    assert all("PeerError" in output for output in outputs), outputs
+    last = max(float(word) for output in outputs for word in re.findall(r"ENDED (\S+)", output))
+    assert ended - last < 8.0

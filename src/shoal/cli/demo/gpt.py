@@ -18,7 +18,7 @@ class GPTShape:
 
     width: int = 160
     num_layers: int = 4
-    num_heads: int = 5
+    num_heads: int = 4
     context: int = 64
     batch_size: int = 16
 

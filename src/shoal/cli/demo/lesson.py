@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,13 @@ from shoal.comm.world import World, current
 _WARM_UP = 2
 # An all-reduce is a reduce-scatter and an all-gather.
 _ROUNDS = {"all_reduce": 2}
+
+# How four ranks are arranged where they do not all have data of their own.
+OPTIONS = {
+    "tensor": {"tensor": 2, "data": 2},
+    "pipeline": {"pipeline": 2, "data": 2},
+    "hybrid": {"tensor": 2, "pipeline": 2, "data": 1},
+}
 
 Tell = Callable[[int, float], None]
 
@@ -96,13 +104,15 @@ def learn_together(
 
 def _learn_together(strategy: str, shape: GPTShape, num_steps: int, news: str) -> Learned:
     world = current()
-    model, optimizer = as_distributed(*make(shape), strategy=strategy)
+    wrap: Callable[..., Any] = as_distributed
+    model, optimizer = wrap(*make(shape), strategy=strategy, **OPTIONS.get(strategy, {}))
+    data = model.data_group
     learned, times, moved_before = Learned(), [], 0.0
     for step in range(num_steps):
         if step == _WARM_UP:
             moved_before = _moved(world)
         begin = time.perf_counter()
-        inputs, targets = _rows(batch(shape, step), world.rank, world.size)
+        inputs, targets = _rows(batch(shape, step), data.rank, data.size)
         loss = model.train_step(inputs, targets, loss_fn)
         gradient_bytes = sum(group.num_bytes_held for group in model.engine.gradients)
         optimizer.step()

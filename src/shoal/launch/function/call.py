@@ -20,6 +20,9 @@ from typing import Any
 
 import cloudpickle
 
+from shoal.launch.function.unsendable import explain
+from shoal.torch_internals.compiler_module import COMPILER
+
 WORKER = "shoal.launch.function.worker:main"
 """What makes a call in another process."""
 _INSTALLED = tuple(
@@ -31,12 +34,23 @@ _registering = threading.Lock()
 
 
 def encode_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """`fn` and `args` for `decode_call` in a process with the same import path."""
+    """`fn` and `args` for `decode_call` in a process with the same import path.
+
+    Raises:
+        TypeError: If something in it cannot be pickled; the message says what, where it is found.
+    """
+    try:
+        return _encode((fn, args))
+    except Exception as error:
+        raise TypeError(explain(fn, args, error, _encode)) from None
+
+
+def _encode(call: Any) -> bytes:
     buffer = io.BytesIO()
     with _registering:
         pickler = _Pickler(buffer)
         try:
-            pickler.dump((fn, args))
+            pickler.dump(call)
         finally:
             pickler.unregister()
     return buffer.getvalue()
@@ -46,6 +60,15 @@ def decode_call(payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The function and arguments of `encode_call`."""
     fn, args = pickle.loads(payload)
     return fn, args
+
+
+def will_use_compiler(call: bytes) -> bool:
+    """A guess from an encoded call: whether its ranks are going to load torch's compiler.
+
+    Any optimizer does. This process has had one itself, or the function speaks of one by name. A
+    wrong guess costs one second, once.
+    """
+    return COMPILER in sys.modules or b"optim" in call
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -134,6 +157,6 @@ def copy_call(
     What cannot be pickled, such as a closure over a lock, is shared instead: here that works.
     """
     try:
-        return decode_call(encode_call(fn, args))
+        return decode_call(_encode((fn, args)))
     except Exception:
         return fn, args

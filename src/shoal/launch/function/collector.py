@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self, TypeAlias
 
 from shoal.launch.function.outcome import ERROR, FrameReader, Outcome, decode_frame
+from shoal.system.stopped import StoppedProcesses
 
 if TYPE_CHECKING:
     from shoal.launch.function.forkserver.forkserver import Child
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 # How long the kernel gets to end a killed process before it is given up as unkillable.
 _REAP_SECONDS = 10.0
+_LOOK_SECONDS = 0.25
 
 
 @dataclass(eq=False)
@@ -36,13 +38,19 @@ class _Member:
     ended: bool = False
     exit_code: int | None = None
     failed_at: float | None = None
+    fate: str = ""
+    is_echo: bool = False
 
     def outcome(self) -> Outcome:
         """What the rank said, or the little there is to say of a silent one."""
         if self.reader.frame is None:
-            return Outcome(self.rank, exit_code=self.exit_code, failed_at=self.failed_at)
+            outcome = Outcome(self.rank, exit_code=self.exit_code, failed_at=self.failed_at)
+            outcome.fate, outcome.is_echo = self.fate, self.is_echo
+            outcome.error = self.process.lost()
+            return outcome
         outcome = decode_frame(self.rank, self.reader.frame)
         outcome.exit_code = self.exit_code
+        outcome.used_compiler = self.reader.frame.used_compiler
         return outcome
 
 
@@ -50,7 +58,7 @@ class Collector:
     """Gathers one outcome from each rank that was added, and leaves nothing running.
 
     After the first failure, and after the last result, ranks get `grace` seconds to end; then
-    they are killed.
+    they are killed. One that is stopped (SIGSTOP) could not use them, and is killed at once.
 
     Example:
         >>> with Collector(ranks=2, grace=10.0) as collector:
@@ -70,6 +78,7 @@ class Collector:
         self._members: dict[int, _Member] = {}
         self._deadline: float | None = None
         self._killed = False
+        self._stopped = StoppedProcesses()
 
     @property
     def complete(self) -> bool:
@@ -101,11 +110,15 @@ class Collector:
     def step(self, until: float | None = None) -> None:
         """Handles what is there next, waiting for it no longer than `until` or the deadline."""
         limits = [limit for limit in (until, self._deadline) if limit is not None]
+        if self._deadline is not None:
+            limits.append(time.monotonic() + _LOOK_SECONDS)
         timeout = max(0.0, min(limits) - time.monotonic()) if limits else None
         for key, _ in self._selector.select(timeout):
             key.data()
-        if self._deadline is not None and time.monotonic() >= self._deadline:
-            self._give_up()
+        if self._deadline is not None:
+            self._kill_stopped()
+            if time.monotonic() >= self._deadline:
+                self._give_up()
 
     def expect_end(self) -> None:
         """Starts the clock: ranks still running after the grace are killed."""
@@ -114,7 +127,7 @@ class Collector:
 
     def close(self) -> None:
         """Kills and reaps what still runs, and gives every descriptor back."""
-        running = [member for member in self._members.values() if not member.ended]
+        running = self._running()
         for member in running:
             member.process.kill()
         limit = time.monotonic() + _REAP_SECONDS
@@ -163,6 +176,17 @@ class Collector:
             member.failed_at = time.monotonic()
         self.expect_end()
 
+    def _kill_stopped(self) -> None:
+        running = {member.process.pid: member for member in self._running()}
+        for pid in self._stopped.among(running):
+            running[
+                pid
+            ].fate = f"its process (pid {pid}) was stopped (SIGSTOP), and killed for that"
+            running[pid].process.kill()
+
+    def _running(self) -> list[_Member]:
+        return [member for member in self._members.values() if not member.ended]
+
     def _give_up(self) -> None:
         """Kills what runs on past the deadline; what survives even that is let go."""
         for member in self._members.values():
@@ -170,6 +194,9 @@ class Collector:
                 member.ended = True
                 member.failed_at = member.failed_at or time.monotonic()
             elif not member.ended:
+                if not member.fate:
+                    member.fate = f"its process ran on for {self._grace:g} s, and was killed"
+                    member.is_echo = member.failed_at is None
                 member.process.kill()
         self._killed = True
         self._deadline = time.monotonic() + _REAP_SECONDS

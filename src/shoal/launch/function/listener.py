@@ -41,6 +41,7 @@ class RankListener:
             self._listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             self.path = _socket_path(stack)
             self._listener.bind(self.path)
+            os.chmod(self.path, 0o600)  # whatever the umask
             self._listener.listen(ranks)
             collector.watch(self._listener, self._accept)
             stack.callback(collector.unwatch, self._listener)
@@ -112,6 +113,9 @@ class ConnectedProcess:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._fd, number)
 
+    def lost(self) -> None:
+        """Nothing starts these processes that could be lost."""
+
     def close(self) -> None:
         """Gives the descriptor back."""
         if self._fd >= 0:
@@ -126,4 +130,5 @@ def _socket_path(stack: contextlib.ExitStack) -> str:
         base = "/tmp"
     folder = tempfile.mkdtemp(prefix="shoal-", dir=base)
     stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    os.chmod(folder, 0o700)
     return os.path.join(folder, "ranks")

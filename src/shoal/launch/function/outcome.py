@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 import socket
 import struct
+import sys
 import time
 import traceback
 from dataclasses import dataclass
@@ -16,10 +17,11 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from shoal.errors import LaunchError, RemoteError
+from shoal.torch_internals.compiler_module import COMPILER
 
 VALUE, ERROR = 1, 2
 _MAGIC = b"shoal"
-_HEADER = struct.Struct("=5sBQ")
+_HEADER = struct.Struct("=5sB?Q")
 _PIECE_BYTES = 1 << 20
 
 
@@ -30,6 +32,8 @@ class Outcome:
     A rank that ended without a word (it was killed, or left by `os._exit`) has neither value nor
     error, only an exit code. `failed_at` is set exactly if no value came; it is a time of the
     host's monotonic clock, so the smallest one belongs to the rank that failed first.
+    `used_compiler` says that the rank had torch's compiler loaded at its end, `fate` why shoal
+    itself killed it, if it did, and `is_echo` whether that was for another's failure.
     """
 
     rank: int
@@ -38,6 +42,9 @@ class Outcome:
     traceback: str = ""
     exit_code: int | None = None
     failed_at: float | None = None
+    used_compiler: bool = False
+    fate: str = ""
+    is_echo: bool = False
 
     @property
     def failed(self) -> bool:
@@ -109,11 +116,12 @@ class Frame(NamedTuple):
 
     kind: int
     body: bytearray
+    used_compiler: bool = False
 
 
 def send_frame(channel: socket.socket, kind: int, body: bytes) -> None:
     """Sends one frame, waiting as long as the reader needs."""
-    channel.sendall(_HEADER.pack(_MAGIC, kind, len(body)))
+    channel.sendall(_HEADER.pack(_MAGIC, kind, COMPILER in sys.modules, len(body)))
     channel.sendall(body)
 
 
@@ -123,6 +131,7 @@ class FrameReader:
     def __init__(self) -> None:
         self.frame: Frame | None = None
         self._kind = 0
+        self._used_compiler = False
         self._in_header = True
         self._expect(_HEADER.size)
 
@@ -151,9 +160,9 @@ class FrameReader:
     def _complete(self) -> None:
         """Goes from the header to the body, or from the body to the frame."""
         if not self._in_header:
-            self.frame = Frame(self._kind, self._buffer)
+            self.frame = Frame(self._kind, self._buffer, self._used_compiler)
             return
-        magic, self._kind, size = _HEADER.unpack(self._buffer)
+        magic, self._kind, self._used_compiler, size = _HEADER.unpack(self._buffer)
         if magic != _MAGIC:
             raise LaunchError(
                 f"a rank's channel should start with {_MAGIC!r}, and starts with {magic!r}; "

@@ -13,19 +13,20 @@ from typing import Any
 
 import torch
 
-from shoal.comm.backend import WorldState
-from shoal.comm.bootstrap.store import report_failure, store_for_one_host
 from shoal.comm.memory.backend import InMemoryBackend, Simulator
 from shoal.comm.world import World, set_current
+from shoal.comm.world_state import WorldState
 from shoal.errors import DeadlineError
-from shoal.launch.function.call import WORKER, copy_call, encode_call
+from shoal.launch.function.call import WORKER, copy_call, encode_call, will_use_compiler
 from shoal.launch.function.collector import Collector
 from shoal.launch.function.connect_back import run_command
 from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.launch.function.outcome import Outcome
-from shoal.launch.joining.join import news_of_run
+from shoal.launch.joining.environment import without_rank
 from shoal.launch.mpi import mpiexec
 from shoal.launch.rank_settings import rank_settings
+from shoal.meeting.address import MEETING_VARIABLE, free_port
+from shoal.meeting.server import MeetingServer
 from shoal.system.deadline import wait_until
 from shoal.system.memory_file import MemoryFile
 from shoal.torch_support.random_state import RandomState
@@ -46,7 +47,7 @@ def run_outcomes(
     settings = _settings(ranks, backend, timeout)
     if backend == "mpi":
         command, variables = mpiexec.command(ranks)
-        env = {**os.environ, **settings, **variables}
+        env = {**without_rank(os.environ), **settings, **variables}
         return run_command(command, env, fn, args, ranks)
     return _run_processes(fn, args, ranks, settings)
 
@@ -56,7 +57,6 @@ def _settings(ranks: int, backend: str, timeout: float) -> dict[str, str]:
         "SHOAL_BACKEND": backend,
         "SHOAL_TIMEOUT": str(timeout),
         "SHOAL_RUN_ID": secrets.token_hex(8),
-        "SHOAL_TOKEN": secrets.token_hex(16),
         **rank_settings(ranks, os.environ),
     }
 
@@ -64,8 +64,18 @@ def _settings(ranks: int, backend: str, timeout: float) -> dict[str, str]:
 def _run_processes(
     fn: Callable[..., Any], args: tuple[Any, ...], ranks: int, settings: dict[str, str]
 ) -> list[Outcome]:
-    store, port = store_for_one_host()
-    news = news_of_run(store, settings["SHOAL_RUN_ID"])
+    with MeetingServer.on_one_host() as server:
+        return _run_processes_at(server, fn, args, ranks, settings)
+
+
+def _run_processes_at(
+    server: MeetingServer,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    ranks: int,
+    settings: dict[str, str],
+) -> list[Outcome]:
+    host, port = free_port()  # for what the function does with torch itself
 
     def variables(rank: int) -> dict[str, str]:
         return {
@@ -75,16 +85,16 @@ def _run_processes(
             "LOCAL_RANK": str(rank),
             "LOCAL_WORLD_SIZE": str(ranks),
             "GROUP_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
             "SHOAL_LAUNCHED": "1",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            MEETING_VARIABLE: server.address,
         }
 
     def tell_others(rank: int, code: int) -> None:
-        """A rank that ended before it joined is on no control plane: the store knows."""
+        """A rank that ended before it joined is on no control plane: the server knows."""
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        report_failure(news, rank, f"its process {how} before it joined")
+        server.report_failure(rank, f"its process {how} before it joined")
 
     return run_processes(fn, args, ranks, env_for=variables, on_exit=tell_others)
 
@@ -115,12 +125,17 @@ def run_processes(
         on_exit: Called with rank and exit code as soon as a process has ended, whatever the code.
     """
     server = fork_server()
-    payload = MemoryFile(encode_call(fn, args))
-    with payload, Collector(ranks, grace, on_exit) as collector:
+    call = encode_call(fn, args)
+    if will_use_compiler(call):
+        server.load_compiler()
+    with MemoryFile(call) as payload, Collector(ranks, grace, on_exit) as collector:
         for rank in range(ranks):
             child = server.spawn(entry, payload, {**os.environ, **env_for(rank)})
             collector.add(rank, child.channel, child)
-        return collector.run()
+        outcomes = collector.run()
+    if any(outcome.used_compiler for outcome in outcomes):
+        server.load_compiler()  # the next call will need it as well
+    return outcomes
 
 
 def run_threads(

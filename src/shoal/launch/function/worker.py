@@ -24,11 +24,16 @@ def main(channel: socket.socket, payload: bytes) -> int:
         return 1
     world = World(backend)
     set_current(world, process_wide=True)
+    rank = os.getpid()
     try:
         value = fn(*args)
+        if os.getpid() != rank:
+            return 0
         world.shutdown()
         send_value(channel, value)
     except BaseException as error:
+        if os.getpid() != rank:  # a child that the user forked ends by itself
+            raise
         # The others first: they may be waiting, and the report can be long. But the text before
         # that: who reports first counts as the first to fail, and they are quick to follow.
         text = "".join(traceback.format_exception(error))

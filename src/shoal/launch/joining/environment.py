@@ -169,6 +169,32 @@ def discover(env: Environment = os.environ) -> RankInfo:
     return ALONE
 
 
+_OTHER_NAMES = (
+    "SHOAL_MEETING",
+    "SHOAL_ERROR_DIR",
+    "GROUP_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+_OF_JOB = re.compile(r"(OMPI_COMM_|TORCHELASTIC_|PMI_|(PMIX|PRTE)_(?!MCA_))")
+
+
+def without_rank(env: Environment) -> dict[str, str]:
+    """The variables without what says which rank this process is, for a launcher of its own.
+
+    Settings of MPI and of Slurm stay: they tell of the machine.
+    """
+    names = {*_OTHER_NAMES}
+    for each in _DIALECTS:
+        names.update(each.rank, each.size, each.local_rank, each.local_size, each.node_rank)
+        names.update(each.marks)
+    return {
+        name: value
+        for name, value in env.items()
+        if name.startswith("SLURM_") or not (name in names or _OF_JOB.match(name))
+    }
+
+
 def _read(reader: _EnvironmentReader, source: str) -> RankInfo:
     names = reader.names
     size = reader.needed(names.size, lowest=1)

@@ -7,34 +7,29 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import sys
-import time
-import traceback
-from datetime import timedelta
 from functools import cache
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from shoal.comm.backend import Backend
+from shoal.comm.bootstrap.bootstrap import AloneBootstrap, Bootstrap
 from shoal.comm.bootstrap.connect import NAMES, connect_backend
-from shoal.comm.bootstrap.store import Bootstrap, StoreBootstrap, host_store, report_failure
 from shoal.comm.control.page.control import is_supported
 from shoal.comm.memory.backend import InMemoryBackend
 from shoal.comm.world import find_current
-from shoal.errors import BackendUnavailableError, LaunchError, MismatchError, PeerError
+from shoal.errors import BackendUnavailableError, LaunchError, MismatchError
 from shoal.launch.joining.environment import RankInfo, discover
+from shoal.launch.joining.exits import (
+    leave_record,
+    leave_record_of_exit,
+    note_exits,
+    noted_exit,
+)
+from shoal.launch.joining.meet import meet, report
 from shoal.system.site import describe
-from shoal.torch_internals.process_groups import default_store
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
-_REPORT_S = 5.0
 _MPI_SOURCES = ("openmpi", "pmi")
-# Worlds of one process after another: each has keys of its own in a store they share.
-_generation = 0
 
 
 def join(name: str, timeout: float, *, on_cpu: bool = False) -> Backend:
@@ -96,68 +91,18 @@ def _bootstrap(name: str, info: RankInfo, timeout: float) -> Bootstrap:
         from shoal.comm.mpi.bootstrap import MPIBootstrap
 
         return MPIBootstrap(timeout)
-    store, holds_store = _base_store(info, timeout)
-    news = news_of_run(store)
-    return StoreBootstrap(
-        _fresh(news), info.rank, info.size, timeout, holds_store=holds_store, news=news
-    )
-
-
-def news_of_run(store: Store, run: str | None = None) -> Store:
-    """The store under a prefix that only this run uses, for all its worlds."""
-    import torch.distributed as dist
-
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    run = run or os.environ.get("SHOAL_RUN_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "run")
-    return dist.PrefixStore(f"shoal/{run}/{restart}", store)
-
-
-def _fresh(store: Store) -> Store:
-    """The store under a prefix that no earlier world used."""
-    global _generation
-    import torch.distributed as dist
-
-    _generation += 1
-    return dist.PrefixStore(str(_generation), store)
+    if info.size == 1:
+        return AloneBootstrap(timeout)
+    return meet(info, timeout)
 
 
 def report_absence(name: str, error: BaseException) -> None:
-    """Tells the others why this rank will not join; without a store, its end has to do."""
+    """Tells the others why this rank will not join; where there is no server, its end has to do."""
     info = discover()
     if name == "mpi" or info.size == 1:
         return
     with contextlib.suppress(Exception):  # the rank has a better error to show than this one's
-        store, _ = _base_store(info, _REPORT_S)
-        report_failure(news_of_run(store), info.rank, describe(error))
-
-
-def _base_store(info: RankInfo, timeout: float) -> tuple[Store, bool]:
-    """The store the ranks meet at, and whether it lives in this process."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        return default_store(), False
-    if info.size == 1 and info.master_addr is None:
-        return dist.HashStore(), True
-    if info.master_addr is None or info.master_port is None:
-        raise LaunchError(
-            f"rank {info.rank} of {info.size} ({info.source}) does not know where to meet the "
-            "others: set MASTER_ADDR and MASTER_PORT, or start the ranks with shoal launch."
-        )
-    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
-    is_master = info.rank == 0 and not has_agent
-    store = _tcp_store(info.master_addr, info.master_port, timeout, is_master)
-    return store, is_master
-
-
-def _tcp_store(host: str, port: int, timeout: float, is_master: bool) -> Store:
-    """A client of the launcher's store, or rank 0 holds it where the launcher has none."""
-    from torch.distributed import TCPStore
-
-    wait = timedelta(seconds=timeout)
-    if is_master and host in ("127.0.0.1", "localhost"):  # else it would listen everywhere
-        return host_store("127.0.0.1", port, timeout)[0]
-    return TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=wait)
+        report(info, describe(error))
 
 
 @cache
@@ -169,17 +114,22 @@ def watch_exit() -> None:
         world = find_current()
         if world is not None:
             world.fail(error.with_traceback(trace))
-        _leave_record(error)
+        leave_record(error)
         previous(kind, error, trace)
 
     sys.excepthook = hook
+    note_exits()
     atexit.register(_leave_world)
 
 
 def _leave_world() -> None:
-    world = find_current()
+    world, noted = find_current(), noted_exit()
+    if noted is not None and noted.code:
+        leave_record_of_exit(noted)
     if world is None:
         return
+    if noted is not None:
+        world.backend.part_by(noted.text)
     try:
         world.shutdown()
     except MismatchError as error:  # at this point an exception would not change the exit code
@@ -187,23 +137,3 @@ def _leave_world() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-
-
-def _leave_record(error: BaseException) -> None:
-    folder = os.environ.get("SHOAL_ERROR_DIR")
-    if folder is None:
-        return
-    rank = discover().rank
-    record = {
-        "rank": rank,
-        "time": time.time(),
-        "type": type(error).__name__,
-        "message": str(error),
-        "traceback": "".join(traceback.format_exception(error)),
-        "primary": not isinstance(error, PeerError),
-    }
-    try:
-        with open(os.path.join(folder, f"rank-{rank}.json"), "w") as file:
-            json.dump(record, file)
-    except OSError as problem:
-        print(f"shoal: cannot leave a record of the failure: {problem}", file=sys.stderr)

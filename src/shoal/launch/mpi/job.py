@@ -119,19 +119,26 @@ class MpiJob:
 
     def _refusal(self) -> LaunchError:
         assert self._output is not None
+        assert self._process is not None
+        code = self._process.poll()
         self._output.close()
         words = self._output.tail().decode(errors="replace").strip()
         return LaunchError(
-            f"mpiexec must start {self._config.ranks} rank(s), but it did not within "
-            f"{_START_SECONDS:.0f} s or gave up"
-            + (f"; it said:\n{words}" if words else ". It said nothing.")
-            + f"\nTry it by hand: {' '.join(self._prefix)} hostname"
+            f"mpiexec must start {self._config.ranks} rank(s), but it "
+            + (
+                f"did not within {_START_SECONDS:.0f} s"
+                if code is None
+                else f"gave up (exit code {code})"
+            )
+            + (": see what it says above. " if words else " without a word. ")
+            + f"Try it by hand: {' '.join(self._prefix)} hostname"
         )
 
 
 def _bind(listener: socket.socket, address: str) -> None:
     try:
         listener.bind(address)
+        Path(address).chmod(0o600)  # whatever the umask
     except OSError as error:
         raise LaunchError(
             f"A socket at {address} must be possible, but the system says: {error}. "

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from shoal.errors import LaunchError
 from shoal.launch.rank_settings import rank_settings
+from shoal.meeting.address import MEETING_VARIABLE
 
 BACKENDS = ("auto", "shm", "gloo", "nccl", "mpi")
 
@@ -151,32 +152,39 @@ def _refuse_missing_module(name: str) -> None:
 
 
 def common_variables(
-    config: LaunchConfig, port: int, error_dir: Path, env: Mapping[str, str] = os.environ
+    config: LaunchConfig,
+    master: tuple[str, int],
+    meeting: str,
+    error_dir: Path,
+    env: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """What all ranks of this node share; what the user exported about threads is kept."""
-    run_id = env.get("SHOAL_RUN_ID") or _run_id(config, port)
+    """What all ranks of this node share; what the user exported about threads is kept.
+
+    ``meeting`` is where shoal's ranks meet, ``master`` where a store of torch's own may be.
+    """
+    run_id = env.get("SHOAL_RUN_ID") or _run_id(config)
     variables = {
         "WORLD_SIZE": str(config.size),
         "LOCAL_WORLD_SIZE": str(config.ranks),
         "GROUP_RANK": str(config.node_rank),
         "GROUP_WORLD_SIZE": str(config.nodes),
-        "MASTER_ADDR": config.host,
-        "MASTER_PORT": str(port),
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": str(master[1]),
+        MEETING_VARIABLE: meeting,
         "SHOAL_LAUNCHED": "1",
         "SHOAL_RUN_ID": run_id,
         "SHOAL_ERROR_DIR": str(error_dir),
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
-        # The launcher has the store; without this, rank 0 of torch would try to host another.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        # The launcher has no store of torch's: rank 0 holds one if the script asks for it.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
         "PYTHONUNBUFFERED": "1",
         **rank_settings(config.ranks, env),
     }
     if config.backend is not None:
         variables["SHOAL_BACKEND"] = config.backend
-    token = _token(config, env)
-    return variables if token is None else {**variables, "SHOAL_TOKEN": token}
+    return variables
 
 
 def own_variables(config: LaunchConfig, local_rank: int) -> dict[str, str]:
@@ -184,12 +192,6 @@ def own_variables(config: LaunchConfig, local_rank: int) -> dict[str, str]:
     return {"RANK": str(config.first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
 
 
-def _run_id(config: LaunchConfig, port: int) -> str:
+def _run_id(config: LaunchConfig) -> str:
     """Unique on one node; on several, all launchers must arrive at the same without talking."""
-    return secrets.token_hex(8) if config.nodes == 1 else f"{config.host}-{port}"
-
-
-def _token(config: LaunchConfig, env: Mapping[str, str]) -> str | None:
-    """A secret of this run. Launchers of several nodes share only one that the user exported."""
-    exported = env.get("SHOAL_TOKEN")
-    return exported or (secrets.token_hex(16) if config.nodes == 1 else None)
+    return secrets.token_hex(8) if config.nodes == 1 else f"{config.host}-{config.port}"

@@ -1,6 +1,6 @@
 """Starts the ranks of a script on this node and sees them through to their end.
 
-The life of a launch: a port is bound, ranks start, the store starts beside them. Then nothing
+The life of a launch: the place where ranks meet is opened, ranks start. Then nothing
 happens here until all ranks have ended, or one failed, or someone asked to stop. In the last two
 cases the others have a grace period (shoal wakes them by itself), then SIGTERM, then SIGKILL.
 """
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,20 +22,36 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import LaunchError
+from shoal.launch.joining.presence import has_mark
 from shoal.launch.mpi.job import MpiJob
 from shoal.launch.script.config import LaunchConfig, common_variables, own_variables
 from shoal.launch.script.guard import Guard, adopting_orphans
+from shoal.launch.script.held import LONGEST_SECONDS, MOMENT_SECONDS
+from shoal.launch.script.meeting_place import MeetingPlace
 from shoal.launch.script.output import FileOutput, RankOutput, ScreenOutput, console
 from shoal.launch.script.rank import Rank, start_rank
-from shoal.launch.script.store_process import StoreProcess, listen
-from shoal.launch.script.summary import Ending, first_failure, read_record, summarize
+from shoal.launch.script.streams import open_closed_streams
+from shoal.launch.script.summary import (
+    STOPPED,
+    Ending,
+    exit_code,
+    first_failure,
+    is_interrupt,
+    read_record,
+    record_path,
+    summarize,
+)
+from shoal.system.limits import advice
+from shoal.system.stopped import StoppedProcesses
 
 __all__ = ["LaunchConfig", "launch"]
 
 _TERM_SECONDS = 5.0
+_LOOK_SECONDS = 0.25
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 _OTHER_NODES_SECONDS = 300.0
+_MET_SECONDS = 2.0
 
 
 def launch(config: LaunchConfig) -> int:
@@ -52,48 +68,65 @@ def launch(config: LaunchConfig) -> int:
         >>> launch(LaunchConfig("train.py", ("--lr", "0.1"), ranks=4))
         0
     """
+    _refuse_missing_directory()
     config.refuse_missing_script()
     if config.log_dir is not None:
         _make_folder(config.log_dir)
     with contextlib.ExitStack() as stack:
+        open_closed_streams()
+        stack.enter_context(_refusing_at_limits())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-")))
-        listener = stack.enter_context(listen(config)) if config.node_rank == 0 else None
+        folder.chmod(0o700)  # whatever the umask
+        place = stack.enter_context(MeetingPlace(config))
         guard = stack.enter_context(Guard(folder))
         stack.enter_context(adopting_orphans())
-        return asyncio.run(_Launch(config, folder, guard).run(listener))
+        return asyncio.run(_Launch(config, folder, guard, place).run())
+
+
+@contextlib.contextmanager
+def _refusing_at_limits() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        text = advice(error)
+        if text is None:
+            raise
+        raise LaunchError(f"The ranks must be started, but {error.strerror}. {text}") from error
 
 
 class _Launch:
     """One launch: its ranks, and what they share."""
 
-    def __init__(self, config: LaunchConfig, folder: Path, guard: Guard) -> None:
-        self._config = config
+    def __init__(
+        self, config: LaunchConfig, folder: Path, guard: Guard, place: MeetingPlace
+    ) -> None:
+        self._config, self._place = config, place
         self._folder = folder
         self._guard = guard
         self._ranks: list[Rank] = []
+        self._is_ending = False
+        self._signals = Signals(self._ranks)
         self._job = MpiJob(config, folder) if config.backend == "mpi" else None
         self._out, self._err = console(sys.stdout, sys.stderr)
 
-    async def run(self, listener: socket.socket | None) -> int:
-        signals = Signals(self._ranks)
+    async def run(self) -> int:
+        signals = self._signals
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(signals.forwarded())
             stack.push_async_callback(self._clean_up)
-            await self._start(self._config.port if listener is None else listener.getsockname()[1])
-            store = StoreProcess(self._config, listener, self._folder / "store.log")
-            stack.callback(store.close)
-            if listener is not None:
-                listener.close()  # the store has it now: if that dies, ranks are refused at once
+            await self._start()
             await self._see_through(signals)
-            code = self._report(signals, store)
-            await self._wait_for_nodes(signals, store, failed=code != 0)
+            code = self._report(signals)
+            await self._wait_for_nodes(signals, failed=code != 0)
         return code
 
-    async def _start(self, port: int) -> None:
+    async def _start(self) -> None:
         config = self._config
         if config.log_dir is not None:
             self._err.say(f"shoal: {config.ranks} rank(s) write to {config.log_dir}/rank-K.log")
-        env = {**os.environ, **common_variables(config, port, self._folder)}
+        place = self._place
+        master = (place.master_host, place.master_port)
+        env = {**os.environ, **common_variables(config, master, place.address, self._folder)}
         if self._job is not None:
             words = ScreenOutput("mpiexec", self._err, self._err)
             await self._job.start(env, words, self._output_of, self._add)
@@ -108,11 +141,21 @@ class _Launch:
     def _output_of(self, number: int) -> RankOutput:
         if self._config.log_dir is not None:
             return FileOutput(self._config.log_dir / f"rank-{number}.log")
-        return ScreenOutput(f"rank {number}", self._out, self._err)
+        record = record_path(self._folder, number)
+
+        def patience() -> float:
+            if self._signals.stop.is_set():
+                return math.inf  # what ranks say to that is no news, and they end in any case
+            return LONGEST_SECONDS if self._is_ending or record.exists() else MOMENT_SECONDS
+
+        return ScreenOutput(f"rank {number}", self._out, self._err, patience)
 
     def _add(self, rank: Rank) -> None:
         self._ranks.append(rank)
         rank.ended.add_done_callback(lambda _: self._tell_guard())
+        rank.ended.add_done_callback(
+            lambda ended: self._place.report_failure(rank.number, ended.result())
+        )
         self._tell_guard()
 
     def _tell_guard(self) -> None:
@@ -123,44 +166,91 @@ class _Launch:
         """Returns when no rank runs any more, however that came about."""
         everyone = [rank.ended for rank in self._ranks]
         await _first_of(_all_well(everyone), signals.stop.wait())
-        await _first_of(_all_ended(everyone), signals.hurry.wait(), timeout=self._config.grace)
+        self._is_ending = True
+        grace = self._config.grace
+        hearing = asyncio.create_task(self._kill_stopped())
+        await _first_of(_all_ended(everyone), signals.hurry.wait(), timeout=grace)
         for rank in self._ranks:
-            rank.send_group(signal.SIGTERM)
+            rank.end_group(signal.SIGTERM, f"still running {grace:g} s later, and ended")
         await _first_of(_all_ended(everyone), signals.hurry.wait(), timeout=_TERM_SECONDS)
         for rank in self._ranks:
             rank.send_group(signal.SIGKILL)
         await _first_of(_all_ended(everyone), timeout=_TERM_SECONDS)
+        hearing.cancel()
         for rank in self._ranks:
             rank.end(-signal.SIGKILL)  # the kernel has it, and may never let go
 
-    def _report(self, signals: Signals, store: StoreProcess) -> int:
-        endings = [
-            Ending(
-                rank.number,
-                rank.ended.result(),
-                rank.ended_at,
-                rank.output.tail(),
-                read_record(self._folder, rank.number),
-            )
-            for rank in self._ranks
-        ]
+    async def _kill_stopped(self) -> None:
+        """A stopped rank hears nothing that it could use the grace for."""
+        stopped = StoppedProcesses()
+        while True:
+            pids = stopped.among(rank.pid for rank in self._ranks if rank.is_running)
+            for rank in self._ranks:
+                if rank.pid in pids:
+                    rank.end_group(signal.SIGKILL, STOPPED)
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    def _report(self, signals: Signals) -> int:
+        endings = [self._ending(rank) for rank in self._ranks]
         first = first_failure(endings)
+        for held in (rank.output.held() for rank in self._ranks):
+            if held is not None and (first is not None or is_interrupt(held.text())):
+                held.drop()  # told below, or no news
         if signals.stopped_by is not None and (first is None or first.since >= signals.stopped_at):
             self._err.say(f"shoal: stopped by {signals.stopped_by.name}.")
             return 128 + signals.stopped_by
         if first is None:
+            self._say_if_nobody_joined()
             return 0
         self._err.say(summarize(first, endings))
-        if complaint := store.complaint():
-            self._err.say(f"  The store had ended before: {complaint}")
-        return first.exit_code
+        return exit_code(first, endings)
 
-    async def _wait_for_nodes(self, signals: Signals, store: StoreProcess, *, failed: bool) -> None:
-        """The store of several nodes must outlive the ranks of all, whose are not ours to see."""
+    def _say_if_nobody_joined(self) -> None:
+        """Several processes that never met are rarely what was wanted."""
+        if len(self._ranks) > 1 and not self._has_met():
+            self._err.say(
+                f"shoal: the script never joined a world: each of the {len(self._ranks)} processes "
+                "ran it alone. Call shoal.init() or shoal.as_distributed() in it."
+            )
+
+    def _has_met(self) -> bool:
+        return any(has_mark(self._folder, rank.number) for rank in self._ranks)
+
+    def _ending(self, rank: Rank) -> Ending:
+        record = read_record(self._folder, rank.number)
+        held = rank.output.held()
+        if (
+            held is not None
+            and record is not None
+            and not _are_equal(held.text(), record.traceback)
+        ):
+            held.release()  # there is more in it than the summary would tell
+        return Ending(
+            rank.number,
+            rank.ended.result(),
+            rank.ended_at,
+            rank.output.tail(),
+            record,
+            rank.fate,
+            "" if held is None else held.text(),
+        )
+
+    async def _wait_for_nodes(self, signals: Signals, *, failed: bool) -> None:
+        """The server of several nodes must outlive the ranks of all, whose are not ours to see."""
         if self._config.nodes == 1 or signals.stop.is_set():
             return
-        patience = self._config.grace + _TERM_SECONDS if failed else _OTHER_NODES_SECONDS
-        await _first_of(store.leave(patience), signals.stop.wait(), timeout=patience + 5.0)
+        patience = self._patience() if failed else _OTHER_NODES_SECONDS
+        await _first_of(self._place.leave(), signals.stop.wait(), timeout=patience)
+
+    def _patience(self) -> float:
+        """How long the server stays after a failure: for ranks that have yet to hear of it there.
+
+        Where a rank of ours has joined, all have met. They hear of a failure from each other, and
+        other nodes may be out of reach.
+        """
+        if self._has_met():
+            return _MET_SECONDS
+        return self._config.grace + _TERM_SECONDS
 
     async def _clean_up(self) -> None:
         """Ends what still runs, which is nothing unless an error got us here."""
@@ -171,9 +261,28 @@ class _Launch:
             await self._job.close()
 
 
+def _are_equal(shown: str, recorded: str) -> bool:
+    """Whether two tracebacks say the same; Python shows blanks at the end of a line or not."""
+    first, second = ([line.rstrip() for line in each.splitlines()] for each in (shown, recorded))
+    return first == second
+
+
+def _refuse_missing_directory() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise LaunchError(
+            f"The ranks must be started in the current directory, but the system says: "
+            f"{error.strerror}. It may have been deleted: cd to one that exists."
+        ) from None
+
+
 def _make_folder(path: Path) -> None:
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        for folder in reversed([path, *path.parents]):
+            if not folder.is_dir():
+                folder.mkdir(exist_ok=True)
+                folder.chmod(folder.stat().st_mode | 0o700)  # whatever the umask
     except OSError as error:
         raise LaunchError(
             f"--log-dir must be a folder to write to, but {str(path)!r} cannot be made: "
@@ -237,10 +346,11 @@ class Signals:
                 signal.signal(signum, before[signum])
 
     def _on_signal(self, signum: signal.Signals) -> None:
-        for rank in self._ranks:
-            rank.send(signum)
         if signum == signal.SIGINT and self.stop.is_set():
             self.hurry.set()
         if signum in _STOPPING and self.stopped_by is None:
+            # The time before the ranks hear of it: what they fail of is not of their own.
             self.stopped_by, self.stopped_at = signum, time.time()
             self.stop.set()
+        for rank in self._ranks:
+            rank.send(signum)

@@ -11,8 +11,12 @@ import asyncio
 import contextlib
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, BinaryIO, NamedTuple
+
+from shoal.launch.script.held import HeldTraceback
+from shoal.launch.script.streams import is_lost
 
 _PALETTE = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
@@ -47,6 +51,8 @@ class Screen:
         self._colour = colour
         self._owner: Speaker | None = None  # whose unfinished line is on the screen
         self._broken = False
+        self.complain: Callable[[str], None] | None = None
+        """Where to say that output is lost, if there is another screen."""
 
     def write(self, owner: Speaker, piece: bytes) -> None:
         """Writes a line, or a part of one, of `owner`; a leading CR begins its line anew."""
@@ -84,7 +90,13 @@ class Screen:
             # Someone who shares the terminal made it non-blocking; a slow one is no broken one.
             os.set_blocking(self.stream.fileno(), True)
             self._put(data[full.characters_written :])
-        except (OSError, ValueError):
+        except OSError as error:
+            self._broken = True
+            if is_lost(error) and self.complain is not None:
+                self.complain(
+                    f"shoal: output is lost from here on ({error.strerror}); the ranks go on."
+                )
+        except ValueError:  # it was closed
             self._broken = True
 
     def _prefix(self, owner: Speaker) -> bytes:
@@ -98,8 +110,16 @@ class Screen:
 class PipeReader:
     """One output stream of one rank, read from the pipe `fd` (which it owns) into a screen."""
 
-    def __init__(self, owner: Speaker, fd: int, screen: Screen) -> None:
+    def __init__(
+        self,
+        owner: Speaker,
+        fd: int,
+        screen: Screen,
+        patience: Callable[[], float] | None = None,
+    ) -> None:
+        """With `patience`, a traceback at the end is held back: see `HeldTraceback`."""
         self._owner, self._fd, self._screen = owner, fd, screen
+        self._held = patience and HeldTraceback(self._write, patience)
         self._rest = b""
         self._tail = bytearray()
         self._timer: asyncio.TimerHandle | None = None
@@ -116,11 +136,20 @@ class PipeReader:
 
         It does not wait for the end of the pipe: a process that outlives its rank may hold it.
         """
-        if self._fd >= 0:
-            while self._on_readable():
-                pass
+        self._drain()
         if self._fd >= 0:
             self._stop()
+        if self._held is not None:
+            self._held.release()
+
+    def held(self) -> HeldTraceback | None:
+        """What is kept from the screen, after a look into the pipe."""
+        self._drain()
+        return self._held
+
+    def _drain(self) -> None:
+        while self._fd >= 0 and self._on_readable():
+            pass
 
     def _on_readable(self) -> bool:
         try:
@@ -142,7 +171,7 @@ class PipeReader:
             self._timer.cancel()
             self._timer = None
         for line in lines:
-            self._screen.write(self._owner, line)
+            self._show(line)
         if len(rest) > _CHUNK_BYTES:
             self._flush_rest()
         elif rest:
@@ -153,7 +182,14 @@ class PipeReader:
         shown = self._rest.removesuffix(b"\r")
         self._rest = self._rest[len(shown) :]
         if shown:
-            self._screen.write(self._owner, shown)
+            self._show(shown)
+
+    def _show(self, piece: bytes) -> None:
+        if self._held is None or not self._held.take(piece):
+            self._write(piece)
+
+    def _write(self, piece: bytes) -> None:
+        self._screen.write(self._owner, piece)
 
     def _stop(self) -> None:
         if self._timer is not None:
@@ -183,15 +219,21 @@ def split_lines(data: bytes) -> list[bytes]:
 class ScreenOutput:
     """Lines on the launcher's own stdout and stderr, with a label before each.
 
-    ``fds`` are the rank's stdout and stderr.
+    ``fds`` are the rank's stdout and stderr. For ``patience`` see `PipeReader`.
     """
 
-    def __init__(self, label: str, out: Screen, err: Screen) -> None:
+    def __init__(
+        self,
+        label: str,
+        out: Screen,
+        err: Screen,
+        patience: Callable[[], float] | None = None,
+    ) -> None:
         read_out, write_out = os.pipe()
         read_err, write_err = os.pipe()
         self.fds = (write_out, write_err)
         self._out = PipeReader(Speaker(label, "stdout"), read_out, out)
-        self._err = PipeReader(Speaker(label, "stderr"), read_err, err)
+        self._err = PipeReader(Speaker(label, "stderr"), read_err, err, patience)
 
     def started(self) -> None:
         """Closes our copies of the rank's ends, so that its end is the end of the stream."""
@@ -201,6 +243,10 @@ class ScreenOutput:
     def tail(self) -> bytes:
         """The last of what came through stderr."""
         return self._err.tail()
+
+    def held(self) -> HeldTraceback | None:
+        """The traceback that the rank ended with, if it is not on the screen yet."""
+        return self._err.held()
 
     def close(self) -> None:
         """Prints what is left in the pipes and closes them."""
@@ -214,6 +260,8 @@ class FileOutput:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = path.open("wb")
+        with contextlib.suppress(OSError):  # the file of another user
+            os.fchmod(self._file.fileno(), os.fstat(self._file.fileno()).st_mode | 0o600)
         self.fds = (self._file.fileno(), self._file.fileno())
 
     def started(self) -> None:
@@ -225,6 +273,9 @@ class FileOutput:
         with self._path.open("rb") as file:
             file.seek(max(0, self._path.stat().st_size - _TAIL_BYTES))
             return file.read()
+
+    def held(self) -> None:
+        """Nothing is held back from a file."""
 
     def close(self) -> None:
         """Nothing is left to pass on."""
@@ -239,7 +290,9 @@ def console(out: IO[str], err: IO[str]) -> tuple[Screen, Screen]:
     first = Screen(out.buffer, colour=_wants_colour(out))  # type: ignore[attr-defined]
     if _is_same_file(out, err):
         return first, first
-    return first, Screen(err.buffer, colour=_wants_colour(err))  # type: ignore[attr-defined]
+    second = Screen(err.buffer, colour=_wants_colour(err))  # type: ignore[attr-defined]
+    first.complain = second.say
+    return first, second
 
 
 def _wants_colour(stream: IO[str]) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 from shoal.errors import LaunchError
 from shoal.launch.script.guard import spawn
 from shoal.launch.script.output import RankOutput
+from shoal.system.limits import advice
 
 _SWEEP_SECONDS = 5.0
 _POLL_SECONDS = 0.02
@@ -31,6 +32,8 @@ class Rank:
         self.output = output
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.ended_at = 0.0
+        self.fate = ""
+        """Why the launcher ended it, if it did."""
         self._watch: asyncio.Task[None] | None = None  # the loop itself keeps no hold of a task
 
     @property
@@ -64,6 +67,12 @@ class Rank:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signum)
 
+    def end_group(self, signum: int, fate: str) -> None:
+        """Signals the group as `send_group` does, and remembers why."""
+        if self.is_running:
+            self.fate = self.fate or fate
+            self.send_group(signum)
+
     async def sweep(self) -> None:
         """Waits for the end of the rank, then ends what it left behind in its group."""
         await asyncio.wait([self.ended])
@@ -90,8 +99,12 @@ def start_rank(
         output.started()
         output.close()
         raise LaunchError(
-            f"Rank {number} must start, but the system refused: {error}. Check that "
-            f"{command[0]} runs, that the arguments are not too long, and `ulimit -u`."
+            f"Rank {number} must start, but the system refused: {error}. "
+            + (
+                advice(error)
+                or f"Check that {command[0]} runs, that the arguments are not too long, and "
+                "`ulimit -u`."
+            )
         ) from error
     output.started()
     rank = Rank(number, process.pid, output)
@@ -101,7 +114,7 @@ def start_rank(
 
 async def exit_of(process: subprocess.Popen[bytes]) -> int:
     """Waits for the end of a child without a thread: through a pidfd, or by asking now and then."""
-    if hasattr(os, "pidfd_open"):
+    if process.poll() is None and hasattr(os, "pidfd_open"):
         await _readable(os.pidfd_open(process.pid))
     while process.poll() is None:
         await asyncio.sleep(_POLL_SECONDS)

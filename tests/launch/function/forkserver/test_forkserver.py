@@ -305,6 +305,25 @@ class TestServer:
             assert child.wait(PATIENCE) == 0
         server.close()
 
+    def test_compiler_is_loaded_when_asked_for_and_starts_no_thread(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.syspath_prepend(str(tmp_path))
+        (tmp_path / "compiler.py").write_text(
+            "import os, sys\n"
+            "def main(*_):\n"
+            "    assert len(os.listdir(f'/proc/{os.getppid()}/task')) == 1\n"
+            "    return 7 if 'torch._dynamo' in sys.modules else 8\n"
+        )
+        codes = []
+        server = ForkServer()
+        for _ in range(3):
+            with server.spawn("compiler:main", b"", os.environ) as child:
+                codes.append(child.wait(PATIENCE))
+            server.load_compiler()
+        server.close()
+        assert codes == [8, 7, 7]
+
     def test_failing_server_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "executable", "/bin/false")
         server = ForkServer()

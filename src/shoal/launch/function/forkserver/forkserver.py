@@ -23,6 +23,7 @@ from typing import Self
 from shoal.errors import LaunchError
 from shoal.launch.function.forkserver.child_main import flush
 from shoal.launch.function.forkserver.request import (
+    LOAD_COMPILER,
     SIGNAL,
     SPAWN,
     STATUS,
@@ -64,11 +65,11 @@ class Child:
         channel: socket.socket,
         status: int,
         send_signal: Callable[[int], None],
-        on_lost: Callable[[], None],
+        on_lost: Callable[[], LaunchError],
     ) -> None:
         """Wraps the caller's ends of channel and status pipe; `await_pid` completes it.
 
-        ``on_lost`` is called when it shows that the server itself is gone.
+        ``on_lost`` is called when it shows that the server itself is gone, and says it in words.
         """
         self.channel = channel
         self.pid = 0
@@ -76,6 +77,7 @@ class Child:
         self._status = open(status, "rb", buffering=0)  # noqa: SIM115 (closed by close)
         self._send_signal = send_signal
         self._on_lost = on_lost
+        self._lost: LaunchError | None = None
 
     def await_pid(self, timeout: float) -> None:
         """Waits until the server has forked the child."""
@@ -103,6 +105,10 @@ class Child:
             self.exit_code = -signal.SIGKILL if code is None else code
         return self.exit_code
 
+    def lost(self) -> LaunchError | None:
+        """What to say of a child that ended because its server did; None of any other."""
+        return self._lost
+
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Sends a signal; nothing happens to a child that has ended."""
         if self.exit_code is None:
@@ -122,7 +128,7 @@ class Child:
         """The next number the server wrote, or None if there is no server any more."""
         data = self._status.read(STATUS.size)
         if not data:
-            self._on_lost()
+            self._lost = self._on_lost()
             return None
         number: int = STATUS.unpack(data)[0]
         return number
@@ -156,6 +162,7 @@ class ForkServer:
         self._owner = os.getpid()
         self._serials = itertools.count(1)
         self._lost = threading.Event()
+        self._has_compiler = False
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
@@ -208,6 +215,16 @@ class ForkServer:
             child.await_pid(_START_TIMEOUT)
         return child
 
+    def load_compiler(self) -> None:
+        """Has the server import torch's compiler, once, while the caller goes on.
+
+        torch needs it for any optimizer, and it takes a second: else of every child. A spawn that
+        follows waits for it.
+        """
+        if not self._has_compiler:
+            self._has_compiler = True
+            self._send(Packet(LOAD_COMPILER, 0))
+
     def close(self) -> None:
         """Ends the server and with it every child; does nothing in a forked process."""
         self._control.close()
@@ -227,7 +244,7 @@ class ForkServer:
         with _closing_on_error(ours):
             read, write = os.pipe()
         stack.callback(os.close, write)
-        child = Child(ours, read, lambda number: self._signal(serial, number), self._lost.set)
+        child = Child(ours, read, lambda number: self._signal(serial, number), self._lose)
         stack.push(lambda kind, error, traceback: child.close() if kind else None)
         return child, (write, theirs.fileno())
 
@@ -235,6 +252,14 @@ class ForkServer:
         """Signals a child through the server, which alone knows whether the pid is still its."""
         with contextlib.suppress(LaunchError):  # a dead server's children are dead
             self._send(Packet(SIGNAL, serial, signal=number))
+
+    def _lose(self) -> LaunchError:
+        self._lost.set()
+        return LaunchError(
+            f"the fork server (pid {self.pid}), which starts the ranks, ended, and all its ranks "
+            "with it. No rank is to blame: someone killed it, or the system did; look for 'out of "
+            "memory' in dmesg. The next call starts another."
+        )
 
     def _send(self, packet: Packet) -> None:
         try:

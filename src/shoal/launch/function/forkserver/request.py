@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-SPAWN, SIGNAL = 1, 2
+SPAWN, SIGNAL, LOAD_COMPILER = 1, 2, 3
 STATUS = struct.Struct("=i")
 _PACKET = struct.Struct("=BQi")
 

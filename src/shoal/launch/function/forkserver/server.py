@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from shoal.launch.function.forkserver import child_main
 from shoal.launch.function.forkserver.request import (
+    LOAD_COMPILER,
     SIGNAL,
     SPAWN,
     STATUS,
@@ -31,6 +32,7 @@ from shoal.launch.function.forkserver.request import (
     Packet,
     receive_packet,
 )
+from shoal.torch_internals.compiler_module import COMPILER
 
 # What a rank needs anyway. What is missing here is reported by the child that needs it.
 PRELOADED = ("torch", "numpy.random", "cloudpickle", "shoal", "shoal.launch.function.worker")
@@ -97,6 +99,8 @@ class Server:
             self._spawn(packet.serial, packet.descriptors)
         elif packet.kind == SIGNAL:
             self._signal(packet)
+        elif packet.kind == LOAD_COMPILER:
+            _preload([COMPILER])
         return True
 
     def _spawn(self, serial: int, descriptors: Descriptors) -> None:

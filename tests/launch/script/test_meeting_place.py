@@ -1,4 +1,4 @@
-"""The store that the launcher holds: plain torch finds it, and it waits for the last node."""
+"""Where launched ranks meet: the server stays for the last node; plain torch has a port too."""
 
 import socket
 import subprocess
@@ -13,7 +13,7 @@ from shoal.launch.script.launcher import LaunchConfig, launch
 Write = Callable[[str], str]
 
 
-def test_ranks_of_plain_torch_meet_at_the_launchers_store(
+def test_ranks_of_plain_torch_meet_at_a_store_of_rank_0(
     script: Write, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = script(
@@ -21,6 +21,8 @@ def test_ranks_of_plain_torch_meet_at_the_launchers_store(
         "store, rank, size = next(rendezvous('env://'))\n"
         "store.set(f'from {rank}', 'x')\n"
         "store.wait([f'from {other}' for other in range(size)])\n"
+        "store.set(f'seen by {rank}', 'x')\n"
+        "store.wait([f'seen by {other}' for other in range(size)])\n"
         "print('met', size)\n"
     )
     assert launch(LaunchConfig(path, ranks=2)) == 0
@@ -32,17 +34,16 @@ if os.environ['RANK'] == '0':
     open(sys.argv[1] + '~', 'w').write(str(os.getpid()))
     os.rename(sys.argv[1] + '~', sys.argv[1])
     sys.exit()
-from torch.distributed.rendezvous import rendezvous
+from shoal.meeting.client import MeetingClient
 while not os.path.exists(sys.argv[1]): time.sleep(0.01)
 while os.path.exists('/proc/' + open(sys.argv[1]).read()): time.sleep(0.01)
-store, _, _ = next(rendezvous('env://'))
-store.set('late', 'but here')
-print(store.get('late').decode())
+MeetingClient(os.environ['SHOAL_MEETING']).close()
+print('but here')
 """
 
 
 @pytest.mark.slow
-def test_the_store_outlives_the_ranks_of_its_own_node(
+def test_the_server_outlives_the_ranks_of_its_own_node(
     script: Write, background: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
