@@ -12,7 +12,6 @@ from torch.nn import functional as F
 import leaks
 import pools
 import shoal
-from shoal.comm.bootstrap.store import store_for_one_host
 from shoal.errors import PeerError
 from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.launch.function.run import run_outcomes
@@ -125,7 +124,6 @@ def test_some_axes_only(ranks: int, axes: dict[str, int]) -> None:
 )
 def test_processes(backend: str) -> None:
     fork_server()
-    store_for_one_host()
     leaks.baseline()
     verify(4, backend, steps=3, **TWO_BY_TWO)
 

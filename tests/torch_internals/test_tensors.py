@@ -159,3 +159,24 @@ def test_named_attributes_are_attributes_of_tensors() -> None:
     names = tensors.ATTRIBUTES_WITHOUT_VALUES | tensors.ATTRIBUTES_OF_MEMORY
     missing = sorted(name for name in names if not hasattr(Tensor, name))
     assert not missing, needs(f"tensors have {missing}")
+
+
+def test_detached_below_autograd() -> None:
+    """A mode may keep a result without its graph, and learns that it was overwritten."""
+    kept: list[Tensor] = []
+
+    class Keeping(tensors.DispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            result = func(*args, **(kwargs or {}))
+            kept.append(tensors.detached_below_autograd(result))
+            return result
+
+    with Keeping():
+        result = torch.ones(2, 2, requires_grad=True) @ torch.ones(2, 2)
+    assert result.requires_grad
+    assert not kept[-1].requires_grad, needs("a result can be detached below autograd")
+    before = tensors.version_of(kept[-1])
+    result.add_(1)
+    assert tensors.version_of(kept[-1]) > before, needs("both count their writes together")

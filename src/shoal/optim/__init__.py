@@ -4,6 +4,9 @@
 what an optimizer may be divided into.
 """
 
+from shoal.optim.compression_optimizer import (
+    GradientCompressionOptimizer as GradientCompressionOptimizer,
+)
 from shoal.optim.data_parallel_optimizers import *  # noqa: F403 - new ones are named there alone
 from shoal.optim.hybrid_optimizer import HybridShardedOptimizer as HybridShardedOptimizer
 from shoal.optim.kinds import Kind as Kind

@@ -18,6 +18,7 @@ from shoal.optim.state import Reception, renew_state
 from shoal.optim.stepping.supervision import Supervision, users_hooks
 from shoal.sharding.holding import FullState, HeldState
 from shoal.strategies.consistency.progress import StepRecord, compare
+from shoal.strategies.foreign import refuse_foreign_optimizer
 from shoal.strategies.model import ShardedModel
 
 _STREAMS = "streams"
@@ -120,10 +121,18 @@ class ShardedOptimizer(Optimizer):
         """The user's."""
         return self.optimizer.param_groups
 
-    @property
-    def state(self) -> Mapping[Tensor, Any]:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def state(self) -> Mapping[Tensor, Any]:
         """The state on this rank, by the user's parameters; to read only, where it is divided."""
         return self.division.state
+
+    @state.setter
+    def state(self, value: Any) -> NoReturn:
+        """Refused: the state is divided among the ranks, and cannot be replaced on one of them."""
+        raise ShoalError(
+            "optimizer.state is this rank's part of the state and cannot be replaced: give a whole "
+            "state to load_state_dict() on every rank, or wrap a new optimizer to begin anew"
+        )
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -241,6 +250,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
     """Refuses what cannot be wrapped."""
     if isinstance(optimizer, ShardedOptimizer):
         raise TypeError("the optimizer is wrapped already")
+    refuse_foreign_optimizer(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"need a torch.optim.Optimizer to wrap; got {type(optimizer).__name__}")
     if isinstance(optimizer, SparseAdam):

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.comm import World
+from shoal.errors import MismatchError
 from shoal.optim.data_parallel_optimizers import (
     DDPOptimizer,
     FSDPOptimizer,
@@ -29,6 +30,7 @@ from shoal.optim.proof.judging import judge
 from shoal.optim.tensor_optimizer import TensorParallelOptimizer
 from shoal.strategies import ShardedModel
 from shoal.strategies.options import check_options
+from shoal.system.rank_names import name_ranks
 
 
 class Pair(NamedTuple):
@@ -76,6 +78,7 @@ def wrap_model(
     check_options(options, name, {each: pair.model for each, pair in PAIRS.items()})
     model_class = PAIRS[name].model
     if not isinstance(model, ShardedModel):
+        _check_same_strategy(name, world)
         return model_class(model, world, **options)
     is_same = type(model) is model_class and all(
         model.options.get(option) == value for option, value in options.items()
@@ -88,12 +91,31 @@ def wrap_model(
     return model
 
 
+def _check_same_strategy(name: str, world: World) -> None:
+    """Ranks with different strategies would differ in their operations only, much later."""
+    names = world.all_gather_object(name)
+    if len(set(names)) > 1:
+        told = "; ".join(
+            f"{name_ranks([rank for rank, each in enumerate(names) if each == found])}: {found!r}"
+            for found in dict.fromkeys(names)
+        )
+        raise MismatchError(
+            f"the ranks call shoal.as_distributed() with different strategies ({told}): "
+            "give it the same strategy= on every rank"
+        )
+
+
 def wrap_optimizers(optimizers: Sequence[Optimizer], model: ShardedModel) -> list[ShardedOptimizer]:
     """All optimizers of a model.
 
     The memory is laid out for optimizers that need whole parameters, so they are wrapped first.
     """
-    judged = [None if isinstance(each, ShardedOptimizer) else judge(each) for each in optimizers]
+    known = [each.optimizer for each in model.optimizers]
+    is_new = [
+        not isinstance(each, ShardedOptimizer) and all(each is not other for other in known)
+        for each in optimizers
+    ]
+    judged = [judge(each) if new else None for each, new in zip(optimizers, is_new, strict=True)]
     division_for = PAIRS[model.strategy].optimizer.division_for
 
     def comes_later(index: int) -> bool:
@@ -111,7 +133,11 @@ def wrap_optimizer(
     """The optimizer, wrapped with the class that goes with the model's strategy."""
     optimizer_class = PAIRS[model.strategy].optimizer
     if isinstance(optimizer, ShardedOptimizer):
-        if type(optimizer) is optimizer_class and optimizer.model is model:
+        if isinstance(optimizer, optimizer_class) and optimizer.model is model:
             return optimizer
         raise ValueError("the optimizer is wrapped already, with another strategy or model")
+    known: ShardedOptimizer
+    for known in model.optimizers:
+        if known.optimizer is optimizer:  # a second wrapper would begin with a state of its own
+            return known
     return optimizer_class(optimizer, model, kind=judgement)

@@ -34,7 +34,7 @@ class Overlap(NamedTuple):
         return int(self.lengths.sum())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Extent:
     """Elements ``start`` to ``stop`` of a full tensor's part, flattened; see [Note: extents].
 

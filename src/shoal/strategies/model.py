@@ -6,25 +6,38 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from shoal.comm import Backend, World
 from shoal.comm.world import current
+from shoal.compression import Codec
 from shoal.errors import ShoalError
 from shoal.sharding.extent import Extent
 from shoal.sharding.holding import Held
 from shoal.sharding.split import Split
+from shoal.strategies.compressing import (
+    check_replicas,
+    compression_in_words,
+    parse_compression,
+)
 from shoal.strategies.consistency.drift import CHECK_EVERY
 from shoal.strategies.engine.engine import Engine
+from shoal.strategies.foreign import refuse_foreign_model
+from shoal.strategies.gradients.compressed.state import CompressionState
 from shoal.strategies.layers.batch_norm import check_layers, check_plain_layers, synchronize
+from shoal.strategies.layers.kept_memory import KeptMemory
 from shoal.strategies.layers.materialization import materialize
 from shoal.strategies.layers.precision import parse_precision
-from shoal.strategies.settings import Ranks, Settings, Sharding
+from shoal.strategies.layers.recomputation import Policy, Recomputation, parse_policy, stop_caching
+from shoal.strategies.options import check_options
+from shoal.strategies.settings import Compression, Ranks, Settings, Sharding
 from shoal.strategies.training import LossFunction, call_module, count_items, weighted_backward
 from shoal.strategies.wrapper import ModuleWrapper
+from shoal.torch_internals.tensors import sum_of_versions
 
 # What travels at once where every rank has all gradients anyway; and where it keeps its part only.
 _BUCKET_BYTES = 25 << 20
@@ -45,6 +58,16 @@ class ShardedModel(ModuleWrapper):
     is_part: bool = False
     """Whether these ranks hold a part of the model only, and wait for others in every pass."""
 
+    def __new__(cls, *_: Any, **options: Any) -> Self:
+        """Checks the options before anything is done to the module."""
+        given = {name: options[name] for name in options if name not in ("module", "world")}
+        kinds: dict[str, type[ModuleWrapper]] = {
+            kind.strategy: kind for kind in _kinds_below(ShardedModel)
+        }
+        kinds[cls.strategy] = cls
+        check_options(given, cls.strategy, kinds)
+        return super().__new__(cls)
+
     def __init__(
         self,
         module: nn.Module,
@@ -59,6 +82,10 @@ class ShardedModel(ModuleWrapper):
         replica: int = 1,
         resident_below: int = 0,
         check_every: int = CHECK_EVERY,
+        activations: str | Policy | None = None,
+        compression: str | Codec | None = None,
+        error_feedback: bool = True,
+        compression_warmup: int = 0,
     ) -> None:
         """Takes over the module's parameters; every rank starts from rank 0's values.
 
@@ -77,6 +104,13 @@ class ShardedModel(ModuleWrapper):
             resident_below: Parameters of fewer elements are not sharded.
             check_every: Before every how many-th step the ranks compare a fingerprint of what all
                 of them hold, and more often in the beginning; 0 for never.
+            activations: Which are computed again in backward instead of being kept: "full",
+                "selective", or a `Policy`; by default all are kept.
+            compression: How gradients travel, for example "int8", "topk:0.01" or "powersgd:2", or a
+                `shoal.compression.Codec`; by default uncompressed.
+            error_feedback: Whether what compression leaves out is added to the next gradients; it
+                takes as much memory as all gradients, on every rank.
+            compression_warmup: How many steps are made with uncompressed gradients first.
         """
         super().__init__()
         backend = ranks_for(module, world)
@@ -93,12 +127,20 @@ class ShardedModel(ModuleWrapper):
             hides_gradients=self.is_part,
             check_every=check_every,
             averages_buffers=average_buffers,
+            compression=parse_compression(
+                compression, module, error_feedback=error_feedback, warmup_steps=compression_warmup
+            ),
         )
+        if settings.compression is not None:
+            check_replicas(replica)
         ranks = Ranks.of(backend, replica, is_sharded=self.sharding.parameters)
         self.engine = Engine(module, ranks, self.sharding, settings)
         self.engine.passes.auto_sync = auto_sync
         if sync_batchnorm:
             synchronize(module, backend)
+        self._recompute(module, activations)
+        if self.recomputation is not None:
+            self.recomputation.memory = KeptMemory(self.engine.account.ledger)
         self.options: dict[str, Any] = {
             "min_group_bytes": min_group_bytes,
             "auto_sync": auto_sync,
@@ -109,10 +151,38 @@ class ShardedModel(ModuleWrapper):
             "replica": replica,
             "resident_below": resident_below,
             "check_every": check_every,
+            "activations": activations,
+            "compression": compression,
+            "error_feedback": error_feedback,
+            "compression_warmup": compression_warmup,
         }
         self.optimizers: list[Any] = []
         """What steps this model's memory."""
         self.training = module.training
+
+    recomputation: Recomputation | None = None
+    """The blocks whose activations are not kept, if there are any."""
+
+    def _recompute(self, module: nn.Module, activations: str | Policy | None) -> None:
+        """Has blocks computed again; a subclass may have done it before."""
+        policy = parse_policy(activations)
+        if policy is not None and self.recomputation is None:
+            stop_caching(module)
+            self.recomputation = Recomputation(module, policy)
+        if self.recomputation is not None:
+            self.recomputation.stops_early = not self.is_part
+            self.recomputation.generation = self._generation_of
+
+    def _generation_of(self, block: nn.Module) -> object:
+        """Differs once parameters of a block have new values."""
+        engine, sharded, others = self.engine, [], []
+        for parameter in block.parameters():
+            located = engine.index_of.get(id(parameter))
+            if located is not None and engine.groups[located[0]].is_sharded:
+                sharded.append(located)  # gathering it is no change, but counts as a version
+            else:
+                others.append(parameter)
+        return engine.gathering.saved.last_change(sharded), sum_of_versions(others)
 
     def _group_bytes(self, backend: Backend) -> int:
         """Few long messages where nothing is freed early anyway."""
@@ -133,6 +203,12 @@ class ShardedModel(ModuleWrapper):
         vars(self)["sharding"] = sharding
         self._lay_out()
 
+    def compress(self, compression: Compression, optimizer: str) -> None:
+        """Lays the memory out anew, for gradients that travel compressed."""
+        self._check_free(f"a {optimizer}")
+        check_replicas(1 if self.engine.ranks.replica_group is None else 2)
+        self._lay_out(settings=replace(self.engine.settings, compression=compression))
+
     def _check_free(self, who: str) -> None:
         if self.optimizers:
             raise ShoalError(
@@ -140,10 +216,13 @@ class ShardedModel(ModuleWrapper):
                 f"laid out for it; the model has a {type(self.optimizers[0]).__name__} already"
             )
 
-    def _lay_out(self, undivided: Sequence[nn.Parameter] = ()) -> None:
+    def _lay_out(
+        self, undivided: Sequence[nn.Parameter] = (), settings: Settings | None = None
+    ) -> None:
         old = self.engine
         old.dissolve()
-        self.engine = Engine(self.module, old.ranks, self.sharding, old.settings, undivided)
+        settings = settings or old.settings
+        self.engine = Engine(self.module, old.ranks, self.sharding, settings, undivided)
         self.engine.passes.auto_sync = old.passes.auto_sync
         self.engine.ownership = old.ownership
 
@@ -306,7 +385,9 @@ class ShardedModel(ModuleWrapper):
                 for name, value in state.items()
             }
 
-    full_state_dict = state_dict
+    def full_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The same as `state_dict`, which is full under every strategy."""
+        return self.state_dict(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -358,6 +439,14 @@ class ShardedModel(ModuleWrapper):
                 if start < stop or (start == stop == slot.start and not slot.shape.numel()):
                     yield Held(slot.name, extent, group.master[start - low : stop - low])
 
+    @property
+    def compression_state(self) -> CompressionState | None:
+        """What compressed gradients have to save; None where they are not compressed."""
+        gradients = self.engine.gradients
+        if gradients.exchanges is None:
+            return None
+        return CompressionState(gradients, gradients.exchanges, self.split_of)
+
     def held_dtypes(self) -> dict[str, torch.dtype]:
         """What optimizers step this rank's parameters in, by name: the dtype of `held`."""
         return {name: group.master_dtype for group in self.engine.groups for name in group.names}
@@ -385,7 +474,10 @@ class ShardedModel(ModuleWrapper):
         groups = "1 group" if num_groups == 1 else f"{num_groups} groups"
         ranks = "1 rank" if self.all_ranks.size == 1 else f"{self.all_ranks.size} ranks"
         head = f"{self.strategy} over {ranks}: {count:,} parameters in {groups} of memory"
-        return "\n".join([head, *(optimizer.describe() for optimizer in self.optimizers)])
+        lines = [head, *compression_in_words(self.engine)]
+        if self.recomputation is not None:
+            lines.append(self.recomputation.describe())
+        return "\n".join([*lines, *(optimizer.describe() for optimizer in self.optimizers)])
 
     # Of `torch.nn.Module` -----------------------------------------------------------------
 
@@ -411,4 +503,11 @@ def ranks_for(module: nn.Module, world: World | Backend | None) -> Backend:
     """The ranks that a plain module is wrapped for, by default those of the current world."""
     if isinstance(module, ShardedModel):
         raise TypeError("the model is wrapped already; wrap the plain module once")
+    refuse_foreign_model(module)
     return world if isinstance(world, Backend) else (world or current()).backend
+
+
+def _kinds_below(kind: type[ShardedModel]) -> Iterator[type[ShardedModel]]:
+    """All that have the name of a strategy."""
+    for each in kind.__subclasses__():
+        yield from (each, *_kinds_below(each))

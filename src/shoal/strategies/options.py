@@ -9,9 +9,7 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from torch import nn
-
-from shoal.strategies.model import ShardedModel
+from shoal.strategies.wrapper import ModuleWrapper
 
 # What people pass who come from torch's DDP and FSDP, DeepSpeed, Accelerate or Megatron.
 _ELSEWHERE = {
@@ -36,6 +34,7 @@ _ELSEWHERE = {
     "mixed_precision_policy": 'say mixed_precision="bf16" or "fp16"',
     "dtype": 'say mixed_precision="bf16" or "fp16"',
     "cpu_offload": "nothing is offloaded: shard more (strategy 'zero3'), or use more ranks",
+    "activation_checkpointing": 'say activations="full" or "selective"',
     "use_orig_params": "parameters always are the module's own",
     "sync_module_states": "every rank always begins with rank 0's values",
     "prefetch": "parameters are always gathered ahead, in the order of the first pass of its kind",
@@ -46,16 +45,34 @@ _ELSEWHERE = {
     "'hybrid'",
     "num_microbatches": "say micro_batches= of strategy 'pipeline' or 'hybrid'",
     "config": "options are given by name, one by one",
+    "comm_hook": 'say compression="int8", "powersgd:2" or another one of docs/guide/compression.md',
+    "timeout": "say shoal.init(timeout=...) before, or --timeout of the launcher",
+    "ranks": "how many ranks there are is said where they are started, as in shoal launch -n 4",
+    "scheduler": "make it from the optimizer that comes back; it needs no wrapping",
+    "kind": "pass it to the optimizer's class (shoal.optim), as in ZeRO2Optimizer(..., kind=...)",
+    "dataloader": "pass it as loader=",
+    "lr": "it is the optimizer's",
+    "device": "move the model to its device before it is wrapped",
+    "delay_all_reduce_named_params": "parameters that a rank does not use are noticed anyway",
+    "module": "pass it as model=",
     "batch_size": "the loader's batch is that of all ranks, and is divided among them",
     "shuffle": "the loader knows",
 }  # fmt: skip
 _SYNONYMS = {
+    "world_size": "ranks", "nproc_per_node": "ranks", "lr_scheduler": "scheduler",
+    "train_loader": "dataloader", "data_loader": "dataloader", "dataloaders": "dataloader",
+    "device_id": "device_ids", "init_sync": "sync_module_states", "learning_rate": "lr",
+    "param_init_fn": "sync_module_states", "check_reduction": "static_graph",
+    "skip_all_reduce_unused_params": "find_unused_parameters", "shard_placement_fn": "device_mesh",
     "ignored_modules": "ignored_params", "ignored_states": "ignored_params",
     "fsdp_auto_wrap_policy": "auto_wrap_policy", "mp_policy": "mixed_precision_policy",
     "param_dtype": "dtype", "reduce_dtype": "dtype", "fp16": "dtype", "bf16": "dtype",
     "offload_policy": "cpu_offload", "offload_optimizer": "cpu_offload",
     "offload_param": "cpu_offload", "forward_prefetch": "prefetch", "backward_prefetch": "prefetch",
+    "gradient_checkpointing": "activation_checkpointing",
+    "checkpoint_activations": "activation_checkpointing",
     "zero_stage": "stage", "n_microbatches": "num_microbatches", "chunk_size": "num_microbatches",
+    "gradient_compression": "comm_hook", "communication_hook": "comm_hook",
     "config_params": "config", "ds_config": "config", "deepspeed_plugin": "config",
     "fsdp_plugin": "config", "kwargs_handlers": "config",
 }  # fmt: skip
@@ -70,7 +87,7 @@ _CHECKED_BY_PARSER = ("mixed_precision",)
 
 
 def check_options(
-    options: Mapping[str, Any], strategy: str, models: Mapping[str, type[ShardedModel]]
+    options: Mapping[str, Any], strategy: str, models: Mapping[str, type[ModuleWrapper]]
 ) -> None:
     """Raises for an option that a strategy does not have, or a value that it cannot have.
 
@@ -90,15 +107,16 @@ def check_options(
             raise ValueError(f"option {name!r} must not be negative; got {value!r}")
 
 
-def options_of(model_class: type[nn.Module]) -> dict[str, Any]:
+def options_of(model_class: type[ModuleWrapper]) -> dict[str, Any]:
     """The options that a model's class takes, its own and those that it hands on, with types."""
-    return {
-        name: get_type_hints(kind.__init__)[name]
-        for kind in model_class.__mro__
-        if issubclass(kind, ShardedModel) and "__init__" in vars(kind)
-        for name, parameter in inspect.signature(kind.__init__).parameters.items()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    }
+    found: dict[str, Any] = {}
+    for kind in model_class.__mro__:
+        if issubclass(kind, ModuleWrapper) and "__init__" in vars(kind):
+            hints = get_type_hints(kind.__init__)
+            for name, parameter in inspect.signature(kind.__init__).parameters.items():
+                if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+                    found.setdefault(name, hints[name])
+    return {name: hint for name, hint in found.items() if name not in model_class.settled}
 
 
 def check_type(name: str, value: Any, hint: Any) -> None:
@@ -115,13 +133,24 @@ def _is_a(value: Any, kind: Any) -> bool:
     return isinstance(value, _INSTANCES.get(kind, kind))
 
 
-def _advice(name: str, known: list[str], models: Mapping[str, type[ShardedModel]]) -> str:
+def _advice(name: str, known: list[str], models: Mapping[str, type[ModuleWrapper]]) -> str:
     reason = _ELSEWHERE.get(_SYNONYMS.get(name, name))
     if reason is not None:
         return reason
-    others = [other for other, kind in models.items() if name in options_of(kind)]
-    if others:
-        return f"it is one of {', '.join(map(repr, others))}"
+    whose = _whose(name, models)
+    if whose:
+        return whose
+    there = f"It has {', '.join(known)}"
     close = difflib.get_close_matches(name, known, n=1)
-    meant = f"did you mean {close[0]!r}? " if close else ""
-    return f"{meant}It has {', '.join(known)}"
+    if close:
+        return f"did you mean {close[0]!r}? {there}"
+    everywhere = {option for kind in models.values() for option in options_of(kind)}
+    close = difflib.get_close_matches(name, sorted(everywhere), n=1)
+    if close:
+        return f"did you mean {close[0]!r}? {_whose(close[0], models).capitalize()}. {there}"
+    return there
+
+
+def _whose(option: str, models: Mapping[str, type[ModuleWrapper]]) -> str:
+    owners = [repr(name) for name, kind in models.items() if option in options_of(kind)]
+    return f"it is one of {', '.join(owners)}" if owners else ""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shoal.comm import Backend
+from shoal.compression import Codec
 from shoal.sharding.analyzer import MIN_GROUP_BYTES
 
 
@@ -30,6 +31,15 @@ LEVELS = {
 
 
 @dataclass(frozen=True)
+class Compression:
+    """How gradients are compressed."""
+
+    codec: Codec
+    error_feedback: bool = True  # see [Note: error feedback]
+    warmup_steps: int = 0  # so many steps are made with uncompressed gradients first
+
+
+@dataclass(frozen=True)
 class Settings:
     """What users may choose."""
 
@@ -48,6 +58,7 @@ class Settings:
     check_every: int = 0
     # Whether ranks go on with the average of their buffers, not rank 0's.
     averages_buffers: bool = False
+    compression: Compression | None = None  # of gradients, where there is more than one rank
 
 
 @dataclass(frozen=True)

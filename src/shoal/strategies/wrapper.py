@@ -23,6 +23,8 @@ class ModuleWrapper(nn.Module):
     module: nn.Module
     own_attributes: ClassVar[tuple[str, ...]] = ()
     """What is set on the wrapper and not on the module inside."""
+    settled: ClassVar[tuple[str, ...]] = ()
+    """Options of the class above that this one chooses by itself."""
 
     def train(self, mode: bool = True) -> Self:
         """Sets the mode of the module."""

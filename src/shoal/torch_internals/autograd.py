@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch._guards import CompileContext
 from torch.autograd import forward_ad
 
-# Keeps the compiler out of a function. `torch.compiler.disable` does the same, but loads the
-# compiler when a function is defined, which takes a second of every import.
-not_compiled = torch._disable_dynamo
+from shoal.torch_internals.compiler_module import COMPILER
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def not_compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Keeps the compiler out of a function.
+
+    `torch.compiler.disable` does the same, but loads the compiler when a function is defined,
+    `torch._disable_dynamo` when it is first called. Either takes a second. While the compiler is
+    not loaded there is nothing to keep out.
+    """
+    disabled: Callable[_P, _R] = torch._disable_dynamo(function)
+
+    @functools.wraps(function)
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if COMPILER in sys.modules:
+            return disabled(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return wrapper
 
 
 def is_in_backward() -> bool:

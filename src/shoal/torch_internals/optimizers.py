@@ -16,6 +16,11 @@ IN_BACKWARD_OPTIMIZERS = "_in_backward_optimizers"
 LOADER_READER = "_iterator"
 
 
+def is_initialised(optimizer: Optimizer) -> bool:
+    """Whether a class of the user's has called `Optimizer.__init__`."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
 def hooks_before_step(optimizer: Optimizer) -> MutableMapping[int, Any]:
     """What `register_step_pre_hook` has put on an optimizer; changing it changes the optimizer."""
     hooks: MutableMapping[int, Any] = optimizer._optimizer_step_pre_hooks

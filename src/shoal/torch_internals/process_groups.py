@@ -1,30 +1,19 @@
-"""Torch's process groups: their options, and what the script has made of them itself."""
+"""Torch's process groups: their options, and the store of the one that the script made."""
 
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, Store, Work
-
-G = TypeVar("G", bound=ProcessGroup)
+from torch.distributed import Store, Work
 
 
 def default_store() -> Store:
     """The store of the process group that the script made."""
     store: Store = dist.distributed_c10d._get_default_store()
     return store
-
-
-def default_group(kind: type[G], device: str) -> G | None:
-    """What the script's process group uses on a kind of device, if it is a group of that kind."""
-    try:
-        group: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device))
-    except RuntimeError:  # none for this device
-        return None
-    return group if isinstance(group, kind) else None
 
 
 def gloo_options(device: Any, timeout: timedelta) -> Any:

@@ -87,3 +87,10 @@ def schema_of(operation: Any) -> torch.FunctionSchema:
     """An operator's arguments with their names and which of them it writes to."""
     schema: torch.FunctionSchema = operation._schema
     return schema
+
+
+def detached_below_autograd(tensor: Tensor) -> Tensor:
+    """For modes that see operations below autograd: without a graph, and written to together."""
+    # Without the guard, the two would count their changes in place apart from each other.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()

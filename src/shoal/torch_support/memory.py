@@ -39,6 +39,14 @@ def of_dtype(memory: Tensor, dtype: torch.dtype) -> Tensor:
         return memory.view(dtype)
 
 
+def make_worthless(tensor: Tensor) -> None:
+    """Fills contiguous memory with what cannot be taken for values: floats are not a number."""
+    if tensor.dtype is torch.bool:
+        tensor.fill_(True)
+    else:
+        tensor.view(-1).view(torch.uint8).fill_(0xFF)
+
+
 def as_memory(tensor: Tensor) -> memoryview:
     """The bytes of a tensor; its own memory where that is contiguous and the CPU's."""
     if not tensor.numel():

@@ -11,7 +11,6 @@ import torch
 import leaks
 import pools
 import shoal
-from shoal.comm.bootstrap.store import store_for_one_host
 from shoal.errors import MismatchError, ShoalError
 from shoal.launch.function.forkserver.forkserver import fork_server
 from strategies.loops import (
@@ -66,7 +65,6 @@ def done_by_one_rank(deed: Callable[[Any], None], strategy: str) -> None:
 )
 def test_what_one_rank_does_alone_is_refused(deed: Callable[[Any], None], backend: str) -> None:
     fork_server()
-    store_for_one_host()
     leaks.baseline()
     with pytest.raises(MismatchError):
         shoal.run(done_by_one_rank, 2, backend, args=(deed, "zero3"), timeout=20)

@@ -18,7 +18,6 @@ from torch import nn
 import leaks
 import pools
 import shoal
-from shoal.comm.bootstrap.store import store_for_one_host
 from shoal.errors import PeerError, ShoalError
 from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.launch.function.run import run_outcomes
@@ -217,7 +216,6 @@ def die_in_a_step(strategy: str) -> str:
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 def test_a_mixture_of_old_and_new_parameters_is_refused(strategy: str) -> None:
     fork_server()
-    store_for_one_host()
     leaks.baseline()
     survivor, victim = run_outcomes(die_in_a_step, (strategy,), 2, "shm", 30.0)
     assert victim.exit_code == -signal.SIGKILL

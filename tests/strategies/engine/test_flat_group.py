@@ -8,6 +8,7 @@ from torch import nn
 
 import shoal
 from shoal.strategies.engine.flat_group import FlatGroup, GroupState
+from shoal.strategies.engine.gather_buffers import GatherBuffer
 
 
 def group(strategy: str, **options: object) -> FlatGroup:
@@ -31,14 +32,14 @@ def impossible_states() -> list[str]:
 
     refuse("to_present")
     refuse("to_concealed", keep=False)
-    sharded.to_coming()
-    refuse("to_coming")
+    sharded.to_coming(GatherBuffer.allocate(sharded))
+    refuse("to_coming", buffer=GatherBuffer.allocate(sharded))
     refuse("to_exposed", masters=torch.zeros(0))
     sharded.to_failed()
-    sharded.to_coming()
+    sharded.to_coming(GatherBuffer.allocate(sharded))
     sharded.whole.zero_()
     sharded.to_present()
-    refuse("to_coming")
+    refuse("to_coming", buffer=GatherBuffer.allocate(sharded))
     assert sharded.state is GroupState.PRESENT
     return refused
 

@@ -76,7 +76,7 @@ def is_equal(left: dict, right: dict) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
 
 
-@pytest.mark.parametrize("averages", [False, True])
+@pytest.mark.parametrize("averages", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize(("strategy", "options", "ranks"), LAYOUTS)
 def test_ranks_say_the_same(strategy, options, ranks, averages) -> None:
     everybody = pools.Team("memory", ranks).run(train, strategy, options, averages)

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 import leaks
 import shoal
-from shoal.comm.bootstrap.store import store_for_one_host
 from shoal.launch.function.forkserver.forkserver import fork_server
 from strategies.loops import RANKS, each, run, whole_state
 from strategies.models import random_numbers
@@ -103,7 +102,6 @@ def test_wide_buffers_and_recomputation(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
 def test_over_shared_memory_too(strategy: str) -> None:
     fork_server()
-    store_for_one_host()
     leaks.baseline()
     report = shoal.verify(
         build, strategy, 2, "shm", STEPS, "split", tolerance=0.0, mixed_precision="bf16"

@@ -14,7 +14,7 @@ values by then is an error, as it is in plain PyTorch: each change starts a new 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -69,13 +69,13 @@ class AbsentParameter(nn.Parameter):
         if _asked(func) in _HARMLESS:
             with as_plain_tensors():
                 return func(*args, **keywords)  # type: ignore[operator]
-        absent = list(_absent_among((args, keywords)))
+        absent = _absent_among((args, keywords))
         groups = [parameter._group for parameter in absent]
         for group in groups:  # gathering one must not free another
             group.pins += 1
         try:
             for parameter in absent:
-                if isinstance(parameter, AbsentParameter):  # not if it was gathered with another
+                if type(parameter) is AbsentParameter:  # not if it was gathered with another
                     parameter._gathering.need(parameter._group)
             watched = [parameter for parameter in absent if type(parameter) is AbsentParameter]
             if not watched:
@@ -92,14 +92,17 @@ def _asked(func: object) -> str:
     return getattr(func.__self__, "__name__", "") if name in ("__get__", "__set__") else name  # type: ignore[attr-defined]
 
 
-def _absent_among(value: object) -> Iterator[AbsentParameter]:
-    if isinstance(value, AbsentParameter):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _absent_among(item)
-    elif isinstance(value, dict):
-        yield from _absent_among(tuple(value.values()))
+def _absent_among(values: Iterable[object]) -> list[AbsentParameter]:
+    found: list[AbsentParameter] = []
+    for value in values:
+        kind = type(value)
+        if kind is AbsentParameter:
+            found.append(value)  # type: ignore[arg-type]
+        elif issubclass(kind, tuple | list):
+            found += _absent_among(value)  # type: ignore[arg-type]
+        elif issubclass(kind, dict):
+            found += _absent_among(value.values())  # type: ignore[attr-defined]
+    return found
 
 
 class SavedParameters:
@@ -113,13 +116,19 @@ class SavedParameters:
         self._changed: dict[tuple[int, int], int] = {}
         self._packing: Callable[[Tensor], object] = self._pack
 
+    def last_change(self, parameters: Iterable[tuple[int, int]]) -> int:
+        """Grows when any of these, by group and index in it, has new values."""
+        return max((self._changed.get(each, 0) for each in parameters), default=0) + (
+            self._all_changed
+        )
+
     def note_whole(self, group: FlatGroup) -> None:
         """The group has a whole, whose memory is known from now on."""
-        self._by_storage[_storage_id(group.whole)] = group
+        self._by_storage[storage_id(group.whole)] = group
 
     def forget_whole(self, group: FlatGroup) -> None:
         """The group's whole is about to be freed."""
-        self._by_storage.pop(_storage_id(group.whole), None)
+        self._by_storage.pop(storage_id(group.whole), None)
 
     def changed(self, parameters: Iterable[tuple[int, int]]) -> None:
         """Some parameters, by group and index in it, have new values."""
@@ -144,7 +153,7 @@ class SavedParameters:
         self._packing = torch.compiler.disable(self._pack)
 
     def _pack(self, tensor: Tensor) -> object:
-        group = self._by_storage.get(_storage_id(tensor))
+        group = self._by_storage.get(storage_id(tensor))
         if group is None or tensor.dtype is not group.whole.dtype or tensor.is_conj():
             return tensor
         return _Saved(
@@ -159,7 +168,8 @@ class SavedParameters:
                 "backward needs parameters that were changed after forward used them, by an "
                 "optimizer's step or by hand: run forward again before this backward"
             )
-        self._need(packed.group)
+        if not packed.group.is_present:
+            self._need(packed.group)
         return packed.group.whole.as_strided(packed.shape, packed.stride, packed.offset)
 
     def _is_old(self, packed: _Saved) -> bool:
@@ -167,12 +177,6 @@ class SavedParameters:
         index = bisect_right(slots, packed.offset, key=lambda slot: slot.start) - 1
         changed = self._changed.get((packed.group.index, index), 0)
         return max(changed, self._all_changed) > packed.generation
-
-
-def _storage_id(tensor: Tensor) -> int:
-    """Tells the memory of a tensor from any other."""
-    identity: int = storage_id(tensor)
-    return identity
 
 
 class _Saved(NamedTuple):

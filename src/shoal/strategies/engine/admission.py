@@ -22,7 +22,7 @@ from shoal.comm import Backend
 from shoal.comm.operation.base import spec
 from shoal.errors import MismatchError, ShoalError
 from shoal.torch_internals.autograd import is_forward_mode, transforms
-from shoal.torch_internals.modules import children_of, parameters_of
+from shoal.torch_internals.modules import children_of, parameters_of, surrounding_ddp
 from shoal.torch_internals.tensors import hooks_after_gradient
 
 
@@ -124,6 +124,17 @@ class ParameterRoster:
                 "Change the plain module first, build the optimizer, then wrap both"
             )
         self._note()
+
+
+def refuse_surrounding_ddp() -> None:
+    """Refuses a forward inside of torch's `DistributedDataParallel`, which takes gradients too."""
+    if surrounding_ddp() is not None:
+        raise ShoalError(
+            "a model that shoal.as_distributed wrapped was called inside of torch's "
+            "DistributedDataParallel: both would average its gradients, and the optimizer would "
+            "step with neither. Leave DistributedDataParallel out: the wrapped model takes its "
+            "place"
+        )
 
 
 def check_forward_mode(backend: Backend) -> None:

@@ -47,6 +47,7 @@ class Changes:
         self._group = group
         self.referenced: list[FreedWhole | ReplacedView] = []
         """Memory that the parameters had and users still reference."""
+        self._starts = [slot.start for slot in group.layout.slots]
         self._is_watched = group.is_sharded or (group.is_mixed and not group.is_common)
         self._num_own_views = num_references(group.whole)
         self._num_bytes_written = 0
@@ -95,17 +96,19 @@ class Changes:
     def _are_there(self) -> bool:
         if self._sum_versions() != self._versions:
             return True
-        found = self._some_elements()
-        return self._elements is not None and found is not None and not found.equal(self._elements)
+        found, known = self._some_elements(), self._elements
+        if found is None or known is None or found.equal(known):
+            return False
+        # Not every number equals itself.
+        return not found.view(torch.uint8).equal(known.view(torch.uint8))
 
     def _sum_versions(self) -> int:
         with as_plain_tensors():
             return sum_of_versions(self._group.parameters)
 
     def _some_elements(self) -> Tensor | None:
-        """Their bits, since not every number equals itself."""
         whole = self._group.whole
-        return whole.index_select(0, self._offsets).view(torch.uint8) if whole.is_cpu else None
+        return whole.index_select(0, self._offsets) if whole.is_cpu else None
 
     def take_back(self) -> bool:
         """Parameters that were given other memory (``p.data = ...``) come back with its values."""
@@ -115,10 +118,16 @@ class Changes:
             return False
         base, size = buffer.data_ptr(), buffer.itemsize
         with as_plain_tensors():
+            addresses = [base + start * size for start in self._starts]
+            found = list(map(Tensor.data_ptr, group.parameters))
+            if found == addresses:
+                return False
             moved = [
                 (slot, parameter)
-                for slot, parameter in zip(group.layout.slots, group.parameters, strict=True)
-                if parameter.data_ptr() != base + slot.start * size and parameter.numel()
+                for slot, parameter, here, address in zip(
+                    group.layout.slots, group.parameters, found, addresses, strict=True
+                )
+                if here != address and parameter.numel()
             ]
             for slot, parameter in moved:
                 view = buffer[slot.start : slot.stop].view(slot.shape)

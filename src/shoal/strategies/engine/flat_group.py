@@ -18,7 +18,7 @@ narrower one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -32,7 +32,9 @@ from shoal.sharding.layout import GroupLayout
 from shoal.strategies.engine.absent import AbsentParameter
 from shoal.strategies.engine.changes import Changes
 from shoal.strategies.engine.common_memory import CommonWhole
+from shoal.strategies.engine.gather_buffers import GatherBuffer
 from shoal.torch_internals.tensors import as_plain_tensors
+from shoal.torch_support.memory import make_worthless
 
 if TYPE_CHECKING:
     from shoal.strategies.engine.gathering import Gathering
@@ -99,7 +101,7 @@ class FlatGroup:
         self.index, self.layout, self.parameters = index, layout, list(parameters)
         self.names = [slot.name for slot in layout.slots]
         self._num_elements = layout.num_elements
-        self._slots = [(slot.start, slot.stop, slot.shape) for slot in layout.slots]
+        self._places = [(slot.shape, _strides(slot.shape), slot.start) for slot in layout.slots]
         self.residence, self.owns_part = storage.residence, storage.owns_part
         self.is_sharded = storage.residence is Residence.SHARDED
         """Whether the whole is gathered and freed."""
@@ -116,7 +118,13 @@ class FlatGroup:
         self._classes = [type(parameter) for parameter in parameters]
         first = parameters[0].detach()
         self.master_dtype = first.dtype
-        self._nothing = first.new_zeros((), dtype=storage.dtype)
+        # If anything gets at the values of an absent parameter, it shall not be overlooked.
+        self._nothing = first.new_empty((), dtype=storage.dtype)
+        make_worthless(self._nothing)
+        # What absent parameters have for values: a shape, and one number.
+        self._shapes = [self._nothing.expand(slot.shape) for slot in layout.slots]
+        self.memory_layout = (self._nothing.dtype, first.device, *self._places)
+        """The same for groups that can be gathered into the same memory."""
         self.is_mixed = first.dtype is not self._nothing.dtype
         """Whether masters have a dtype of their own."""
         self.low, self.high = layout.bounds[backend.rank], layout.bounds[backend.rank + 1]
@@ -128,6 +136,7 @@ class FlatGroup:
         self.shard = self._make_shard(backend)
         self.master = self._make_master(values)
         self.point_at(self.whole)
+        self._buffer = GatherBuffer(self.whole, self) if self.is_sharded else None
         self.account = account
         self.changes = Changes(self)
         account.add("parameters", self.num_bytes_held)
@@ -193,13 +202,28 @@ class FlatGroup:
 
     def views_of(self, buffer: Tensor) -> list[Tensor]:
         """Each parameter's elements of a buffer that is laid out like the whole."""
-        return [buffer[start:stop].view(shape) for start, stop, shape in self._slots]
+        base, as_strided = int(buffer.storage_offset()), buffer.as_strided
+        return [as_strided(shape, strides, base + start) for shape, strides, start in self._places]
 
     def point_at(self, buffer: Tensor) -> None:
         """Makes the parameters views of a buffer that is laid out like the whole."""
+        self._show(self.views_of(buffer))
+
+    def _show(self, values: Iterable[Tensor]) -> None:
         with as_plain_tensors():  # this is no access that wants values
-            for view, parameter in zip(self.views_of(buffer), self.parameters, strict=True):
-                parameter.data = view
+            for parameter, value in zip(self.parameters, values, strict=True):
+                parameter.data = value
+
+    def gradients(self) -> list[Tensor | None]:
+        """What the parameters show for gradients, whether they have values or not."""
+        with as_plain_tensors():
+            return [parameter.grad for parameter in self.parameters]
+
+    def show_gradients(self, gradients: Iterable[Tensor | None]) -> None:
+        """Lets the parameters show these for gradients."""
+        with as_plain_tensors():
+            for parameter, gradient in zip(self.parameters, gradients, strict=True):
+                parameter.grad = gradient
 
     def refresh(self) -> None:
         """The optimizer has stepped the masters: what they are masters of follows."""
@@ -213,51 +237,48 @@ class FlatGroup:
         assert is_possible, f"parameter group {self.index} is {self.state}, so not {state} next"
         self.state = state
 
-    # What is made in inference mode could not be trained with afterwards.
-    @torch.inference_mode(False)
-    def to_coming(self) -> None:
-        """Allocates the whole, for a gather to fill."""
+    def to_coming(self, buffer: GatherBuffer) -> None:
+        """A gather is about to fill the buffer."""
         self._enter(GroupState.COMING)
-        self.whole = self.shard.new_empty(self._num_elements)
-        self.account.add("parameters", self.whole.nbytes)
+        self._buffer, self.whole = buffer, buffer.whole
 
-    def to_failed(self) -> None:
-        """The gather failed."""
+    def to_failed(self) -> GatherBuffer:
+        """The gather failed; returns its memory."""
         self._enter(GroupState.ABSENT)
-        self._drop_whole()
+        return self._give_up_whole()
 
-    @torch.inference_mode(False)
     def to_present(self, *, is_watched: bool = False) -> None:
         """The whole has been filled: the parameters can be used.
 
         ``is_watched``: they keep their other class, which knows when they are used.
         """
         self._enter(GroupState.PRESENT)
-        self.point_at(self.whole)
+        assert self._buffer is not None
+        self._show(self._buffer.views)
         self.changes.settle()
         if not is_watched:
             self.stop_watching()
 
-    @torch.inference_mode(False)
-    def to_absent(self, gathering: Gathering) -> None:
-        """Frees the whole; it is gathered again when it is used nevertheless."""
+    def to_absent(self, gathering: Gathering) -> GatherBuffer:
+        """Gives the whole up and returns its memory; a use of the parameters gathers it again."""
         self.changes.adopt()
         self._enter(GroupState.ABSENT)
-        with as_plain_tensors():
-            for (_, _, shape), parameter in zip(self._slots, self.parameters, strict=True):
-                parameter.data = self._nothing.expand(shape)
+        self._show(self._shapes)
         if self.was_outside_pass:
+            assert self._buffer is not None
+            self._buffer.views.clear()  # what is referenced from now on is users'
             self.changes.note_freed()
         self.was_outside_pass = False
-        self._drop_whole()
         self.watch(gathering)
         # What autograd saved of them without our hooks must not be taken for their values.
         torch.autograd.graph.increment_version(self.parameters)
         self.num_freed += 1
+        return self._give_up_whole()
 
-    def _drop_whole(self) -> None:
-        self.account.add("parameters", -self.whole.nbytes)
-        self.whole = self._nothing
+    def _give_up_whole(self) -> GatherBuffer:
+        buffer, self._buffer, self.whole = self._buffer, None, self._nothing
+        assert buffer is not None
+        return buffer
 
     def to_exposed(self, masters: Tensor) -> None:
         """Lets the parameters show a copy of all masters, in their dtype."""
@@ -289,6 +310,11 @@ class FlatGroup:
     def stop_watching(self) -> None:
         """Gives the parameters their own class back."""
         for parameter, kind in zip(self.parameters, self._classes, strict=True):
-            if isinstance(parameter, AbsentParameter):
+            if type(parameter) is AbsentParameter:
                 parameter.__class__ = kind  # type: ignore[assignment]
                 del parameter._group, parameter._gathering
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Those of a contiguous tensor."""
+    return torch.empty(tuple(shape), device="meta").stride()

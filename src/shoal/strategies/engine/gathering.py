@@ -20,6 +20,7 @@ from shoal.strategies.consistency.progress import Progress
 from shoal.strategies.consistency.rounds import Round, Vote
 from shoal.strategies.engine.absent import SavedParameters
 from shoal.strategies.engine.flat_group import FlatGroup, GroupState
+from shoal.strategies.engine.gather_buffers import GatherBuffers
 from shoal.torch_internals.autograd import has_saved_tensors_hooks
 from shoal.torch_internals.modules import is_compiled
 from shoal.torch_internals.tensors import keeping_version
@@ -53,6 +54,7 @@ class Gathering:
         self._groups = {group.index: group for group in groups if group.is_sharded}
         self._backend, self._progress = backend, progress
         self._coming: dict[int, Work[Tensor]] = {}
+        self._buffers = GatherBuffers(self._groups.values())
         self._plan = PassPlan(list(self._groups))
         self._round = Round([])
         self._seen: list[int] = []
@@ -95,6 +97,7 @@ class Gathering:
             self._finish_round()
         self._what = _OUTSIDE
         self.free_unless_kept()
+        self._buffers.clear()
         for group in self._groups.values():
             group.was_outside_pass = group.is_present
         if not self._plan.is_learned:
@@ -158,12 +161,14 @@ class Gathering:
         self._finish(group)
         group.changes.adopt()
         if group.state is GroupState.ABSENT:  # else another rank needs it again: take part
-            group.to_coming()
+            group.to_coming(self._buffers.take(group))
             self.saved.note_whole(group)
-        with self._filling(group):
-            operation = AllGather(group.shard, group.whole)
-            operation.signature = f"gather of parameter group {group.index}: {operation.signature}"
-            self._coming[group.index] = self._backend.run(operation, async_op=True)
+        self._fill(group, self._begin_gather)
+
+    def _begin_gather(self, group: FlatGroup) -> None:
+        operation = AllGather(group.shard, group.whole)
+        operation.signature = f"gather of parameter group {group.index}: {operation.signature}"
+        self._coming[group.index] = self._backend.run(operation, async_op=True)
 
     def _finish(self, group: FlatGroup) -> None:
         if group.index not in self._coming:
@@ -178,20 +183,21 @@ class Gathering:
             group.changes.is_doubtful = True
 
     def _wait(self, group: FlatGroup) -> None:
-        with self._filling(group):
-            self._coming[group.index].wait()
+        self._fill(group, lambda _: self._coming[group.index].wait())
 
-    @contextmanager
-    def _filling(self, group: FlatGroup) -> Iterator[None]:
-        """Around what fills the whole: no change for autograd, and undone where it fails."""
+    def _fill(self, group: FlatGroup, task: Callable[[FlatGroup], object]) -> None:
+        """Does what fills the whole: no change for autograd, and undone where it fails."""
         try:
-            with keeping_version(group.whole):
-                yield
+            if group.state is GroupState.COMING:  # memory that nobody has seen yet
+                task(group)
+            else:
+                with keeping_version(group.whole):
+                    task(group)
         except BaseException:
             self._coming.pop(group.index, None)
             if group.state is GroupState.COMING:
                 self.saved.forget_whole(group)
-                group.to_failed()
+                self._buffers.give(group, group.to_failed(), may_reuse=False)
             raise
 
     def finish_coming(self) -> None:
@@ -219,15 +225,18 @@ class Gathering:
             self.free_all()
 
     def _free_others(self, needed: FlatGroup) -> None:
-        for group in self._groups.values():
-            if group is not needed and group.index not in self._plan.lasting:
+        lasting = self._plan.lasting
+        for index, group in self._groups.items():
+            is_here = group.state is GroupState.PRESENT
+            if is_here and group is not needed and index not in lasting:
                 self._free(group)
 
     def _free(self, group: FlatGroup) -> None:
         is_idle = group.state is GroupState.PRESENT and not group.pins
         if is_idle and group.is_sharded and group.index not in self._coming:
             self.saved.forget_whole(group)
-            group.to_absent(self)
+            is_private = self._is_in_pass and not group.was_outside_pass
+            self._buffers.give(group, group.to_absent(self), may_reuse=is_private)
 
     @contextmanager
     def keeping(self) -> Iterator[None]:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,12 @@ from torch import Tensor, nn
 
 from shoal.comm import Backend
 from shoal.errors import ShoalError
-from shoal.strategies.engine.admission import ParameterRoster, check_forward_mode, is_transforming
+from shoal.strategies.engine.admission import (
+    ParameterRoster,
+    check_forward_mode,
+    is_transforming,
+    refuse_surrounding_ddp,
+)
 from shoal.strategies.engine.gathering import PassPlan, pin_compiled, pin_parents
 from shoal.strategies.gradients.group_gradients import GroupGradients
 from shoal.strategies.gradients.reductions import Reductions
@@ -58,7 +64,7 @@ class Passes:
         """How often gradients were averaged as part of a backward."""
         self._in_backward = self._is_in_parts = False
         self._saving: list[Any] = []
-        self._arrivals = Arrivals(self._arrived)
+        self._arrivals = Arrivals(self._arrived)  # type: ignore[arg-type]
         self._common_bytes = sum(group.whole.nbytes for group in engine.groups if group.is_common)
 
     def install(self) -> list[Any]:
@@ -98,6 +104,7 @@ class Passes:
         if self.is_recomputing() or is_transforming():
             return None
         if is_training:
+            refuse_surrounding_ddp()
             self._roster.check()
             if module.training and engine.input_watch.rounds_left:
                 engine.input_watch.see((args, kwargs))
@@ -263,10 +270,10 @@ class Passes:
 class Arrivals:
     """The hooks of one engine."""
 
-    def __init__(self, tell: Callable[[int, int], None]) -> None:
+    def __init__(self, tell: MethodType) -> None:
         """``tell``: a method that is given a parameter's group and its index there."""
         # Python's collector does not follow references from a parameter to its hooks.
-        self._tell = weakref.WeakMethod(tell)
+        self._owner, self._tell = weakref.ref(tell.__self__), tell.__func__
         self._hooks: list[tuple[MutableMapping[int, Any], int, dict[str, Any]]] = []
         self.are_stepped = False
         """Whether an optimizer steps some parameters as their gradients arrive."""
@@ -283,11 +290,11 @@ class Arrivals:
         was_trainable = parameter.requires_grad
         # A hook can only be hung on a parameter that is trainable, and it may become so later.
         parameter.requires_grad_(True)
-        owner = self._tell
+        owner, tell = self._owner, self._tell
 
         def arrived(_: Tensor) -> None:
-            if (tell := owner()) is not None:
-                tell(group, index)
+            if (passes := owner()) is not None:
+                tell(passes, group, index)
 
         arrived.owner = owner  # type: ignore[attr-defined]
         handle = parameter.register_post_accumulate_grad_hook(arrived)

@@ -7,11 +7,14 @@ moved into the group's buffer, all with one call, and the parameters drop them.
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 from torch import Tensor
 
 from shoal.comm import Backend, ReduceOp, Work
 from shoal.errors import ShoalError
 from shoal.strategies.engine.flat_group import FlatGroup
+from shoal.strategies.gradients.compressed.exchange import CompressedExchange, Exchange
 from shoal.strategies.gradients.memory import BufferPool, GradientMemory
 from shoal.strategies.gradients.reductions import AverageToAll, AverageToParts, Flagged, Flags
 from shoal.strategies.gradients.sharded.owners import GradientOwners
@@ -31,6 +34,7 @@ class GroupGradients:
         owners: GradientOwners,
         is_sharded: bool,
         is_hidden: bool = False,
+        exchange: CompressedExchange | None = None,
     ) -> None:
         """Nothing has arrived yet.
 
@@ -41,9 +45,11 @@ class GroupGradients:
             owners: The ranks that hold the gradients between them afterwards.
             is_sharded: Whether only this rank's part outlives the reduction.
             is_hidden: Whether parameters are parts themselves, and so is what they show.
+            exchange: How gradients travel where they are compressed.
         """
         self.group, self._backend, self.is_sharded = group, backend, is_sharded
         self.memory = GradientMemory(group, pool, is_sharded=is_sharded)
+        self.exchange = exchange
         self.arrived: list[int] = []
         """Parameters whose gradients are there and not collected yet."""
         self.waiting = 0
@@ -55,6 +61,8 @@ class GroupGradients:
         self.used: set[int] = set()
         """Parameters that have a gradient on some rank."""
         self.adds_in_place = False
+        self._all = frozenset(range(len(group.parameters)))
+        self._no_gradients = [None] * len(group.parameters)
         self._reduction: tuple[Flagged, Work[Tensor]] | None = None
         self._versions = 0
         rank = backend.rank if is_sharded else 0
@@ -69,7 +77,8 @@ class GroupGradients:
 
     def expect(self) -> None:
         """A backward pass begins: every trainable parameter may get a gradient."""
-        missing = sum(parameter.requires_grad for parameter in self.group.parameters)
+        with as_plain_tensors():
+            missing = sum([parameter.requires_grad for parameter in self.group.parameters])
         self.waiting = missing - len(self.arrived)
         self._versions = self._sum_versions()
 
@@ -115,15 +124,33 @@ class GroupGradients:
 
     def collect(self) -> None:
         """Moves what has arrived into the buffer; see [Note: arriving]."""
-        if not self.arrived:
+        if not self.arrived or self._is_exchanging():
             return
         self.finish_reduction()  # one that comes late adds to what was averaged already
         arrived, self.arrived = self.arrived, []
+        if not self._collect_all(arrived):
+            self._collect_some(arrived)
+
+    def _collect_all(self, arrived: list[int]) -> bool:
+        """Whether all gradients came at once, as they mostly do, and have been moved."""
+        parameters = self.group.parameters
+        if len(arrived) != len(parameters) or self.collected or self.adds_in_place:
+            return False
+        gradients = [gradient for gradient in self.group.gradients() if _is_plain(gradient)]
+        if len(gradients) != len(parameters):
+            return False
+        self.group.show_gradients(self._no_gradients)
+        foreach_copy_(self.memory.views(), gradients)
+        self.collected, self.local = set(self._all), set(self._all)
+        return True
+
+    def _collect_some(self, arrived: list[int]) -> None:
         views = self.memory.views()
         fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
         more: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for index in dict.fromkeys(arrived):
-            gradient = self._take_gradient(index)
+        with as_plain_tensors():  # these are no accesses that want values
+            taken = [(index, self._take_gradient(index)) for index in dict.fromkeys(arrived)]
+        for index, gradient in taken:
             if gradient is None:  # a hook has set it to None
                 self.forget(index)
                 continue
@@ -148,9 +175,8 @@ class GroupGradients:
 
     def _take_gradient(self, index: int) -> Tensor | None:
         parameter = self.group.parameters[index]
-        with as_plain_tensors():  # this is no access that wants values
-            gradient = parameter.grad
-            parameter.grad = None  # so that nothing is added to a buffer that is being reduced
+        gradient = parameter.grad
+        parameter.grad = None  # so that nothing is added to a buffer that is being reduced
         if isinstance(gradient, ShardedGradient):
             gradient = gradient.arrived
         return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
@@ -159,17 +185,40 @@ class GroupGradients:
 
     def start_reduction(self) -> None:
         """Averages over the ranks in the background."""
-        self.collect()
         self.finish_reduction()
+        self.collect()
         if self.adds_in_place:
             for parameter in self.group.parameters:
                 parameter.grad = None
         self.memory.zero_all_but(self.collected)
         self.local.clear()
+        flags = Flags(self.collected, len(self.group.parameters))
+        if self.exchange is not None:
+            if self.exchange.is_active:
+                exchange = self._start_exchange(self.exchange, flags)
+                self._reduction = exchange.operation, exchange
+                return
+            self.exchange.count_uncompressed()
         operation = self._make_average(self.memory.take_whole())
-        operation.carry(Flags(self.collected, len(self.group.parameters)))
-        operation.signature += f" of gradient group {self.group.index}"
+        operation.carry(flags)
+        operation.signature = self._average_text(operation)
         self._reduction = operation, self._backend.start(operation)
+
+    def _average_text(self, operation: Flagged) -> str:
+        return f"average of gradients (group {self.group.index}): {operation.signature}"
+
+    def _start_exchange(self, exchange: CompressedExchange, flags: Flags) -> Exchange:
+        whole, out = self.memory.take_whole(), None
+        if self.is_sharded and self.memory.shard is None:
+            out = self.memory.shard_memory()
+        return exchange.start(whole, flags, self.collected, out)
+
+    def _is_exchanging(self) -> bool:
+        """Whether payloads are under way, which must not be waited for now.
+
+        What arrives meanwhile stays with its parameter; see [Note: two phases].
+        """
+        return self._reduction is not None and isinstance(self._reduction[1], Exchange)
 
     def _make_average(self, whole: Tensor) -> Flagged:
         if not self.is_sharded:
@@ -202,7 +251,7 @@ class GroupGradients:
         assert held is not None
         operation = AverageToAll(held, ReduceOp.AVERAGE)
         operation.carry(Flags(self.used, len(self.group.parameters)))
-        operation.signature += f" of gradient group {self.group.index} over the replicas"
+        operation.signature = f"{self._average_text(operation)} over the replicas"
         replicas.run(operation)
         self.used |= operation.flags.union
 
@@ -264,3 +313,10 @@ class GroupGradients:
     def num_bytes_held(self) -> int:
         """Bytes of gradients that this rank holds now."""
         return self.memory.num_bytes_held
+
+
+def _is_plain(gradient: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether it is a dense tensor and nothing more."""
+    if type(gradient) is not Tensor:
+        return False
+    return not gradient.requires_grad and not gradient.is_sparse

@@ -10,6 +10,8 @@ from torch import Tensor
 from shoal.comm import Backend
 from shoal.comm.accounting import Account
 from shoal.strategies.engine.flat_group import FlatGroup
+from shoal.strategies.engine.gather_buffers import fills_freed
+from shoal.torch_support.memory import make_worthless
 
 # Of how many buffers a group remembers the views.
 _MOST_VIEWS = 8
@@ -22,6 +24,7 @@ class BufferPool:
         """Nothing in it yet."""
         self._backend, self.account = backend, account
         self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        self._fills = fills_freed()
 
     def take(self, like: Tensor, numel: int) -> Tensor:
         """A buffer of at least that length, with any contents."""
@@ -38,6 +41,8 @@ class BufferPool:
 
     def give(self, buffer: Tensor) -> None:
         """Takes a buffer back."""
+        if self._fills:
+            make_worthless(buffer)
         self._free[buffer.dtype, buffer.device].append(buffer)
 
 
@@ -53,7 +58,7 @@ class GradientMemory:
         """This rank's part of the average, where only that is kept."""
         self._buffer: Tensor | None = None
         self._shard_memory: Tensor | None = None
-        self._views: dict[int, list[Tensor]] = {}
+        self._views: dict[int, tuple[list[Tensor], Tensor]] = {}
 
     def take_whole(self) -> Tensor:
         """The buffer of the whole gradient; one from the pool if there is none yet."""
@@ -65,14 +70,18 @@ class GradientMemory:
 
     def views(self) -> list[Tensor]:
         """Each parameter's part of the whole gradient."""
+        return self._cut()[0]
+
+    def _cut(self) -> tuple[list[Tensor], Tensor]:
+        """The parts of the parameters, and what lies behind the last of them."""
         whole = self.take_whole()
-        views = self._views.get(whole.data_ptr())
-        if views is None:
-            views = self._group.views_of(whole)
+        parts = self._views.get(whole.data_ptr())
+        if parts is None:
+            parts = self._group.views_of(whole), whole[self._group.layout.slots[-1].stop :]
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
-            self._views[whole.data_ptr()] = views
-        return views
+            self._views[whole.data_ptr()] = parts
+        return parts
 
     def drop_whole(self) -> None:
         """Gives the buffer back to the pool."""
@@ -132,7 +141,7 @@ class GradientMemory:
                 if index not in collected:
                     whole[slot.start : slot.stop].zero_()
         # Clipping by a norm that is not finite leaves no zeros behind the last slot.
-        whole[slots[-1].stop :].zero_()
+        self._cut()[1].zero_()
 
     @property
     def num_bytes_held(self) -> int:

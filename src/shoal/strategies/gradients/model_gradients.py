@@ -21,6 +21,7 @@ from shoal.comm.operation import Barrier
 from shoal.comm.operation.base import Header
 from shoal.errors import MismatchError, ShoalError
 from shoal.strategies.gradients.clipping import clip_norm
+from shoal.strategies.gradients.compressed.exchange import CompressedExchange, ExchangeQueue
 from shoal.strategies.gradients.group_gradients import GroupGradients
 from shoal.strategies.gradients.memory import BufferPool
 from shoal.strategies.gradients.reductions import Flagged, Flags
@@ -28,6 +29,7 @@ from shoal.strategies.gradients.sharded.owners import GradientOwners
 
 if TYPE_CHECKING:
     from shoal.strategies.engine.engine import Engine
+    from shoal.strategies.engine.flat_group import FlatGroup
 
 
 class ModelGradients:
@@ -40,9 +42,19 @@ class ModelGradients:
         is_sharded = engine.sharding.gradients and shard_group.size > 1
         pool = BufferPool(shard_group, engine.account)
         self.owners = GradientOwners(engine, meeting if is_sharded else None)
+        self.exchanges: ExchangeQueue | None = None
+        """Where gradients travel compressed."""
+        if settings.compression is not None and shard_group.size > 1:
+            self.exchanges = ExchangeQueue(shard_group.lane(self))
         self.groups = [
             GroupGradients(
-                group, pool, reduce_group, self.owners, is_sharded, settings.hides_gradients
+                group,
+                pool,
+                reduce_group,
+                self.owners,
+                is_sharded,
+                settings.hides_gradients,
+                self._exchange(group, reduce_group, is_sharded=is_sharded),
             )
             for group in engine.groups
         ]
@@ -50,6 +62,17 @@ class ModelGradients:
         self.num_averaged = 0
         """How often there were averaged gradients after a reduction, on any rank and so on all."""
         self._num_averaged_stepped = 0
+
+    def _exchange(
+        self, group: FlatGroup, backend: Backend, *, is_sharded: bool
+    ) -> CompressedExchange | None:
+        compression = self._engine.settings.compression
+        if self.exchanges is None or compression is None:
+            return None
+        account = self._engine.account
+        return CompressedExchange(
+            group, compression, backend, self.exchanges, account, is_sharded=is_sharded
+        )
 
     def __iter__(self) -> Iterator[GroupGradients]:
         """Group by group."""
@@ -72,6 +95,8 @@ class ModelGradients:
 
     def note_stepped(self) -> None:
         """An optimizer has used what there is."""
+        if self.exchanges is not None and self.num_averaged > self._num_averaged_stepped:
+            self.exchanges.num_steps += 1
         self._num_averaged_stepped = self.num_averaged
 
     def show(self) -> None:
@@ -251,7 +276,7 @@ class HandMade:
 class _Question(Flagged, Barrier):
     """Which groups have gradients that any rank put in by hand."""
 
-    signature = "step, or another use of gradients that may have been put in by hand"
+    signature = "use of gradients that may have been put in by hand"
 
     def __init__(self, own: set[int], count: int) -> None:
         self.carry(Flags(own, count))

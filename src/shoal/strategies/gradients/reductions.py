@@ -9,7 +9,8 @@ reduction, as bits, so that knowing it costs nothing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 from shoal.comm import Backend
@@ -34,12 +35,10 @@ class Flags:
 
     def __init__(self, named: set[int], count: int) -> None:
         """``named``: numbers below ``count``."""
-        words = [0] * (-(-count // _BITS))
-        for number in named:
-            words[number // _BITS] |= 1 << (number % _BITS)
-        self.words = tuple(words)
+        is_all = len(named) == count
+        self.words = _words_of_all(count) if is_all else _words_of(named, count)
         self.union: set[int] = set()
-        self._all = set(range(count)) if len(named) == count else None
+        self._all = set(range(count)) if is_all else None
 
     def unite(self, headers: Sequence[Header]) -> None:
         """Learns from all headers what any rank names."""
@@ -51,6 +50,19 @@ class Flags:
             for header in headers:
                 union |= header.meta[word]
             self.union |= {word * _BITS + bit for bit in range(_BITS) if union >> bit & 1}
+
+
+def _words_of(named: Iterable[int], count: int) -> tuple[int, ...]:
+    words = [0] * (-(-count // _BITS))
+    for number in named:
+        words[number // _BITS] |= 1 << (number % _BITS)
+    return tuple(words)
+
+
+@cache
+def _words_of_all(count: int) -> tuple[int, ...]:
+    """The usual case, once for each size of a group."""
+    return _words_of(range(count), count)
 
 
 class Flagged(Operation):

@@ -99,12 +99,11 @@ class ShownGradients:
             return
         there = gradients.used | gradients.collected
         if len(there) == len(self._parameters) and not self._shows_parts:
-            views = self._views_of_whole().views()
-            for parameter, view in zip(self._parameters, views, strict=True):
-                parameter.grad = view
+            gradients.group.show_gradients(self._views_of_whole().views())
             return
-        for index, parameter in enumerate(self._parameters):
-            parameter.grad = self._view(index) if index in there else None
+        everything = range(len(self._parameters))
+        views = [self._view(index) if index in there else None for index in everything]
+        gradients.group.show_gradients(views)
 
     def _view(self, index: int) -> Tensor:
         """What a parameter shows."""
@@ -133,8 +132,7 @@ class ShownGradients:
             return
         self.forget_cleared()
         arrived = set(self._gradients.arrived)
-        for index, parameter in enumerate(self._parameters):
-            gradient = parameter.grad
+        for index, gradient in enumerate(self._gradients.group.gradients()):
             if gradient is None or index in arrived:
                 continue
             if isinstance(gradient, ShardedGradient):
@@ -144,10 +142,14 @@ class ShownGradients:
                 self.by_hand[index] = gradient
 
     def _is_as_shown(self) -> bool:
-        """Whether every parameter has the whole gradient that it was shown with."""
-        if self._shows_parts or self._whole_views is None:
+        """Whether every parameter has the gradient that it was shown with."""
+        gradients = self._gradients
+        if self._shows_parts:
+            there = gradients.used | gradients.collected
+            return self.parts.are_shown(gradients.group.gradients(), there)
+        if self._whole_views is None:
             return False
-        return self._whole_views.are_shown([parameter.grad for parameter in self._parameters])
+        return self._whole_views.are_shown(gradients.group.gradients())
 
     def _is_own(self, index: int, gradient: Tensor) -> bool:
         """Whether a plain gradient is the buffer's: ``.data = ...`` may have moved it."""
@@ -206,8 +208,9 @@ class ShownGradients:
     def forget_cleared(self) -> None:
         """A gradient that the user set to None is no longer there to be added to."""
         gradients = self._gradients
+        shown = gradients.group.gradients()
         for index in [*(gradients.used | gradients.collected)]:
-            if self._parameters[index].grad is None:
+            if shown[index] is None:
                 if self._is_averaged(index):
                     self._owners.note(f"{gradients.group.names[index]} has none")
                 gradients.forget(index)
@@ -254,8 +257,7 @@ class ShownGradients:
         gradients = self._gradients
         if gradients.used:
             self._owners.note(f"group {gradients.group.index} has none")
-        for parameter in self._parameters:
-            parameter.grad = None
+        gradients.group.show_gradients([None] * len(self._parameters))
         for index in list(self.parts.views):
             self.release(index)
         everything = range(len(self._parameters))
@@ -299,10 +301,17 @@ class PartViews:
         view = self.views[index]
         return sys.getrefcount(view) + sys.getrefcount(view.part)
 
-    def is_unchanged(self, index: int, gradient: Tensor) -> bool:
+    def are_shown(self, gradients: list[Tensor | None], there: Collection[int]) -> bool:
+        """Whether the parameters in ``there`` have what they were shown with, the others none."""
+        return all(
+            self.is_unchanged(index, gradient) if index in there else gradient is None
+            for index, gradient in enumerate(gradients)
+        )
+
+    def is_unchanged(self, index: int, gradient: Tensor | None) -> bool:
         """Whether a gradient is what the parameter was shown with."""
         view = self.views.get(index)
-        return view is gradient and view.replacement is None
+        return view is not None and view is gradient and view.replacement is None
 
     def release(self, index: int, *, is_averaged: bool) -> None:
         """What users still reference of a gradient that is gone stays what it was."""

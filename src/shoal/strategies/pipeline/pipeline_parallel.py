@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shoal.comm import Backend, Mesh, World
 from shoal.strategies.layers.materialization import share_values
+from shoal.strategies.layers.recomputation import Policy, stop_caching
 from shoal.strategies.model import ShardedModel, ranks_for
 from shoal.strategies.pipeline.pipeline import Pipeline
 from shoal.strategies.pipeline.schedules import Pass, Span, Tick, choose_chunks
@@ -56,6 +57,7 @@ class PipelineParallelModel(ShardedModel):
         outputs: str = "everywhere",
         mesh: Mesh | None = None,
         seed: int = 0,
+        activations: str | Policy | None = None,
         **options: Any,
     ) -> None:
         """Cuts the module; every rank starts from rank 0's values and keeps its layers.
@@ -77,6 +79,7 @@ class PipelineParallelModel(ShardedModel):
                 stage only.
             mesh: The axes, if they are laid out already.
             seed: For the values of what is on the meta device.
+            activations: Which are computed again in backward; see `ShardedModel`.
             options: As for `ShardedModel`, for the data axis.
         """
         backend = ranks_for(module, world)
@@ -90,7 +93,9 @@ class PipelineParallelModel(ShardedModel):
         num_chunks = group.size * chunks
         units = find_units(module, num_chunks)
         chunk_of_unit = cut_chain(units, num_chunks, cut, balance)
-        _stop_caching(module)
+        stop_caching(module)
+        # Before the stage intercepts the calls of units: a unit of another rank is not computed.
+        self._recompute(module, activations)
         stage = Stage(module, group, num_chunks, units, chunk_of_unit)
         # Before ShardedModel's constructor, which reads the first two; after it, attributes that
         # the class does not know would be set on the user's module.
@@ -103,7 +108,7 @@ class PipelineParallelModel(ShardedModel):
         self.pipeline = Pipeline(self, stage, schedule, count, chunks)
         # After the keys were listed, before the engine takes over what is left.
         stage.parameters.release()
-        super().__init__(module, mesh.group("data"), seed=seed, **options)
+        super().__init__(module, mesh.group("data"), seed=seed, activations=activations, **options)
         self.engine.ownership = Ownership((group,), other_layers=group)
         self.options |= {
             "pipeline": pipeline, "data": data, "zero": zero, "micro_batches": micro_batches,
@@ -218,8 +223,6 @@ class PipelineParallelModel(ShardedModel):
             for key in self._keys
         }
 
-    full_state_dict = state_dict
-
     def _share(self, value: Any, owner: int) -> Any:
         """The owner's value on every rank."""
         group = self.pipeline.stage.group
@@ -266,10 +269,3 @@ def _check_choices(zero: int, micro_batches: int | None, outputs: str) -> None:
         raise ValueError(f"need at least one micro-batch; got micro_batches={micro_batches}")
     if outputs not in ("everywhere", "last"):
         raise ValueError(f'outputs must be "everywhere" or "last"; got {outputs!r}')
-
-
-def _stop_caching(module: nn.Module) -> None:
-    """Hugging Face models cache all layers' keys and values in one object; no rank has them all."""
-    config: Any = getattr(module, "config", None)
-    if getattr(config, "use_cache", False):
-        config.use_cache = False

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shoal.comm import objects
 from shoal.comm.work import Work
 from shoal.errors import ShoalError
 from shoal.strategies.pipeline.learning.chunk_forward import ChunkForward
@@ -25,7 +24,6 @@ from shoal.strategies.pipeline.learning.route import (
 from shoal.strategies.pipeline.schedules import Pass, Span, Tick
 from shoal.strategies.pipeline.split_backward import SplitBackward
 from shoal.strategies.pipeline.stage import Stage
-from shoal.torch_support.memory import as_bytes
 
 if TYPE_CHECKING:
     from shoal.strategies.engine.passes import Passes
@@ -84,7 +82,7 @@ class StageLinks:
     def send_object(self, kind: LinkMessage, source: int, target: int, value: Any) -> None:
         """Sends plain data to a chunk of another rank."""
         tag, peer = self._tag(kind, source, target), self._stage.rank_of_chunk[target]
-        data = as_bytes(bytearray(objects.encode(value))).to(self._group.device)
+        data = self._group.encode_message(value, peer, tag)
         self._pending.append(self._group.start_send(data, peer, tag))
 
     def receive_object(self, kind: LinkMessage, source: int, target: int) -> Any:

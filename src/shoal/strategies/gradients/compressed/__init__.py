@@ -1,0 +1,1 @@
+"""Gradients that travel as payloads: `exchange.py` first, then `plan.py` and `residual.py`."""

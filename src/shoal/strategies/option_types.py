@@ -1,0 +1,76 @@
+"""What type checkers and editors know of strategies and their options.
+
+Constructors are what counts; a test compares them with what is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypedDict
+
+import torch
+
+from shoal.comm.mesh import Mesh
+from shoal.compression import Codec
+from shoal.strategies.layers.recomputation import Policy
+from shoal.strategies.tensor.plan.tensor_plan import TensorPlan
+
+DataParallelStrategy = Literal["auto", "ddp", "zero1", "zero2", "zero3", "fsdp"]
+Strategy = Literal[DataParallelStrategy, "tensor", "pipeline", "hybrid"]
+
+
+class DataParallelOptions(TypedDict, total=False):
+    """See `ShardedModel`."""
+
+    min_group_bytes: int | None
+    auto_sync: bool
+    sync_batchnorm: bool
+    average_buffers: bool
+    seed: int
+    mixed_precision: str | torch.dtype | None
+    replica: int
+    resident_below: int
+    check_every: int
+    activations: str | Policy | None
+    compression: str | Codec | None
+    error_feedback: bool
+    compression_warmup: int
+
+
+class TensorOptions(DataParallelOptions, total=False):
+    """See `TensorParallelModel`."""
+
+    tensor: int | None
+    data: int | None
+    zero: int
+    plan: Mapping[str, str] | TensorPlan | None
+    sequence_parallel: bool
+    split_logits: bool
+
+
+class _StageOptions(DataParallelOptions, total=False):
+    """What pipelines have with and without split layers."""
+
+    data: int | None
+    zero: int
+    micro_batches: int | None
+    schedule: str
+    chunks: int | None
+    cut: Sequence[str] | None
+    balance: Mapping[str, float] | None
+    outputs: str
+
+
+class PipelineOptions(_StageOptions, total=False):
+    """See `PipelineParallelModel`."""
+
+    pipeline: int | None
+    mesh: Mesh | None
+
+
+class HybridOptions(_StageOptions, total=False):
+    """See `HybridShardedModel`."""
+
+    tensor: int
+    pipeline: int
+    plan: Mapping[str, str] | TensorPlan | None

@@ -1,0 +1,80 @@
+"""Compressed gradients over real transports, and on the data axis of models that are cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import pools
+import shoal
+from shoal.compression import parse
+from strategies.gradients.compressed.replay import Replay
+from strategies.gradients.compressed.test_exchange import SHAPES, STEPS, some_steps, wishes
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.mark.parametrize("name", ["int8", "topk:0.1", "powersgd:2"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_processes_equal_the_definition(backend: str, strategy: str, name: str) -> None:
+    results = pools.Team(backend, 2).run(some_steps, strategy, name, True)
+    shapes = [(key, torch.Size(shape)) for key, shape in SHAPES]
+    replay = Replay(parse(name), shapes, 2, sharded=strategy != "ddp")
+    for step in range(STEPS):
+        flat = [replay.flat([*wishes(step, rank).values()]) for rank in range(2)]
+        average = replay.average(flat)
+        found = [replay.flat([*result[step].values()]) for result in results]
+        assert torch.equal(found[0], found[1])
+        assert torch.allclose(found[0], average, rtol=1e-5, atol=1e-6)
+
+
+def built() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 4)
+    )
+
+
+def trained(compression: str | None, **options: Any) -> dict[str, torch.Tensor]:
+    module = built()
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer = shoal.as_distributed(module, optimizer, compression=compression, **options)
+    group = model.data_group
+    for step in range(5):
+        generator = torch.Generator().manual_seed(10 * step + group.rank)
+        x = torch.randn(8, 8, generator=generator)
+        optimizer.zero_grad()
+        model.train_step(x, x[:, :4], F.mse_loss)
+        optimizer.step()
+    if compression not in (None, "none"):
+        counted = shoal.world().stats().compression
+        assert 0 < counted.sent_bytes <= 0.5 * counted.raw_bytes
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "tensor", "tensor": 2},
+        {"strategy": "tensor", "tensor": 2, "zero": 2},
+        {"strategy": "pipeline", "pipeline": 2, "micro_batches": 2},
+        {"strategy": "hybrid", "tensor": 1, "pipeline": 2, "zero": 1, "micro_batches": 2},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_on_the_data_axis(options: dict[str, Any]) -> None:
+    def run(compression: str | None) -> list[Any]:
+        return shoal.run(lambda: trained(compression, **options), 4, "memory", timeout=60)
+
+    exact = run(None)[0]
+    for name, tolerance in (("none", 1e-5), ("bf16", 2e-3), ("int8", 2e-2)):
+        states = run(name)
+        for state in states:
+            for key, value in state.items():
+                assert torch.equal(value, states[0][key])
+                assert torch.allclose(value, exact[key], rtol=0, atol=tolerance), key
