@@ -1,4 +1,4 @@
-"""Checks the documentation: relative links resolve, Python examples compile, names exist.
+"""Checks the documentation: links resolve, all pages are linked, examples compile, names exist.
 
 The last holds for pages that describe the source: what they name in backticks (`comm/world.py`,
 `Backend`, `Engine.step`, `all_reduce()`, `[Note: lanes]`) must be there.
@@ -56,6 +56,23 @@ def broken_links(page: Path, text: str) -> Iterator[str]:
             yield f"{page}: link to {link}, but there is no {target}"
         elif anchor and target.suffix == ".md" and anchor not in anchors(target):
             yield f"{page}: link to {link}, but {target} has no such heading"
+
+
+def unreachable(root: Path = ROOT) -> Iterator[str]:
+    """Pages that nobody finds who begins with the README and follows links."""
+    reached: set[Path] = set()
+    waiting = [root / "README.md"]
+    while waiting:
+        page = waiting.pop().resolve()
+        if page in reached or page.suffix != ".md" or not page.is_file():
+            continue
+        reached.add(page)
+        text = FENCE.sub("", page.read_text(encoding="utf-8"))
+        links = (match[1] or match[2] for match in LINK.finditer(text))
+        waiting += [page.parent / link.partition("#")[0] for link in links if link[0] != "#"]
+    for page in pages(root):
+        if page.is_relative_to(root / "docs") and page.resolve() not in reached:
+            yield f"{page}: no link leads here from {root / 'README.md'}"
 
 
 def anchors(page: Path) -> set[str]:
@@ -142,9 +159,11 @@ def notes_in(root: Path) -> frozenset[str]:
 
 def main() -> int:
     found = [problem for page in pages() for problem in problems(page)]
+    found += unreachable()
     for path in (ROOT / "src").rglob("*.py"):
         found += unknown_notes(path, path.read_text(encoding="utf-8"))
-    print("\n".join(found) or f"{len(pages())} pages: links resolve, examples compile, names exist")
+    order = "links resolve and lead to all, examples compile, names exist"
+    print("\n".join(found) or f"{len(pages())} pages: {order}")
     return 1 if found else 0
 
 

@@ -12,18 +12,11 @@ import pytest
 import leaks
 import pools
 from faults.gate import Gate
-from shoal.comm.bootstrap.store import store_for_one_host
 from shoal.launch.function.forkserver.forkserver import fork_server
 
 
-@pytest.fixture(scope="session")
-def first_store() -> None:
-    """The first store of a process leaves a pipe of libuv's behind, for good."""
-    store_for_one_host()
-
-
 @pytest.fixture(autouse=True)
-def forkserver_is_up(first_store: None) -> None:
+def forkserver_is_up() -> None:
     """It serves all tests, so it is no leak of the first one; other tests' pools are gone."""
     pools.close_all()
     fork_server()

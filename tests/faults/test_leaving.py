@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,9 +14,21 @@ import torch
 
 import shoal
 from faults.gate import Gate
-from faults.worlds import ALL, MOST, NEWS_S, assert_blames, outcomes, timed, values, world
+from faults.worlds import (
+    ALL,
+    MOST,
+    NEWS_S,
+    assert_blames,
+    outcomes,
+    outcomes_between_hosts,
+    timed,
+    values,
+    world,
+)
 from shoal.comm.shm import segments
+from shoal.comm.world import World
 from shoal.errors import ClosedError
+from shoal.system.threads import stack
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -152,3 +168,49 @@ def use_after_shutdown() -> None:
 @pytest.mark.parametrize(("backend", "ranks"), MOST)
 def test_a_world_that_was_shut_down_says_so(backend: str, ranks: int) -> None:
     values(outcomes(use_after_shutdown, backend=backend, ranks=ranks))
+
+
+CALLS: dict[str, Callable[[World], object]] = {
+    "send": lambda world: world.send(torch.ones(3), dst=1),
+    "recv": lambda world: world.recv(src=1),
+    "all_reduce": lambda world: world.all_reduce(torch.ones(3)),
+}
+
+
+def leave_with_a_thread_in(how: str, gate: Gate) -> str:
+    """Rank 0 leaves while a thread of its own waits for rank 1, which never comes."""
+    world, errors = shoal.world(), list[BaseException]()
+    if world.rank == 1:
+        gate.wait()
+        return ""
+
+    def call() -> None:
+        try:
+            CALLS[how](world)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    frames = lambda: sys._current_frames().get(thread.ident or 0)  # noqa: E731
+    while not any(each.f_code.co_name in ("pause", "collect") for each in stack(frames())):
+        time.sleep(0.001)
+    world.shutdown()
+    thread.join(30)
+    gate.open()
+    (error,) = errors
+    return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("how", [*CALLS])
+@pytest.mark.parametrize(("backend", "ranks"), [world("shm", 2), world("gloo", 2)])
+def test_a_thread_that_still_waits_is_told_that_its_rank_has_left(
+    backend: str, ranks: int, how: str, gate: Gate
+) -> None:
+    results = values(outcomes(leave_with_a_thread_in, how, gate, backend=backend, ranks=ranks))
+    assert results[0].startswith("ClosedError: this world was shut down")
+
+
+def test_a_thread_that_still_waits_between_hosts(gate: Gate) -> None:
+    results = values(outcomes_between_hosts(leave_with_a_thread_in, "send", gate, ranks=2))
+    assert results[0].startswith("ClosedError: this world was shut down")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 from collections.abc import Callable
 from functools import partialmethod
@@ -359,6 +360,15 @@ def exit_in_a_rank(code: object) -> None:
 def test_sys_exit_counts_as_a_failure(backend: str, ranks: int) -> None:
     results = outcomes(exit_in_a_rank, "had enough", backend=backend, ranks=ranks)
     assert_all_blame(results, 1, "SystemExit: had enough")
+
+
+@pytest.mark.parametrize("backend", ["memory", "shm"])
+def test_the_caller_is_told_who_exited_and_who_waited(backend: str) -> None:
+    with pytest.raises(PeerError, match=r"rank 1 failed: it ended by SystemExit\(0\)") as caught:
+        shoal.run(exit_in_a_rank, 2, backend, (0,))
+    site = site_of(exit_in_a_rank, "world.barrier()")
+    assert "before the end of the function" in str(caught.value)
+    assert re.search(rf"while rank 0 waited for it in .*{site}", caught.value.__notes__[0])
 
 
 class Awkward(Exception):

@@ -30,7 +30,7 @@ from shoal.checkpoint.save import background, rank_state
 from shoal.checkpoint.save.division import Claim, digests, divide
 from shoal.checkpoint.save.rank_state import RankState, merge_values
 from shoal.checkpoint.save.writing import Outgoing, shares, write_file
-from shoal.checkpoint.together import PendingSave, finish_pending, together
+from shoal.checkpoint.together import PendingSave, check_same, finish_pending, together
 from shoal.checkpoint.training_state import Companions
 from shoal.comm import Backend
 from shoal.errors import CheckpointError
@@ -103,7 +103,9 @@ def save(
     folder = CheckpointFolder(filesystem.absolute(Path(path)), filesystem)
     companions = Companions(scheduler, scaler, sampler)
     optimizers = training_state.as_list(optimizer)
-    running = RunningSave(folder, ranks, step, keep, _written_by(model, ranks))
+    # The folder above may be called something else on another host.
+    same = {"step": step, "keep": keep, "wait": bool(wait), "the folder": folder.root.name}
+    running = RunningSave(folder, ranks, step, keep, _written_by(model, ranks), same)
     running.prepare(
         lambda: rank_state.collect(model, optimizers, companions, extra or {}, running.rank)
     )
@@ -158,6 +160,7 @@ class RunningSave:
 
     Attributes:
         ranks: Who takes part; None for a process of its own.
+        arguments: Of the call, as far as all ranks must give the same.
         keep: How many checkpoints to keep.
         written_by: See `Manifest`.
         values: What this rank knows that is no tensor.
@@ -171,6 +174,7 @@ class RunningSave:
     step: int | None
     keep: int | None
     written_by: Mapping[str, Any]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
     values: Mapping[str, Any] = field(default_factory=dict)
     keys: Sequence[str] = ()
@@ -198,18 +202,20 @@ class RunningSave:
         mine: list[RankState] = []
         claims: dict[str, Claim] = {}
 
-        def action() -> tuple[str, tuple[str, str], tuple[str, frozenset[int]]]:
+        def action() -> tuple[str, tuple[str, str], tuple[str, frozenset[int]], Mapping[str, Any]]:
             mine.append(collect())
             claims.update({key: held.claim() for key, held in mine[0].tensors.items()})
             if self.rank == 0:
                 self._begin()
-            return self.name, digests(self.ranks, claims), (platform.node(), own_cores())
+            host = (platform.node(), own_cores())
+            return self.name, digests(self.ranks, claims), host, self.arguments
 
         with self.discarding():
             answers = together(self.ranks, action, self.doing)
             self.name = answers[0][0]
-            shown = [own for _, own, _ in answers]
-            self.num_cores = _fair_share([cores for _, _, cores in answers])
+            check_same("shoal.save()", [arguments for *_, arguments in answers])
+            shown = [own for _, own, _, _ in answers]
+            self.num_cores = _fair_share([cores for _, _, cores, _ in answers])
             division = divide(self.ranks, claims, shown, self.doing)
             self.keys = division.keys
             self.outgoing = mine[0].outgoing(division.assigned[self.rank])
@@ -300,9 +306,25 @@ class RunningSave:
         try:
             self.folder.commit(self.name, encode(content, values, self.written_by))
         except OSError as error:
-            raise CheckpointError(f"cannot finish {self.path}: {error}") from error
+            raise CheckpointError(
+                f"cannot finish {self.path}: {error}{self._left_in_place()}"
+            ) from error
         if self.keep is not None:
             self.folder.prune(self.keep)
+
+    def _left_in_place(self) -> str:
+        """What an error at the very end leaves: a checkpoint that is whole, or nothing new."""
+        if self.name not in self.folder.names():
+            return ""
+        if self.folder.latest() == self.name:
+            return (
+                ". The new checkpoint is in place all the same, and is what load() takes. Only a "
+                "power failure could still undo it: save again to be sure"
+            )
+        return (
+            f". The new checkpoint is in place all the same; LATEST names another, so load() takes "
+            f"that. Give load() {str(self.path)!r} to have the new one, or save again"
+        )
 
 
 def _fair_share(by_rank: Sequence[tuple[str, frozenset[int]]]) -> int:

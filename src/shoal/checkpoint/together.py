@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from shoal.comm import Backend
-from shoal.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
+from shoal.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    CorruptCheckpointError,
+    MismatchError,
+)
 
 T = TypeVar("T")
 
@@ -41,6 +46,18 @@ def together(backend: Backend | None, action: Callable[[], T], doing: str) -> li
             raise error
         raise _retold(failed[0], answers[failed[0]][0], doing) from error
     return [value for _, value in answers]
+
+
+def check_same(call: str, arguments: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses arguments that differ between ranks; all ranks see all, and raise the same."""
+    for rank, given in enumerate(arguments):
+        for name, value in given.items():
+            if value != arguments[0][name]:
+                raise MismatchError(
+                    f"{call} must get the same arguments on all ranks, but {name} is "
+                    f"{arguments[0][name]!r} on rank 0 and {value!r} on rank {rank}; nothing was "
+                    "saved"
+                )
 
 
 def _told(error: Exception) -> list[Any]:

@@ -22,6 +22,7 @@ from shoal.optim.state import Reception, held_whole, receive_whole
 from shoal.sharding.extent import Extent
 from shoal.sharding.holding import FullState, Held, HeldState
 from shoal.strategies import ShardedModel
+from shoal.strategies.gradients.compressed.state import CompressionState
 from shoal.torch_internals.modules import buffers_of, is_persistent
 from shoal.torch_support.memory import copy
 
@@ -121,6 +122,11 @@ def modules_with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module
     for name, inner in module.named_modules():
         if type(inner).get_extra_state is not nn.Module.get_extra_state:
             yield name, inner
+
+
+def compression_state(model: nn.Module) -> CompressionState | None:
+    """What compressed gradients have to save; None where they are not compressed."""
+    return model.compression_state if isinstance(model, ShardedModel) else None
 
 
 # Optimizers -------------------------------------------------------------------------------

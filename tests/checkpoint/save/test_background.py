@@ -135,9 +135,10 @@ def test_between_processes(tmp_path: Path, backend: str) -> None:
 
 def test_no_thread_is_left(tmp_path: Path) -> None:
     model, optimizer = build()
+    before = set(threading.enumerate())  # where ranks of other tests meet, a thread serves them
     saving = shoal.save(tmp_path, model, optimizer, wait=False)
     saving.wait()
-    assert not [t for t in threading.enumerate() if t.name.startswith("shoal-")]
+    assert set(threading.enumerate()) <= before
     assert torch.is_tensor(next(model.parameters()))
 
 

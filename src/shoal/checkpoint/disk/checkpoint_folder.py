@@ -26,7 +26,6 @@ from shoal.system.deadline import save_text
 
 MANIFEST = "manifest.json"
 LATEST = "LATEST"
-MOST_MANIFEST_BYTES = 1 << 30
 MOST_STEP = 10**20 - 1
 _NAME = re.compile(r"(\d{6,12})(?:-step-(\d{1,20}))?")
 _LEFTOVER = re.compile(rf"\.(?:new|old|LATEST)-{_NAME.pattern}")

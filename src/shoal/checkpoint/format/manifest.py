@@ -23,6 +23,9 @@ from shoal.torch_support.dtypes import dtype_called, dtype_name
 
 FORMAT = "shoal checkpoint"
 VERSION = 1
+RECORD = b'"checksums"'
+"""Each slice of a tensor has it once; see [Note: a budget of values]."""
+_MOST_BYTES = 128 << 20
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")
 _HEX = re.compile(r"[0-9a-f]*")
 _HEX_SHA = re.compile(r"[0-9a-f]{64}")
@@ -39,7 +42,7 @@ class FileRecord:
     header_crc32: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SliceRecord:
     """Some elements of a tensor under a key of a file, with a checksum for each `CHUNK_BYTES`."""
 
@@ -49,7 +52,7 @@ class SliceRecord:
     checksums: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorRecord:
     """A full tensor, and the slices that make it up."""
 
@@ -85,7 +88,9 @@ class Manifest:
         Raises:
             ValueError: If anything about them is wrong.
         """
-        content = parse(checked(data))
+        check_signature(data)
+        content = parse(data, RECORD)
+        del data
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError("it is no manifest of shoal")
         if content.get("version") != VERSION:
@@ -98,30 +103,38 @@ class Manifest:
         files = tuple(_parse_file(about) for about in _typed(content, "files", list))
         if len({record.name for record in files}) != len(files):
             raise ValueError("a file is there twice")
-        tensors = {
-            key: _parse_tensor(key, about, len(files))
-            for key, about in _typed(content, "tensors", dict).items()
-        }
+        given = _typed(content, "tensors", dict)
+        # Taken out one by one, so that there are never two of all.
+        tensors = {key: _parse_tensor(key, given.pop(key), len(files)) for key in list(given)}
         _check_room(files, tensors)
         values = _typed(content, "values", dict)
         return cls(files, tensors, values, _typed(content, "written_by", dict))
 
 
+def most_bytes(data_bytes: int) -> int:
+    """How long a manifest may be beside so many bytes of tensors: twice what checksums need."""
+    return _MOST_BYTES + data_bytes // (CHUNK_BYTES // DIGITS // 2)
+
+
 def signed(text: bytes) -> bytes:
-    """A JSON object with the checksum of the rest as its first line."""
-    rest = text[1:]
-    return b'{"sha256": "' + hashlib.sha256(rest).hexdigest().encode() + b'",\n' + rest
+    """A JSON object with the checksum of the rest as its first member."""
+    rest = memoryview(text)[1:]
+    head = b'{"sha256": "' + hashlib.sha256(rest).hexdigest().encode() + b'",\n'
+    return b"".join((head, rest))
 
 
-def checked(data: bytes) -> bytes:
-    """The JSON text, once its checksum was found right."""
+def check_signature(data: bytes) -> None:
+    """Compares what `signed` returned with its checksum.
+
+    Raises:
+        ValueError: If it is wrong.
+    """
     first = _FIRST_LINE.match(data)
     if first is None:
         raise ValueError("it does not begin with its checksum: truncated, damaged or foreign")
-    rest = data[first.end() :]
+    rest = memoryview(data)[first.end() :]
     if hashlib.sha256(rest).hexdigest().encode() != first[1]:
         raise ValueError("its checksum is wrong: truncated or damaged")
-    return b"{" + rest
 
 
 # To JSON ------------------------------------------------------------------------------------
@@ -159,10 +172,21 @@ def joined(parts: Sequence[Content], keys: Iterable[str]) -> Content:
 
 
 def encode(content: Content, values: Mapping[str, Any], written_by: Mapping[str, Any]) -> bytes:
-    """The bytes of a manifest's file, as `Manifest.parse` takes them."""
+    """The bytes of a manifest's file, as `Manifest.parse` takes them.
+
+    Raises:
+        ValueError: If readers would refuse it.
+    """
     about = {"format": FORMAT, "version": VERSION, "chunk_bytes": CHUNK_BYTES}
     rest = {"written_by": written_by, **content, "values": values}
-    return signed(to_text(about | rest))
+    data = signed(to_text(about | rest, RECORD))
+    most = most_bytes(sum(file["bytes"] for file in content["files"]))
+    if len(data) > most:
+        raise ValueError(
+            f"the manifest has {len(data)} bytes, and at most {most} can be read again: put long "
+            "lists and texts of extra= into tensors or files of your own"
+        )
+    return data
 
 
 def _slice_json(record: SliceRecord) -> dict[str, Any]:
@@ -225,7 +249,8 @@ def _parse_tensor(key: str, about: Any, num_files: int) -> TensorRecord:
         if not is_count(prod(shape) * dtype.itemsize):
             raise ValueError("it is larger than any disk")
         slices = tuple(
-            _parse_slice(each, shape, dtype, num_files) for each in _typed(about, "slices", list)
+            _parse_slice(each, key, shape, dtype, num_files)
+            for each in _typed(about, "slices", list)
         )
     except ValueError as error:
         raise ValueError(f"tensor {key[:200]!r}: {error}") from None
@@ -258,7 +283,9 @@ def parse_shape(sizes: Any) -> torch.Size:
     return torch.Size(sizes)
 
 
-def _parse_slice(about: Any, shape: torch.Size, dtype: torch.dtype, num_files: int) -> SliceRecord:
+def _parse_slice(
+    about: Any, tensor: str, shape: torch.Size, dtype: torch.dtype, num_files: int
+) -> SliceRecord:
     if not isinstance(about, dict):
         raise ValueError("a slice must be an object")
     file, key = about.get("file"), about.get("key")
@@ -268,7 +295,8 @@ def _parse_slice(about: Any, shape: torch.Size, dtype: torch.dtype, num_files: i
     found = _parse_checksums(about.get("checksums"))
     if len(found) != num_chunks(extent.num_elements * dtype.itemsize):
         raise ValueError(f"a slice of {extent.num_elements} elements has {len(found)} checksums")
-    return SliceRecord(extent, file, key, found)
+    # Most have the name of their tensor, which need not be in memory twice.
+    return SliceRecord(extent, file, tensor if key == tensor else key, found)
 
 
 def parse_extent(about: Mapping[str, Any], shape: torch.Size) -> Extent:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.checkpoint.format.json_budget import check_memory
 from shoal.torch_support.dtypes import dtype_called, dtype_name
 from shoal.torch_support.memory import as_memory
 
@@ -101,13 +102,17 @@ def _encode_mapping(value: Mapping[Any, Any], path: str, put: TensorSink) -> Any
 
 def references(value: Any) -> list[str]:
     """The keys of the tensors that a value needs from the files."""
-    if isinstance(value, list):
-        return [key for item in value for key in references(item)]
-    if not isinstance(value, dict):
-        return []
-    if isinstance(value.get("$tensor"), str):
-        return [value["$tensor"]]
-    return [key for item in value.values() for key in references(item)]
+    found: list[str] = []
+    waiting = [value]  # instead of calls, whose lists would be copied once for each level
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, list):
+            waiting += reversed(each)
+        elif isinstance(each, dict) and isinstance(each.get("$tensor"), str):
+            found.append(each["$tensor"])
+        elif isinstance(each, dict):
+            waiting += reversed(each.values())
+    return found
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -166,34 +171,32 @@ def _decode_tensor(content: Any) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
 
 
-# A list or object takes up to twenty times the memory of its shortest text, "[],". So many of them
-# are harmless; more must have something in them.
-_HARMLESS_CONTAINERS = 1 << 20
-_LEAST_BYTES_PER_CONTAINER = 6
 _MOST_DIGITS = 400
 
 
-def to_text(value: Any) -> bytes:
+def to_text(value: Any, record: bytes = b"") -> bytes:
     """A JSON text that `parse` takes.
 
     Raises:
         ValueError: If `parse` would refuse it.
     """
     text = json.dumps(value, allow_nan=False).encode()
-    _check_containers(text)
+    check_memory(text, record)
     return text
 
 
-def parse(data: bytes) -> Any:
-    """The value of a JSON text.
+def parse(data: bytes, record: bytes = b"") -> Any:
+    """The value of a JSON text, of which ``record`` tells the size; see `check_memory`.
 
     Raises:
         ValueError: If it is none, or is not what honest writers write.
     """
-    _check_containers(data)
+    check_memory(data, record)
+    text = data.decode("utf-8")
+    del data  # one of the two is enough
     try:
         return json.loads(
-            data.decode("utf-8"),
+            text,
             object_pairs_hook=_without_repeats,
             parse_constant=_refuse_constant,
             parse_int=_integer,
@@ -207,20 +210,20 @@ def is_count(value: Any) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < 2**63
 
 
-def _check_containers(data: bytes) -> None:
-    count = data.count(b"[") + data.count(b"{")
-    if count > max(_HARMLESS_CONTAINERS, len(data) // _LEAST_BYTES_PER_CONTAINER):
-        raise ValueError(
-            f"{count} lists and objects with next to nothing in them; a tensor has room for that"
-        )
-
-
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {twice[:200]!r} is there twice")
+        raise ValueError(f"the key {_repeated(pairs)[:200]!r} is there twice")
     return result
+
+
+def _repeated(pairs: list[tuple[str, Any]]) -> str:
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            break
+        seen.add(key)
+    return key
 
 
 def _refuse_constant(text: str) -> NoReturn:

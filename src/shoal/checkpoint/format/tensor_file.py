@@ -82,7 +82,7 @@ def decode_header(header: bytes, file_bytes: int) -> dict[str, HeaderEntry]:
     Raises:
         ValueError: If the header is not one, or does not fit the file.
     """
-    content = parse(header[PREFIX_BYTES:])
+    content = parse(header[PREFIX_BYTES:], b'"data_offsets"')
     if not isinstance(content, dict):
         raise ValueError("the header is no JSON object")
     metadata = content.pop("__metadata__", {})

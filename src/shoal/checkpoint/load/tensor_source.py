@@ -17,9 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.disk.checkpoint_folder import MANIFEST, MOST_MANIFEST_BYTES
+from shoal.checkpoint.disk.checkpoint_folder import MANIFEST
 from shoal.checkpoint.disk.filesystem import DISK, FileSystem, Reading, opened, read_all
-from shoal.checkpoint.format.manifest import FileRecord, Manifest, SliceRecord, TensorRecord
+from shoal.checkpoint.format.manifest import (
+    FileRecord,
+    Manifest,
+    SliceRecord,
+    TensorRecord,
+    most_bytes,
+)
 from shoal.checkpoint.format.plain_json import parse
 from shoal.checkpoint.format.tensor_file import (
     PREFIX_BYTES,
@@ -190,7 +196,7 @@ def open_checkpoint(disk: FileSystem, folder: Path) -> TensorSource:
     with naming(path):
         if not disk.is_folder(folder):
             raise ValueError("its folder is missing, or a link")
-        manifest = Manifest.parse(read_all(disk, path, MOST_MANIFEST_BYTES))
+        manifest = Manifest.parse(read_all(disk, path, _most_manifest_bytes(disk, folder)))
     for record in manifest.files:
         with naming(folder / record.name), opened(disk, folder / record.name) as file:
             check_size(file, record.num_bytes)
@@ -199,10 +205,23 @@ def open_checkpoint(disk: FileSystem, folder: Path) -> TensorSource:
     )
 
 
+def _most_manifest_bytes(disk: FileSystem, folder: Path) -> int:
+    """By the size of the files beside it, which are looked at only if that matters."""
+    with opened(disk, folder / MANIFEST) as file:
+        if file.num_bytes <= most_bytes(0):
+            return most_bytes(0)
+    num_bytes = 0
+    for name in disk.names(folder):
+        if name.endswith(".safetensors"):
+            with opened(disk, folder / name) as file:
+                num_bytes += file.num_bytes
+    return most_bytes(num_bytes)
+
+
 def _open_index(disk: FileSystem, path: Path) -> TensorSource:
     """Several safetensors files with an index, as Hugging Face writes large models."""
     with naming(path):
-        content = parse(read_all(disk, disk.followed(path), _MOST_INDEX_BYTES))
+        content = parse(read_all(disk, disk.followed(path), _MOST_INDEX_BYTES), b'.safetensors"')
         weights = content.get("weight_map") if isinstance(content, dict) else None
         if not isinstance(weights, dict):
             raise ValueError("it has no weight_map")

@@ -21,6 +21,7 @@ from shoal.checkpoint import training_state
 from shoal.checkpoint.disk.checkpoint_folder import MANIFEST
 from shoal.checkpoint.format import plain_json
 from shoal.checkpoint.load import matching
+from shoal.checkpoint.load.compression_loading import CompressionLoading
 from shoal.checkpoint.load.matching import Match, Misfits
 from shoal.checkpoint.load.slice_reader import read, read_tensors
 from shoal.checkpoint.load.tensor_source import StateDictSource, TensorSource, Wanted
@@ -101,7 +102,7 @@ class LoadTransaction:
 
     def _stage_rest(self) -> list[Wanted]:
         with self.reading_values():
-            wanted = list(self._stage_optimizers())
+            wanted = [*self._stage_optimizers(), *self._stage_compression()]
             self._stage_values()
         return wanted
 
@@ -165,6 +166,13 @@ class LoadTransaction:
         """Names of the model that the checkpoint has under another one."""
         found = {name: key.removeprefix(matching.PREFIX) for name, key in self.match.keys.items()}
         return {name: other for name, other in found.items() if name != other}
+
+    def _stage_compression(self) -> Iterator[Wanted]:
+        state = training_state.compression_state(self.target.model)
+        if state is not None and self.target.optimizers:
+            loading = CompressionLoading(self.source, state, {**self.ties, **self._own_ties()})
+            yield from loading.wanted(self.target.rank)
+            self._commits.append(loading.accept)
 
     # The rest ---------------------------------------------------------------------------
 

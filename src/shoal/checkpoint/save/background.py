@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.disk.filesystem import read_all, write_all
-from shoal.checkpoint.format.manifest import checked, signed
+from shoal.checkpoint.format.manifest import RECORD, check_signature, signed
 from shoal.checkpoint.format.plain_json import parse, to_text
 from shoal.checkpoint.save.writing import Outgoing, shares
 from shoal.checkpoint.together import PendingSave, caller, note_pending, together
@@ -135,7 +135,7 @@ class _Background:
         """Written under another name and renamed, so that rank 0 never reads half of it."""
         disk, path = self._save.folder.disk, self._path(self._save.rank)
         try:
-            write_all(disk, path.with_suffix(".new"), signed(to_text(self._receipt)))
+            write_all(disk, path.with_suffix(".new"), signed(to_text(self._receipt, RECORD)))
             disk.rename(path.with_suffix(".new"), path)
         except OSError as error:
             raise CheckpointError(f"cannot write {path}: {error}") from error
@@ -164,7 +164,9 @@ class _Background:
                 return None
             if not threading.main_thread().is_alive() and stall.is_over():
                 raise CheckpointError(f"rank {rank} has not written its part of {self._save.path}")
-        receipt = parse(checked(read_all(disk, path, _MOST_RECEIPT_BYTES)))
+        data = read_all(disk, path, _MOST_RECEIPT_BYTES)
+        check_signature(data)
+        receipt = parse(data, RECORD)
         disk.remove_file(path)  # it is no part of the checkpoint
         if "failed" in receipt:
             raise CheckpointError(f"{self._save.doing} failed on rank {rank}: {receipt['failed']}")

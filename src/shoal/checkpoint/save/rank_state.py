@@ -2,11 +2,14 @@
 
 [Note: keys]
 A parameter or buffer is `model/<name>`; what an optimizer has for each element of a parameter is
-`optimizer/<number>/<name>/<key>`. Tensors inside of plain values have the path of the value.
+`optimizer/<number>/<name>/<key>`. Of compressed gradients, `residual/<rank>/<name>` is what a rank
+has left out so far, and `factor/<name>` what a factored one goes on from. Tensors inside of plain
+values have the path of the value.
 
 [Note: values of all ranks]
 Values that belong to the whole run are the first rank's. Names and state of parameters are merged,
-since a rank of a pipeline knows its own only. Random states are kept rank by rank.
+since a rank of a pipeline knows its own only. Random states are kept rank by rank, and so
+are the numbers of compressed gradients.
 """
 
 from __future__ import annotations
@@ -129,6 +132,7 @@ def collect(
         _add_optimizer(state, number, optimizer, model)
         for number, optimizer in enumerate(optimizers)
     ]
+    _add_compression(state, model)
     # The first rank's count; others' are refused for the same reasons, and may differ.
     of_run = state if rank == 0 else RankState()
     for name, objects in companions.items():
@@ -187,6 +191,18 @@ def _add_optimizer(
     }
 
 
+def _add_compression(state: RankState, model: nn.Module) -> None:
+    compression = training_state.compression_state(model)
+    if compression is None:
+        return
+    state.values["compression"] = compression.numbers()
+    for held in compression.held_residual():
+        key = f"residual/{compression.rank}/{held.name}"
+        state.add(key, held.extent, held.memory, is_same_everywhere=True)
+    for name, factor in compression.held_factors():
+        state.add_whole(f"factor/{name}", factor)
+
+
 def merge_values(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One set of values from those of each rank; see [Note: values of all ranks]."""
     first = by_rank[0]
@@ -194,6 +210,8 @@ def merge_values(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         key: first[key] for key in ("scheduler", "scaler", "sampler", "extra") if key in first
     }
     merged["random"] = [values["random"] for values in by_rank]
+    if "compression" in first:
+        merged["compression"] = [values["compression"] for values in by_rank]
     merged["model"] = {
         part: _union([values["model"][part] for values in by_rank])
         for part in ("aliases", "extra_state")
