@@ -14,7 +14,7 @@ PIP    := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
           PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-torch lint format type bench sweep docs survey clean
+.PHONY: help setup demo test test-full test-soak test-torch lint format type bench sweep docs survey clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) --prefix $(MPICH) --ignore-installed --no-deps mpich
 	touch $@
 
-demo: setup  ## a small GPT on four ranks, under every data-parallel strategy
+demo: setup  ## a small GPT on four ranks, under every strategy
 	$(BIN)/shoal demo
 
 test: setup  ## the tests, with pairs of the large matrices
@@ -38,6 +38,9 @@ test: setup  ## the tests, with pairs of the large matrices
 
 test-full: setup  ## the tests, with all of the large matrices
 	$(BIN)/python tools/run_tests.py --hypothesis-profile=full $(ARGS)
+
+test-soak: setup  ## ten minutes of random kills, kills in saves and mismatches
+	$(BIN)/python tools/soak.py $(ARGS)
 
 test-torch: $(TORCH_VENV)/.installed  ## what depends on torch, with another one: TORCH=2.11
 	$(TORCH_VENV)/bin/python tools/torch_tests.py $(ARGS)
@@ -73,7 +76,7 @@ $(SWEEP)/.installed: $(STAMP)
 	$(PIP) --target $(SWEEP) --no-deps timm pytorch_optimizer
 	touch $@
 
-docs: setup  ## links resolve, examples compile, names exist
+docs: setup  ## links resolve and lead to all pages, examples compile, names exist
 	$(BIN)/python tools/check_docs.py
 
 survey: setup  ## sizes, repeated names, how far one has to walk; ARGS='OTHER/CHECKOUT .' compares

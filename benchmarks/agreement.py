@@ -19,16 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from gpt import Shape, Training
 from report import environment
 from rich.console import Console
 from rich.table import Table
 from timing import alternate, readable_time
+from worlds import InnerBootstrap
 
 import shoal
 from shoal.comm import Backend
-from shoal.comm.bootstrap.store import StoreBootstrap, store_for_one_host
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.sockets.sockets import SocketControl
 
@@ -94,13 +93,7 @@ def collectives(backend: Backend, groups: Sequence[int]) -> Callable[[], None]:
 @contextlib.contextmanager
 def sockets(backend: Backend) -> Iterator[Callable[[], object]]:
     """An exchange of headers over sockets, as between hosts, though these are on one."""
-    if backend.rank == 0:
-        store, port = store_for_one_host()
-        backend.broadcast_object(port)
-    else:
-        store = dist.TCPStore("127.0.0.1", backend.broadcast_object(), is_master=False)
-    bootstrap = StoreBootstrap(store, backend.rank, backend.size, TIMEOUT_S)
-    control = SocketControl.connect(bootstrap)
+    control = SocketControl.connect(InnerBootstrap(backend))
     ranks = range(backend.size)
     channel = control.channel(0, ranks)
     header = b"a header of the usual length: all_gather(float32[rows]) at train.py:42".ljust(160)

@@ -17,7 +17,7 @@ from contenders import (
     floor_s,
 )
 from timing import alternate
-from worlds import connect, join_torch, stores
+from worlds import connect, join_torch
 
 import shoal
 from shoal.comm import Backend
@@ -58,11 +58,10 @@ def hold(plan: Plan) -> list[dict[str, Any]]:
 
 def _contenders(plan: Plan, stack: contextlib.ExitStack) -> tuple[Backend, dict[str, Contender]]:
     world = shoal.world().backend
-    fresh = stores(world)
     is_mpi = world.name == "mpi"
-    shm = stack.enter_context(connect("shm", next(fresh), world)) if is_mpi else world
-    gloo = stack.enter_context(connect("gloo", next(fresh), world))
-    join_torch(next(fresh), world, stack)
+    shm = stack.enter_context(connect("shm", world)) if is_mpi else world
+    gloo = stack.enter_context(connect("gloo", world))
+    join_torch(stack)
     contenders: dict[str, Contender] = {
         "shm": Shoal(shm),
         "shm, own memory": ShoalOnItsOwnMemory(shm),

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import secrets
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch.distributed as dist
 
 from shoal.comm import Backend
+from shoal.comm.bootstrap.bootstrap import Bootstrap
 from shoal.comm.bootstrap.connect import connect_backend
-from shoal.comm.bootstrap.store import StoreBootstrap, store_for_one_host
 
 TIMEOUT_S = 300.0
 
@@ -36,35 +35,30 @@ class Venue:
     @staticmethod
     def open(shm: Backend, stack: contextlib.ExitStack) -> Venue:
         """Every rank of a world over shared memory calls this; the stack ends what it began."""
-        fresh = stores(shm)
-        gloo = stack.enter_context(connect("gloo", next(fresh), shm))
-        join_torch(next(fresh), shm, stack)
+        gloo = stack.enter_context(connect("gloo", shm))
+        join_torch(stack)
         return Venue(shm, gloo)
 
 
-def stores(world: Backend) -> Iterator[dist.Store]:
-    """Stores that nobody used before, all on one server at rank 0."""
-    if world.rank == 0:
-        store, port = store_for_one_host()
-        world.broadcast_object(port)
-    else:
-        port = world.broadcast_object()
-        wait = timedelta(seconds=TIMEOUT_S)
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=wait)
-    for number in range(3):
-        yield dist.PrefixStore(f"world-{number}", store)
+class InnerBootstrap(Bootstrap):
+    """Between ranks that have a world already, for another one inside it."""
+
+    def __init__(self, world: Backend) -> None:
+        self.rank, self.size, self.timeout = world.rank, world.size, TIMEOUT_S
+        self._world = world
+        self.secret = world.broadcast_object(secrets.token_bytes(32))
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Over the world."""
+        return list(self._world.all_gather_object(data))
 
 
-def connect(name: str, store: dist.Store, world: Backend) -> Backend:
+def connect(name: str, world: Backend) -> Backend:
     """A backend of another kind between the same ranks."""
-    bootstrap = StoreBootstrap(store, world.rank, world.size, TIMEOUT_S)
-    return connect_backend(name, bootstrap, TIMEOUT_S)
+    return connect_backend(name, InnerBootstrap(world), TIMEOUT_S)
 
 
-def join_torch(store: dist.Store, world: Backend, stack: contextlib.ExitStack) -> None:
-    """Makes torch's default group, over Gloo.
-
-    A backend that is connected after this would use torch's group instead of one of its own.
-    """
-    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+def join_torch(stack: contextlib.ExitStack) -> None:
+    """Makes torch's default group, over Gloo, at the master that `shoal.run` names."""
+    dist.init_process_group("gloo")
     stack.callback(dist.destroy_process_group)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import leaks
-from shoal.comm.bootstrap.store import store_for_one_host
 from shoal.launch.function.forkserver.forkserver import fork_server
 
 # The same examples every time, so that a change alone can break them; the full run looks further.
@@ -33,7 +32,6 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test that leaks a thread, a process, shared memory, a descriptor or a variable."""
     if request.node.get_closest_marker("gpu"):  # some of these start processes, which others fork
         fork_server()
-        store_for_one_host()
     with leaks.watched(lambda message: pytest.fail(message, pytrace=False)):
         yield
 

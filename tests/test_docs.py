@@ -1,7 +1,9 @@
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
 SCRIPT = Path(__file__).parent.parent / "tools" / "check_docs.py"
 spec = importlib.util.spec_from_file_location("check_docs", SCRIPT)
@@ -38,6 +40,27 @@ def test_what_is_right_passes(tmp_path):
         "- item\n\n  ```python\n  print(1)\n  ```\n"
     )
     assert list(check_docs.problems(page)) == []
+
+
+def test_every_page_is_reached_from_the_readme():
+    assert list(check_docs.unreachable()) == []
+
+
+def test_a_page_that_nobody_links_to(tmp_path):
+    """Links in code are none, and a link from a page that nobody reaches does not count."""
+    (tmp_path / "docs").mkdir()
+    pages = {
+        "README.md": "[a](docs/a.md#x)\n```\n[e](docs/e.md)\n```\n",
+        "docs/a.md": "[b](b.md) [site](https://example.org/c.md)",
+        "docs/b.md": "[a](a.md)",
+        "docs/c.md": "[d](d.md)",
+        "docs/d.md": "[c](c.md)",
+        "docs/e.md": "",
+    }
+    for name, text in pages.items():
+        (tmp_path / name).write_text(text)
+    found = [problem.partition(":")[0] for problem in check_docs.unreachable(tmp_path)]
+    assert [Path(each).name for each in found] == ["c.md", "d.md", "e.md"]
 
 
 @pytest.fixture
@@ -95,3 +118,18 @@ def test_only_descriptions_of_the_source_are_held_against_it(tmp_path):
         page = tmp_path / name
         page.write_text("See `NoSuchClass`.")
         assert len(list(check_docs.problems(page))) == num_problems
+
+
+@pytest.fixture(scope="session")
+def first_use():
+    """The first step of an optimizer sets a variable that stays."""
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]).step()
+
+
+@pytest.mark.usefixtures("first_use")
+@pytest.mark.parametrize("page", ["activations"])
+def test_examples_of_a_page_run(page, capsys):
+    text = (SCRIPT.parent.parent / "docs" / "guide" / f"{page}.md").read_text(encoding="utf-8")
+    for example in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(example, page, "exec"), {"__name__": "__main__"})
+    assert "Distributed Memory Statistics:" in capsys.readouterr().out

@@ -13,7 +13,6 @@ import leaks
 import shoal
 from shoal.cli.demo.communication import _FAILURE, _MISMATCH
 from shoal.cli.demo.tour import play, visit
-from shoal.comm.bootstrap.store import store_for_one_host
 from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.launch.function.run import run_outcomes
 
@@ -41,7 +40,6 @@ def output_of(*command):
 def backend(request):
     if request.param == "shm":
         fork_server()
-        store_for_one_host()  # the first one in a process leaves torch with a pipe
         leaks.baseline()
     return request.param
 
@@ -54,6 +52,12 @@ def first_use():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def test_activations(backend, capsys):
+    results = shoal.run(load("activations").train, 2, backend, timeout=TIMEOUT_S)
+    assert len({total for total, _ in results}) == 1
+    assert [count for _, count in results] == [8, 8]
 
 
 @pytest.mark.usefixtures("first_use")
@@ -179,6 +183,12 @@ def test_resume(tmp_path, first_use):
     assert begin in (15, 20)  # the last one was still being written
     _, expected = shoal.run(lambda: train(str(tmp_path / "whole"), "ddp"), 1, "memory")[0]
     assert loss == pytest.approx(expected, rel=1e-4)
+
+
+def test_gpu(first_use):
+    """The loop of the README, here on a CPU."""
+    losses = shoal.run(load("gpu").train, 2, "memory", args=(20, 16))
+    assert losses[0] == losses[1] < 33  # the variance of a sum of 32, at the beginning
 
 
 def test_tour_shows_every_collective(backend):

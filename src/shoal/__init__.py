@@ -4,18 +4,38 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal import checkpoint, comm, errors, optim, sharding, strategies
+    from shoal import (
+        activations,
+        checkpoint,
+        comm,
+        compression,
+        errors,
+        optim,
+        sharding,
+        strategies,
+    )
     from shoal.api import as_distributed, init, load, run, sampler, save, verify, world
 
 __version__ = "0.1.0.dev0"
 
-_MODULES = ("checkpoint", "comm", "errors", "optim", "sharding", "strategies")
+_MODULES = (
+    "activations",
+    "checkpoint",
+    "comm",
+    "compression",
+    "errors",
+    "optim",
+    "sharding",
+    "strategies",
+)
 
 __all__ = [
     "__version__",
+    "activations",
     "as_distributed",
     "checkpoint",
     "comm",
+    "compression",
     "errors",
     "init",
     "load",
@@ -30,10 +50,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Imports on first use: ``shoal --help`` need not wait for torch."""
-    if name in _MODULES:
-        return import_module(f"shoal.{name}")
-    if name in __all__:
-        return getattr(import_module("shoal.api"), name)
-    raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+if not TYPE_CHECKING:  # type checkers would take any name for one that is here
+
+    def __getattr__(name: str) -> Any:
+        """Imports on first use: ``shoal --help`` need not wait for torch."""
+        if name in _MODULES:
+            return import_module(f"shoal.{name}")
+        if name in __all__:
+            return getattr(import_module("shoal.api"), name)
+        raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What users may use, so that tab completion shows it before it was imported."""
+    return sorted({*globals(), *__all__})

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, overload
-
-from torch import nn
-from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from typing import Any
 
 from shoal.checkpoint import load as load
 from shoal.checkpoint import save as save
-from shoal.comm.backend import DEFAULT_TIMEOUT_S, Backend
-from shoal.comm.world import World, current, find_current, set_current
-from shoal.data import divide
+from shoal.comm.world import World, current, find_current
+from shoal.comm.world_state import DEFAULT_TIMEOUT_S
 from shoal.errors import PeerError, ShoalError
+from shoal.launch.function.interrupts import ending_quietly
 from shoal.launch.function.outcome import Outcome
 from shoal.launch.function.run import run_outcomes
-from shoal.launch.joining.join import check_name, choose_for_cpu, join, watch_exit
-from shoal.optim.registry import wrap_model, wrap_optimizer, wrap_optimizers
+from shoal.launch.joining.join import check_name, choose_for_cpu, join
 from shoal.sampling import sampler as sampler
-from shoal.strategies.options import check_type
+from shoal.strategies.option_types import Strategy
+from shoal.system.limits import advice, explained
+from shoal.system.rank_names import name_spans
+from shoal.system.tracebacks import hide_own_frames, says
 from shoal.verification import Experiment, Report, verify_experiment
-
-Loader = TypeVar("Loader", bound=DataLoader[Any] | Sequence[DataLoader[Any]])
+from shoal.wrapping import as_distributed as as_distributed
+from shoal.wrapping import start
 
 
 def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT_S) -> World:
@@ -48,20 +46,8 @@ def init(backend: str = "auto", timeout: float = DEFAULT_TIMEOUT_S) -> World:
             f"this process is already part of {existing!r}: use shoal.world(), "
             "or call its shutdown() first"
         )
-    return _start(join(backend, timeout))
-
-
-def _start(backend: Backend) -> World:
-    world = World(backend)
-    set_current(world, process_wide=True)
-    watch_exit()
-    return world
-
-
-def _start_for(model: nn.Module, backend: str) -> World:
-    """Chooses by the model's device: a GPU that the model is not on does not count."""
-    on_cpu = all(parameter.is_cpu for parameter in model.parameters())
-    return _start(join(backend, DEFAULT_TIMEOUT_S, on_cpu=on_cpu))
+    with explained():
+        return start(join(backend, timeout))
 
 
 def world() -> World:
@@ -103,14 +89,28 @@ def run(
         ['hello from rank 0', 'hello from rank 1']
     """
     check_name(backend)
-    if ranks < 1:
-        raise ValueError(f"ranks must be at least 1; got {ranks}")
+    _check_call(fn, ranks, args)
     name = _choose(ranks) if backend == "auto" else backend
-    outcomes = run_outcomes(fn, tuple(args), ranks, name, timeout)
+    with explained(), ending_quietly():
+        outcomes = run_outcomes(fn, tuple(args), ranks, name, timeout)
     failures = [outcome for outcome in outcomes if outcome.failed]
     if failures:
         raise _first_error(failures)
     return [outcome.value for outcome in outcomes]
+
+
+def _check_call(fn: object, ranks: object, args: object) -> None:
+    if not callable(fn):
+        raise TypeError(f"shoal.run needs a function to call on every rank; got {fn!r}")
+    if not isinstance(ranks, int) or isinstance(ranks, bool):
+        raise TypeError(f"ranks must be a whole number; got {ranks!r}")
+    if ranks < 1:
+        raise ValueError(f"ranks must be at least 1; got {ranks}")
+    if not isinstance(args, Sequence) or isinstance(args, str | bytes):
+        raise TypeError(
+            f"args must be a tuple or a list of the function's arguments, such as args=({args!r},);"
+            f" got {args!r}"
+        )
 
 
 def _choose(ranks: int) -> str:
@@ -126,126 +126,47 @@ def _first_error(failures: Sequence[Outcome]) -> BaseException:
 
     A rank that only passes on another's failure comes after those that failed by themselves.
     """
-    first = min(failures, key=lambda each: (isinstance(each.error, PeerError), each.failed_at))
+    first = min(
+        failures,
+        key=lambda each: (each.is_echo or isinstance(each.error, PeerError), each.failed_at),
+    )
     error = first.error or PeerError(first.rank, _ending(first))
     if not isinstance(error, Exception):  # SystemExit and the like would end the caller
-        error = PeerError(first.rank, f"it ended by {error!r}")
-    error.add_note(f"raised on rank {first.rank}; its own traceback:\n{first.traceback}")
+        how = f"it ended by {error!r} before the end of the function"
+        error = PeerError(first.rank, how)
+    if error is not first.error and (waiting := _waiting(first.rank, failures)):
+        error.add_note(waiting)
+    if text := advice(error):
+        error.add_note(text)
+    if first.traceback:
+        alike = [each.rank for each in failures if says(each.traceback) == says(first.traceback)]
+        text = hide_own_frames(first.traceback)
+        error.add_note(f"raised on {name_spans(alike)}; its own traceback:\n{text}")
     return error
+
+
+def _waiting(rank: int, failures: Sequence[Outcome]) -> str:
+    """What others were doing when a rank went; the first of those that were told of it."""
+    for each in failures:
+        if isinstance(each.error, PeerError) and each.error.rank == rank and each.error.context:
+            context = each.error.context.partition("\n")[0]
+            return f"  while rank {each.rank} waited for it in {context}"
+    return ""
 
 
 def _ending(outcome: Outcome) -> str:
     code = outcome.exit_code
+    if outcome.fate:
+        return outcome.fate
     if code is None:
         return f"it ended without a word. {outcome.traceback}"
     how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
     return f"its process {how} before it returned"
 
 
-# Models and optimizers come back as Any: they have what the user's have and more, and a script that
-# gives them the same names again would not pass a type checker that knew their classes.
-@overload
-def as_distributed(
-    model: nn.Module,
-    optimizer: None = None,
-    loader: None = None,
-    *,
-    strategy: str = ...,
-    backend: str = ...,
-    enabled: bool = ...,
-    **options: Any,
-) -> Any: ...
-@overload
-def as_distributed(
-    model: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer],
-    loader: None = None,
-    *,
-    strategy: str = ...,
-    backend: str = ...,
-    enabled: bool = ...,
-    **options: Any,
-) -> tuple[Any, Any]: ...
-@overload
-def as_distributed(
-    model: nn.Module,
-    optimizer: None = None,
-    loader: Loader = ...,
-    *,
-    strategy: str = ...,
-    backend: str = ...,
-    enabled: bool = ...,
-    **options: Any,
-) -> tuple[Any, Loader]: ...
-@overload
-def as_distributed(
-    model: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer],
-    loader: Loader,
-    *,
-    strategy: str = ...,
-    backend: str = ...,
-    enabled: bool = ...,
-    **options: Any,
-) -> tuple[Any, Any, Loader]: ...
-def as_distributed(
-    model: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer] | None = None,
-    loader: Any = None,
-    *,
-    strategy: str = "auto",
-    backend: str = "auto",
-    enabled: bool = True,
-    **options: Any,
-) -> Any:
-    """Turns a model, the optimizer that was built for it and its data into distributed ones.
-
-    Starts communication where there is none yet. Wrapping twice with the same strategy returns
-    what is there.
-
-    Args:
-        model: Any module.
-        optimizer: A torch optimizer over the model's parameters, or a list of them.
-        loader: A torch `DataLoader`, or a list of them. Its batches are those of all ranks
-            together, and each rank gets its part; ranks that hold parts of one replica get the
-            same. One that is divided already comes back as it is.
-        strategy: "ddp", "zero1", "zero2", "zero3", "fsdp", "tensor", "pipeline", "hybrid", or
-            "auto" to choose by size.
-        backend: What to start communication with, if it has to be started.
-        enabled: If false, everything comes back untouched.
-        options: For the model's class, for example ``min_group_bytes``, ``sync_batchnorm`` or
-            ``seed`` (for a model on the meta device); see `ShardedModel`.
-
-    Returns:
-        The wrapped model; with others a tuple of it, the optimizer and the loader, as far as they
-        were given (lists if lists were).
-
-    Example:
-        >>> model, optimizer, loader = shoal.as_distributed(
-        ...     model, optimizer, loader, strategy="zero3"
-        ... )
-    """
-    check_type("enabled", enabled, bool)
-    if not enabled:
-        return _as_given(model, optimizer, loader)
-    world = find_current() or _start_for(model, backend)
-    wrapped = wrap_model(model, strategy, world, options)
-    stepped: Any = optimizer
-    if isinstance(optimizer, Sequence):
-        stepped = wrap_optimizers(optimizer, wrapped)
-    elif optimizer is not None:
-        stepped = wrap_optimizer(optimizer, wrapped)
-    return _as_given(wrapped, stepped, None if loader is None else divide(loader, wrapped))
-
-
-def _as_given(model: nn.Module, *others: Any) -> Any:
-    given = [each for each in others if each is not None]
-    return (model, *given) if given else model
-
-
 def verify(
     build: Callable[[], Any],
-    strategy: str = "ddp",
+    strategy: Strategy = "ddp",
     ranks: int = 2,
     backend: str = "memory",
     steps: int = 5,

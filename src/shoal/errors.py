@@ -38,7 +38,11 @@ class DeadlineError(ShoalError):
 
 
 class DeadlockError(DeadlineError):
-    """No rank can run any more: each waits for another (known at once, in memory)."""
+    """Ranks wait for each other, and none of them can go on; the message names their calls."""
+
+
+class NotHeldError(ShoalError, LookupError):
+    """A tensor was asked for that no rank holds, or not the one that was asked."""
 
 
 class ClosedError(ShoalError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from itertools import chain, islice
 
 import numpy as np
@@ -559,3 +560,24 @@ def test_evaluation_over_uneven_parts_is_not_warned_of() -> None:
             return sum(len(model(inputs)) for inputs in loader)
 
     assert sum(shoal.run(evaluate, 3, "memory")) == 10
+
+
+def one_epoch(num_samples: int, *, is_training: bool) -> int:
+    """Steps of an epoch of batches of five."""
+    data = TensorDataset(torch.randn(num_samples, 3))
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, loader = shoal.as_distributed(
+        model, optimizer, DataLoader(data, batch_size=5)
+    )
+    model.train(is_training)
+    return sum(1 for _ in loader)
+
+
+def test_a_step_less_than_in_one_process_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="one step less than in one process"):
+        assert shoal.run(lambda: one_epoch(16, is_training=True), 3, "memory") == [3, 3, 3]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert shoal.run(lambda: one_epoch(16, is_training=False), 3, "memory") == [3, 3, 3]
+        assert shoal.run(lambda: one_epoch(18, is_training=True), 3, "memory") == [4, 4, 4]

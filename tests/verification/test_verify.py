@@ -12,7 +12,6 @@ from torch.nn import functional as F
 import leaks
 import shoal
 from shoal.api import as_distributed, run
-from shoal.comm.bootstrap.store import store_for_one_host
 from shoal.errors import ShoalError
 from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.optim import DATA_PARALLEL
@@ -68,7 +67,6 @@ def test_the_split_reference_replays_what_ranks_do(strategy, middle) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_processes(strategy) -> None:
     fork_server()
-    store_for_one_host()
     leaks.baseline()
     report = shoal.verify(builder(optimizer=torch.optim.AdamW), strategy, 2, backend="shm")
     assert report.equal, report

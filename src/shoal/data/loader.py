@@ -10,6 +10,7 @@ model take the same part.
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
@@ -49,6 +50,7 @@ class DividedLoader(DataLoader[T]):
     _num_batches = 0
     """How many of the iteration under way were handed out."""
     _num_to_skip = 0
+    _has_warned = False
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """This rank's part of each batch; all ranks iterate equally often."""
@@ -65,7 +67,23 @@ class DividedLoader(DataLoader[T]):
             model = self._model()
             if model is not None:
                 model.uneven_rows = num_rows if num_rows % self._position.size else 0
+            if not _is_stream(self) and self._same_order.was_joined(self._num_batches - 1):
+                self._warn_of_joined()
             yield batch
+
+    def _warn_of_joined(self) -> None:
+        """A script that trained alone makes one step more."""
+        model = self._model()
+        is_training = model is not None and model.training and torch.is_grad_enabled()
+        if self._has_warned or not is_training or self._position.rank:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"the last batch has fewer samples than there are ranks ({self._position.size}), so it "
+            "is joined to the one before: an epoch has one step less than in one process. With "
+            "drop_last=True both leave it out; or choose a batch_size that leaves at least as many",
+            stacklevel=3,
+        )
 
     def _parts(self, begin: Callable[[], Iterator[Any]]) -> Iterator[tuple[Any, int]]:
         """This rank's part of each batch, and how many rows the whole has if it is uneven."""

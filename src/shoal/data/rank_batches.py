@@ -50,6 +50,10 @@ class SameOrderSampler(Sampler[Any]):
         """How many of the user's were drawn for those that were given to the loader."""
         return num_given
 
+    def was_joined(self, number: int) -> bool:
+        """Whether the batch of this number is two of the user's."""
+        return self.num_drawn(number + 1) > number + 1
+
     def __len__(self) -> int:
         return len(self.inner)  # type: ignore[arg-type]
 

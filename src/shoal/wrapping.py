@@ -1,0 +1,331 @@
+"""`as_distributed`: makes a model, its optimizer and its data distributed; typed use by use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar, Unpack, overload
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from shoal.comm.backend import Backend
+from shoal.comm.world import World, find_current, set_current
+from shoal.comm.world_state import DEFAULT_TIMEOUT_S
+from shoal.data import divide
+from shoal.launch.joining.join import join, watch_exit
+from shoal.launch.joining.presence import leave_mark
+from shoal.optim.registry import wrap_model, wrap_optimizer, wrap_optimizers
+from shoal.strategies.foreign import (
+    refuse_foreign_loader,
+    refuse_foreign_model,
+    refuse_foreign_optimizer,
+)
+from shoal.strategies.option_types import (
+    DataParallelOptions,
+    DataParallelStrategy,
+    HybridOptions,
+    PipelineOptions,
+    TensorOptions,
+)
+from shoal.strategies.options import check_type
+
+Loader = TypeVar("Loader", bound=DataLoader[Any] | Sequence[DataLoader[Any]])
+Optimizers = Optimizer | Sequence[Optimizer]
+
+
+def start(backend: Backend) -> World:
+    """The world of this process, from now on."""
+    world = World(backend)
+    set_current(world, process_wide=True)
+    watch_exit()
+    leave_mark()
+    return world
+
+
+def _start_for(model: nn.Module, backend: str) -> World:
+    """Chooses by the model's device: a GPU that the model is not on does not count."""
+    on_cpu = all(parameter.is_cpu for parameter in model.parameters())
+    return start(join(backend, DEFAULT_TIMEOUT_S, on_cpu=on_cpu))
+
+
+# Models and optimizers come back as Any: they have what the user's have and more, and a script that
+# gives them the same names again would not pass a type checker that knew their classes.
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: None = None,
+    loader: None = None,
+    *,
+    strategy: DataParallelStrategy = ...,
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Unpack[DataParallelOptions],
+) -> Any: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: Optimizers,
+    loader: None = None,
+    *,
+    strategy: DataParallelStrategy = ...,
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Unpack[DataParallelOptions],
+) -> tuple[Any, Any]: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: None = None,
+    loader: Loader = ...,
+    *,
+    strategy: DataParallelStrategy = ...,
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Unpack[DataParallelOptions],
+) -> tuple[Any, Loader]: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: Optimizers,
+    loader: Loader,
+    *,
+    strategy: DataParallelStrategy = ...,
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Unpack[DataParallelOptions],
+) -> tuple[Any, Any, Loader]: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: None = None,
+    loader: None = None,
+    *,
+    strategy: Literal["tensor"],
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Unpack[TensorOptions],
+) -> Any: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: Optimizers,
+    loader: None = None,
+    *,
+    strategy: Literal["tensor"],
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Unpack[TensorOptions],
+) -> tuple[Any, Any]: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: None = None,
+    loader: Loader = ...,
+    *,
+    strategy: Literal["tensor"],
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Unpack[TensorOptions],
+) -> tuple[Any, Loader]: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: Optimizers,
+    loader: Loader,
+    *,
+    strategy: Literal["tensor"],
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Unpack[TensorOptions],
+) -> tuple[Any, Any, Loader]: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: None = None,
+    loader: None = None,
+    *,
+    strategy: Literal["pipeline"],
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Unpack[PipelineOptions],
+) -> Any: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: Optimizers,
+    loader: None = None,
+    *,
+    strategy: Literal["pipeline"],
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Unpack[PipelineOptions],
+) -> tuple[Any, Any]: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: None = None,
+    loader: Loader = ...,
+    *,
+    strategy: Literal["pipeline"],
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Unpack[PipelineOptions],
+) -> tuple[Any, Loader]: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: Optimizers,
+    loader: Loader,
+    *,
+    strategy: Literal["pipeline"],
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Unpack[PipelineOptions],
+) -> tuple[Any, Any, Loader]: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: None = None,
+    loader: None = None,
+    *,
+    strategy: Literal["hybrid"],
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Unpack[HybridOptions],
+) -> Any: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: Optimizers,
+    loader: None = None,
+    *,
+    strategy: Literal["hybrid"],
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Unpack[HybridOptions],
+) -> tuple[Any, Any]: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: None = None,
+    loader: Loader = ...,
+    *,
+    strategy: Literal["hybrid"],
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Unpack[HybridOptions],
+) -> tuple[Any, Loader]: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: Optimizers,
+    loader: Loader,
+    *,
+    strategy: Literal["hybrid"],
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Unpack[HybridOptions],
+) -> tuple[Any, Any, Loader]: ...
+def as_distributed(
+    model: nn.Module,
+    optimizer: Optimizers | None = None,
+    loader: Any = None,
+    *,
+    strategy: str = "auto",
+    backend: str = "auto",
+    enabled: bool = True,
+    **options: Any,
+) -> Any:
+    """Turns a model, the optimizer that was built for it and its data into distributed ones.
+
+    Starts communication where there is none yet. Wrapping twice with the same strategy returns
+    what is there.
+
+    Args:
+        model: Any module.
+        optimizer: A torch optimizer over the model's parameters, or a list of them.
+        loader: A torch `DataLoader`, or a list of them. Its batches are those of all ranks
+            together, and each rank gets its part; ranks that hold parts of one replica get the
+            same. One that is divided already comes back as it is.
+        strategy: "ddp", "zero1", "zero2", "zero3", "fsdp", "tensor", "pipeline", "hybrid", or
+            "auto" to choose by size.
+        backend: What to start communication with, if it has to be started.
+        enabled: If false, everything comes back untouched.
+        options: For the model's class, for example ``activations`` (which are computed again in
+            backward), ``sync_batchnorm`` or ``seed`` (for a model on the meta device); see
+            `ShardedModel`. Those of each strategy are in `shoal.strategies.option_types`.
+
+    Returns:
+        The wrapped model; with others a tuple of it, the optimizer and the loader, as far as they
+        were given (lists if lists were).
+
+    Example:
+        >>> model, optimizer, loader = shoal.as_distributed(
+        ...     model, optimizer, loader, strategy="zero3"
+        ... )
+    """
+    check_type("enabled", enabled, bool)
+    if not enabled:
+        return _as_given(model, optimizer, loader)
+    _check_arguments(model, optimizer, loader)
+    world = find_current() or _start_for(model, backend)
+    wrapped = wrap_model(model, strategy, world, options)
+    stepped: Any = optimizer
+    if isinstance(optimizer, Sequence):
+        stepped = wrap_optimizers(optimizer, wrapped)
+    elif optimizer is not None:
+        stepped = wrap_optimizer(optimizer, wrapped)
+    return _as_given(wrapped, stepped, None if loader is None else divide(loader, wrapped))
+
+
+def _as_given(model: nn.Module, *others: Any) -> Any:
+    given = [each for each in others if each is not None]
+    return (model, *given) if given else model
+
+
+def _check_arguments(model: Any, optimizer: Any, loader: Any) -> None:
+    """Before anything is started or changed: each is what its place is for, and plain."""
+    for each in _listed(optimizer):
+        refuse_foreign_optimizer(each)
+    for each in _listed(loader):
+        refuse_foreign_loader(each)
+    for place, value in {"model": model, "optimizer": optimizer, "loader": loader}.items():
+        _check_place(place, value)
+    refuse_foreign_model(model)
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _check_place(place: str, value: Any) -> None:
+    """Raises if it belongs to another place; loaders of other kinds are refused later."""
+    belongs = {_place_of(each) for each in _listed(value)}
+    if belongs <= {place} or (value is None and place != "model"):
+        return
+    (other, *_) = belongs - {place}
+    if other:
+        raise TypeError(
+            f"shoal.as_distributed(model, optimizer, loader), in this order: got a "
+            f"{type(value).__name__} for the {place}, which is a value for {other}="
+        )
+    if isinstance(value, LRScheduler):
+        raise TypeError(
+            "shoal.as_distributed takes no schedulers: make the scheduler from the optimizer that "
+            "comes back, or from the plain one, and leave it out here"
+        )
+    if place != "loader":
+        raise TypeError(f"{place} must be {_MUST_BE[place]}; got a {type(value).__name__}")
+
+
+_KINDS: dict[str, type] = {"model": nn.Module, "optimizer": Optimizer, "loader": DataLoader}
+_MUST_BE = {
+    "model": "one torch module, an nn.Module",
+    "optimizer": "a torch.optim.Optimizer, or a list of them",
+}
+
+
+def _place_of(value: Any) -> str:
+    return next((place for place, kind in _KINDS.items() if isinstance(value, kind)), "")
