@@ -237,7 +237,11 @@ def test_other_strategies_are_named(backend: str, ranks: int, tmp_path: Path) ->
     results = outcomes(train, "strategies", "zero3", str(tmp_path), backend=backend, ranks=ranks)
     for outcome in results:
         assert isinstance(outcome.error, MismatchError), outcome.traceback
-        assert "(rank 0: 'ddp'; rank 1: 'zero3')" in str(outcome.error)
+        site = site_of(train, "# wraps\n")
+        for rank, strategy in enumerate(("ddp", "zero3")):
+            told = f"rank {rank}: shoal.as_distributed() at {site}\n    inside: wrapping with "
+            assert f"{told}strategy={strategy!r}" in str(outcome.error)
+        assert "give it the same arguments on every rank" in str(outcome.error)
     assert_prompt(results)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.comm import World
-from shoal.errors import MismatchError
+from shoal.comm.operation.whole import Barrier
 from shoal.optim.data_parallel_optimizers import (
     DDPOptimizer,
     FSDPOptimizer,
@@ -30,7 +30,6 @@ from shoal.optim.proof.judging import judge
 from shoal.optim.tensor_optimizer import TensorParallelOptimizer
 from shoal.strategies import ShardedModel
 from shoal.strategies.options import check_options
-from shoal.system.rank_names import name_ranks
 
 
 class Pair(NamedTuple):
@@ -92,17 +91,13 @@ def wrap_model(
 
 
 def _check_same_strategy(name: str, world: World) -> None:
-    """Ranks with different strategies would differ in their operations only, much later."""
-    names = world.all_gather_object(name)
-    if len(set(names)) > 1:
-        told = "; ".join(
-            f"{name_ranks([rank for rank, each in enumerate(names) if each == found])}: {found!r}"
-            for found in dict.fromkeys(names)
-        )
-        raise MismatchError(
-            f"the ranks call shoal.as_distributed() with different strategies ({told}): "
-            "give it the same strategy= on every rank"
-        )
+    """Ranks with different strategies would differ in their operations only, much later.
+
+    Headers say it: what a rank finds in data it may have found too late, when another has ended.
+    """
+    operation = Barrier()
+    operation.signature = f"wrapping with strategy={name!r}"
+    world.backend.run(operation)
 
 
 def wrap_optimizers(optimizers: Sequence[Optimizer], model: ShardedModel) -> list[ShardedOptimizer]:
