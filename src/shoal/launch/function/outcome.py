@@ -54,7 +54,15 @@ class Outcome:
 
 def send_value(channel: socket.socket, value: object) -> None:
     """Reports a rank's result. A value that cannot be pickled raises before anything is sent."""
-    send_frame(channel, VALUE, cloudpickle.dumps(value))
+    try:
+        body = cloudpickle.dumps(value)
+    except Exception as error:
+        raise TypeError(
+            f"what the function returned (a {type(value).__name__}) cannot be sent back by the "
+            f"rank, which is a process: {error}. Return numbers, tensors or text made from it, or "
+            "use backend='memory', whose ranks are threads."
+        ) from error
+    send_frame(channel, VALUE, body)
 
 
 def send_error(channel: socket.socket, error: BaseException, text: str | None = None) -> None:
