@@ -274,3 +274,40 @@ def awkward_numbers() -> list[Any]:
 def test_numbers_that_gloo_alone_gets_wrong() -> None:
     results = shoal.run(awkward_numbers, ranks=3, backend="gloo", timeout=30)
     assert results == [["[[nan, 1.0], [nan, 2.0]]", 258.0]] * 3
+
+
+# Long exchanges between hosts ---------------------------------------------------------------
+
+
+def exchange_as_between_hosts() -> list[bool]:
+    """Every length counts as long; elements say who sent them, to whom, and where they lay."""
+    GlooBackend._is_long = lambda self, num_bytes: True  # type: ignore[method-assign]
+    world = shoal.world()
+    size, rank = world.size, world.rank
+
+    def rows(sender: int, receiver: int) -> torch.Tensor:
+        count = (sender + 2 * receiver) % 4  # some send nothing
+        return torch.arange(count, dtype=torch.float64) + 100 * sender + 10 * receiver
+
+    def joined(parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(parts)
+
+    everybody = range(size)
+    sent = [rows(rank, other) for other in everybody]
+    swapped = world.backend.all_to_all(joined(sent), sizes=[part.numel() for part in sent])
+    gathered = world.backend.all_gather(rows(rank, 0))
+    summed = world.backend.reduce_scatter(torch.arange(7.0) * (rank + 1))
+    parts = torch.arange(7.0).tensor_split(size)
+    at_root = world.backend.gather(rows(rank, 1), root=1)
+    return [
+        torch.equal(swapped, joined([rows(other, rank) for other in everybody])),
+        torch.equal(gathered, joined([rows(other, 0) for other in everybody])),
+        torch.equal(summed, parts[rank] * sum(range(1, size + 1))),
+        at_root is None or torch.equal(at_root, joined([rows(other, 1) for other in everybody])),
+    ]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_long_exchanges_between_hosts(ranks: int) -> None:
+    results = shoal.run(exchange_as_between_hosts, ranks=ranks, backend="gloo", timeout=30)
+    assert results == [[True] * 4] * ranks

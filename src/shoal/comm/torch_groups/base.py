@@ -176,7 +176,7 @@ class ProcessGroupBackend(ProcessBackend):
         own = counts[self.rank]
         arrived = self._scratch(own * self.size, source)
         arriving = [own] * self.size
-        self._swap(source, counts, arrived, arriving, patience)
+        self._swap(source, counts, arrived, arriving, patience, source.numel())
         return list(arrived.split(arriving))
 
     def _scratch(self, numel: int, like: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ class ProcessGroupBackend(ProcessBackend):
 
     def _spread(self, target: Tensor, counts: Sequence[int], patience: Patience) -> None:
         """Everybody's own part of ``target`` to everybody, by broadcasts that go on at once."""
-        parts = enumerate(byte_view(target).split(_in_bytes(counts, target)))
+        parts = enumerate(byte_view(target).split(in_bytes(counts, target)))
 
         def works() -> Iterator[Work]:
             for root, part in parts:
@@ -227,7 +227,7 @@ class ProcessGroupBackend(ProcessBackend):
             target = source[:0]
         else:
             arriving = list(counts)
-        self._swap(source, leaving, target, arriving, patience)
+        self._swap(source, leaving, target, arriving, patience, sum(counts))
 
     def _scatter(self, payload: Payload, patience: Patience) -> None:
         target = payload.gotten
@@ -238,11 +238,12 @@ class ProcessGroupBackend(ProcessBackend):
             source = target[:0]
         else:
             leaving = list(payload.counts)
-        self._swap(source, leaving, target, arriving, patience)
+        self._swap(source, leaving, target, arriving, patience, sum(payload.counts))
 
     def _all_to_all(self, payload: Payload, patience: Patience) -> None:
         source, target = payload.given, payload.gotten
-        self._swap(source, payload.counts, target, payload.arriving, patience)
+        counts, arriving = payload.counts, payload.arriving
+        self._swap(source, counts, target, arriving, patience, payload.total)
 
     def _swap(
         self,
@@ -251,9 +252,13 @@ class ProcessGroupBackend(ProcessBackend):
         target: Tensor,
         arriving: Sequence[int],
         patience: Patience,
+        total: int,
     ) -> None:
-        """Parts of ``source`` to all, parts of ``target`` from all, by rank."""
-        sizes = _in_bytes(arriving, target), _in_bytes(leaving, source)
+        """Parts of ``source`` to all, parts of ``target`` from all, by rank.
+
+        ``total`` tells all ranks the same of how long that is: it is a number of elements.
+        """
+        sizes = in_bytes(arriving, target), in_bytes(leaving, source)
         options = _timed(dist.AllToAllOptions())
         received, sent = byte_view(target), byte_view(source)
         self._carry_one(
@@ -285,7 +290,8 @@ def byte_view(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
 
 
-def _in_bytes(counts: Sequence[int], tensor: Tensor) -> list[int]:
+def in_bytes(counts: Sequence[int], tensor: Tensor) -> list[int]:
+    """How many bytes so many elements of a tensor's dtype are."""
     return [count * tensor.itemsize for count in counts]
 
 

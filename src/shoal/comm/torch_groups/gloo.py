@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,13 @@ from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Control, Message
 from shoal.comm.operation import Payload
 from shoal.comm.process_backend import by_host_memory
-from shoal.comm.torch_groups.base import NEVER, Origin, ProcessGroupBackend, byte_view
+from shoal.comm.torch_groups.base import (
+    NEVER,
+    Origin,
+    ProcessGroupBackend,
+    byte_view,
+    in_bytes,
+)
 from shoal.comm.torch_groups.groups import Maker, ProcessGroup
 from shoal.comm.torch_groups.port import Port
 from shoal.comm.torch_groups.watchdog import Flight
@@ -34,8 +40,11 @@ _FIRST_TAG = 1 << 30
 # How long works whose connections are closed are waited for.
 _END_S = timedelta(seconds=2)
 _ABORT_TAG = (1 << 30) - 16
+_EXCHANGE_TAG = (1 << 30) - 32
 # Below, one exchange beats a broadcast from each rank though everybody sends copies.
 _SMALL_BYTES = 64 << 10
+# Above, between hosts, ranks send each other messages.
+_LONG_BYTES = 1 << 20
 # Fresh memory costs as much as what is done with it: up to here it is kept.
 _MAX_KEPT_BYTES = 64 << 20
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
@@ -56,12 +65,57 @@ class GlooBackend(ProcessGroupBackend):
     _kept = torch.empty(0, dtype=torch.uint8)
 
     def _spread(self, target: Tensor, counts: Sequence[int], patience: Patience) -> None:
-        if target.nbytes > _SMALL_BYTES:
+        if self._is_long(target.nbytes):
+            parts = byte_view(target).split(in_bytes(counts, target))
+            self._exchange([parts[self.rank]] * self.size, parts, patience)
+        elif target.nbytes > _SMALL_BYTES:
             super()._spread(target, counts, patience)
+        else:
+            leaving = [counts[self.rank]] * self.size
+            copies = target.split(list(counts))[self.rank].repeat(self.size)
+            self._swap(copies, leaving, target, counts, patience, target.numel())
+
+    def _swap(
+        self,
+        source: Tensor,
+        leaving: Sequence[int],
+        target: Tensor,
+        arriving: Sequence[int],
+        patience: Patience,
+        total: int,
+    ) -> None:
+        if not self._is_long(total * source.itemsize):
+            super()._swap(source, leaving, target, arriving, patience, total)
             return
-        leaving = [counts[self.rank]] * self.size
-        copies = target.split(list(counts))[self.rank].repeat(self.size)
-        self._swap(copies, leaving, target, counts, patience)
+        sent = byte_view(source).split(in_bytes(leaving, source))
+        received = byte_view(target).split(in_bytes(arriving, target))
+        if leaving[self.rank]:
+            received[self.rank].copy_(sent[self.rank])
+        self._exchange(sent, received, patience)
+
+    def _is_long(self, num_bytes: int) -> bool:
+        """Whether messages in both directions are worth their questions and answers."""
+        return num_bytes > _LONG_BYTES and not isinstance(self._links.control, PageControl)
+
+    def _exchange(
+        self, sent: Sequence[Tensor], received: Sequence[Tensor], patience: Patience
+    ) -> None:
+        """Bytes to and from every other rank; empty ones do not travel.
+
+        Receives begin first. Gloo asks for the bytes of a receive over the connection that it sends
+        on: after a long send, the question would wait behind it, and a cable be idle one way.
+        """
+        peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+
+        def works() -> Iterator[Work]:
+            for peer in reversed(peers):
+                if received[peer].numel():
+                    yield self._group.recv([received[peer]], peer, _EXCHANGE_TAG)
+            for peer in peers:
+                if sent[peer].numel():
+                    yield self._group.send([sent[peer]], peer, _EXCHANGE_TAG)
+
+        self._carry(works(), patience)
 
     def _scratch(self, numel: int, like: Tensor) -> Tensor:
         num_bytes = numel * like.itemsize

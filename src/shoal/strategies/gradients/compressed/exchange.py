@@ -74,9 +74,9 @@ class ExchangeQueue:
         while self._waiting and self._waiting[0].is_first_done():
             self._waiting.popleft().begin_second()
 
-    def advance_to(self, exchange: Exchange) -> None:
-        """Begins all second phases up to that of one exchange."""
-        while exchange in self._waiting:
+    def begin_all(self) -> None:
+        """Begins all second phases, so that they travel one after the other without a pause."""
+        while self._waiting:
             self._waiting.popleft().begin_second()
 
 
@@ -299,7 +299,7 @@ class Exchange(Work[Tensor]):
     def wait(self, timeout: float | None = None) -> Tensor:
         """The average; each operation keeps the world's deadline."""
         if not self._is_over:
-            self._kept.queue.advance_to(self)
+            self._kept.queue.begin_all()
             results = {name: work.wait() for name, work in self._second.items()}
             if "scattered" in results:
                 self._decode_averages(results["scattered"])
