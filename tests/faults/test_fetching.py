@@ -17,6 +17,8 @@ import shoal
 from comm.test_forked_children import in_child
 from faults.worlds import (
     PROCESSES,
+    SOON_S,
+    TIMEOUT_S,
     all_pids,
     kill,
     outcomes,
@@ -28,8 +30,6 @@ from faults.worlds import (
 from shoal.activations import DistributedCheckpointManager
 from shoal.errors import DeadlineError, PeerError
 from shoal.meeting import address as places
-
-SOON_S = 3.0
 
 
 def fetch_from_the_dead(with_recompute: bool) -> object:
@@ -167,6 +167,7 @@ def fetch_from_a_slow_one() -> object:
         with pytest.raises(DeadlineError) as caught:
             manager.retrieve_or_fetch("x", 1)
         seconds = time.monotonic() - begin
+        manager._timeout = TIMEOUT_S
         other = manager.retrieve_or_fetch("x", 2).item()  # a slow one delays only who asks it
         said = str(caught.value), seconds, other
     world.barrier()
