@@ -26,8 +26,6 @@ from shoal.comm.control.sockets import topology
 from shoal.comm.control.sockets.sockets import SILENCE_VARIABLE, SocketControl
 from shoal.errors import DeadlineError, MismatchError, PeerError, ShoalError
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture(autouse=True, params=[topology.ALL_PAIRS_RANKS, 1], ids=["all-pairs", "graph"])
 def number_of_pairs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,6 @@ import shoal
 from faults.worlds import SOON_S, outcomes, site_of
 from shoal.errors import DeadlockError, PeerError
 
-pytestmark = pytest.mark.timeout(30)
-
 
 def both_send() -> None:
     world = shoal.world()

@@ -16,8 +16,6 @@ from shoal.errors import DeadlineError, PeerError
 from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.launch.function.run import _run_processes, _settings, run_processes
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def my_rank() -> int:
     return int(os.environ.get("RANK") or os.environ["OMPI_COMM_WORLD_RANK"])

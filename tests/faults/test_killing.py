@@ -25,8 +25,6 @@ from faults.worlds import (
     world,
 )
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def die_between(victim: int) -> None:
     world = shoal.world()

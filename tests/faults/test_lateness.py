@@ -27,8 +27,6 @@ from shoal.comm.world import World
 from shoal.errors import DeadlineError, PeerError, ShoalError
 from shoal.system import deadline
 
-pytestmark = pytest.mark.timeout(60)
-
 TIMEOUT_S = 1.5
 
 

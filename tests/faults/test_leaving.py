@@ -30,8 +30,6 @@ from shoal.comm.world import World
 from shoal.errors import ClosedError
 from shoal.system.threads import stack
 
-pytestmark = pytest.mark.timeout(60)
-
 WAITS = ["barrier", "all_reduce", "recv", "send", "async"]
 
 

@@ -22,8 +22,6 @@ from shoal.comm.control.deadlock import watch
 from shoal.comm.control.deadlock.record import WaitRecord
 from shoal.comm.world import World
 
-pytestmark = pytest.mark.timeout(60)
-
 PROCESSES = [world("shm", 3), world("gloo", 3), world("mpi", 2, full=True)]
 
 

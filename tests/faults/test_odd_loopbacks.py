@@ -18,7 +18,6 @@ SOON_S = 40  # a start of Python and torch on a machine that has other things to
 
 pytestmark = [
     pytest.mark.root,
-    pytest.mark.timeout(150),
     pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
     pytest.mark.skipif(shutil.which("ip") is None, reason="network namespaces need iproute2"),
 ]

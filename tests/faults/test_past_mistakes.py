@@ -25,8 +25,6 @@ from shoal.comm.control.sockets import frames
 from shoal.comm.mpi import runtime as mpi_runtime
 from shoal.errors import BackendUnavailableError, MismatchError
 
-pytestmark = pytest.mark.timeout(60)
-
 EACH = [world("memory", 3), world("shm", 3), world("gloo", 2), world("mpi", 2, full=True)]
 
 

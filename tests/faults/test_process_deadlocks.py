@@ -27,8 +27,6 @@ from shoal.comm.control.deadlock import watch
 from shoal.data import divide
 from shoal.errors import DeadlockError, MismatchError, PeerError
 
-pytestmark = pytest.mark.timeout(60)
-
 PROCESSES = [world("shm", 2), world("gloo", 2), world("mpi", 2, full=True)]
 
 

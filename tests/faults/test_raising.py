@@ -36,8 +36,6 @@ from shoal.comm.shm import segments
 from shoal.comm.world import World
 from shoal.errors import PeerError
 
-pytestmark = pytest.mark.timeout(60)
-
 Wait = Callable[[World], Any]
 
 

@@ -27,8 +27,6 @@ from faults.worlds import (
 from shoal.errors import PeerError
 from shoal.launch.function.outcome import Outcome
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def is_stopped(pid: int) -> bool:
     with open(f"/proc/{pid}/stat") as stat:

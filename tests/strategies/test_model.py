@@ -37,8 +37,6 @@ from strategies.loops import (
 )
 from strategies.models import GPT, ResNet
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @each
 def test_names_shapes_and_attributes_are_the_module_s_own(strategy: str) -> None:

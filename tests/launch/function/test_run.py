@@ -25,8 +25,6 @@ from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.launch.function.outcome import Outcome
 from shoal.launch.function.run import run_processes
 
-pytestmark = pytest.mark.timeout(180)
-
 SOURCE = str(Path(shoal.__file__).resolve().parents[1])
 ENTRIES = """
 def lingering(channel, payload):

@@ -36,9 +36,6 @@ from strategies.loops import (
 )
 from strategies.models import OddMLP
 
-pytestmark = pytest.mark.timeout(60)
-
-
 # Wrapping -------------------------------------------------------------------------------------
 
 
