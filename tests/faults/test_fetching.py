@@ -16,6 +16,7 @@ import torch
 import shoal
 from comm.test_forked_children import in_child
 from faults.worlds import (
+    MOST_PROCESSES,
     PROCESSES,
     SOON_S,
     TIMEOUT_S,
@@ -60,7 +61,7 @@ def test_a_holder_that_died(backend: str, ranks: int) -> None:
             assert outcome.error.seconds < SOON_S
 
 
-@pytest.mark.parametrize(("backend", "ranks"), PROCESSES)
+@pytest.mark.parametrize(("backend", "ranks"), MOST_PROCESSES)
 def test_a_holder_that_died_is_recomputed(backend: str, ranks: int) -> None:
     results = outcomes(fetch_from_the_dead, True, backend=backend, ranks=ranks)
     for outcome in results:

@@ -104,7 +104,7 @@ def over_processes() -> Iterator[object]:
         ("shm", 2, "mlp", "muon", "clip"),
         ("shm", 4, "unused", "adamw", "plain"),
         ("gloo", 3, "gpt", "sgd", "clip"),
-        ("mpi", 3, "mlp", "adamw", "plain"),
+        ("mpi", 2, "mlp", "adamw", "plain"),
     ]
     full = [
         ("shm", 4, "encoder_decoder", "lbfgs", "plain"),
