@@ -57,7 +57,7 @@ m(torch.ones(2, 3)).sum().backward(); o.step()
 print(shoal.world().size)
 """
     command = [sys.executable, "-c", script]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert (result.returncode, result.stdout.strip()) == (0, "1"), result.stderr
 
 
