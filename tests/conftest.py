@@ -1,5 +1,6 @@
 """What holds for every test: nothing is left behind, examples repeat."""
 
+import gc
 import signal
 from collections.abc import Iterator
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 import leaks
-from shoal.launch.function.forkserver.forkserver import fork_server
+from shoal.launch.function.forkserver.forkserver import fork_server, preload
 
 # The same examples every time, so that a change alone can break them; the full run looks further.
 hypothesis.settings.register_profile("fast", max_examples=25, deadline=None, derandomize=True)
@@ -16,6 +17,8 @@ hypothesis.settings.register_profile("full", max_examples=200, deadline=None)
 hypothesis.settings.load_profile("fast")
 
 leaks.mark_descendants()
+# What the modules of functions that tests run in processes import, so that no rank has to.
+preload("pytest", "hypothesis", "leaks", "pools")
 # A shell that starts the tests in the background makes them deaf to what some of them send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -34,6 +37,12 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         fork_server()
     with leaks.watched(lambda message: pytest.fail(message, pytrace=False)):
         yield
+
+
+def pytest_collection_finish() -> None:
+    """What imports and thousands of collected tests made stays: no collection looks there again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

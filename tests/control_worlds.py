@@ -25,6 +25,8 @@ from shoal.comm.control.sockets.sockets import SocketControl
 from shoal.comm.control.sockets.wiring import connect_all
 
 TIMEOUT_S = 30.0
+# What takes a moment; this is for a machine that has other things to do.
+SOON_S = 15.0
 
 
 class ThreadBootstrap(Bootstrap):

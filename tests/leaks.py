@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-GRACE_SECONDS = 2.0
+GRACE_SECONDS = 10.0
 
 # Descendants are known by this variable, which they inherit and which outlives their parents.
 TOKEN = f"SHOAL_TEST_RUN={os.getpid()}-{time.monotonic_ns()}"

@@ -18,7 +18,7 @@ from shoal.launch.function.run import run_outcomes
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SHOAL = str(Path(sys.executable).with_name("shoal"))
-TIMEOUT_S = 50
+TIMEOUT_S = 150
 
 
 def load(name):

@@ -1,47 +1,51 @@
-"""Runs the tests in two halves at a time: much of what they do is to wait for processes.
+"""Runs the tests in three parts at a time: much of what they do is to wait for processes.
 
 Arguments go to pytest. With paths among them, just these are run, as pytest would.
 """
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent / "tests"
-# About as long as all the others.
-FIRST = ("checkpoint", "optim", "sharding", "strategies", "verification")
+# All that is named nowhere here takes about as long as each of them.
+PARTS = (("strategies",), ("checkpoint", "comm", "optim", "verification"))
 
 
-def halves() -> tuple[list[str], list[str]]:
+def parts() -> list[list[str]]:
     """Folders and files of tests."""
     everything = sorted(
         path for path in TESTS.iterdir() if path.is_dir() or path.name.startswith("test_")
     )
     everything = [path for path in everything if not path.name.startswith((".", "_"))]
-    first = [str(path) for path in everything if path.name in FIRST]
-    return first, [str(path) for path in everything if path.name not in FIRST]
+    rest = {path.name for path in everything}.difference(*PARTS)
+    return [[str(path) for path in everything if path.name in part] for part in (*PARTS, rest)]
 
 
 def main(options: list[str]) -> int:
-    """Returns pytest's exit code, that of the first half that failed."""
+    """Returns pytest's exit code, that of a part that failed if one did."""
     command = [sys.executable, "-m", "pytest", *options]
     if any(Path(option.partition("::")[0]).exists() for option in options):
         return subprocess.call(command)
-    first, second = halves()
-    with tempfile.TemporaryFile() as output:
-        beside = subprocess.Popen([*command, *second], stdout=output, stderr=subprocess.STDOUT)
+    with contextlib.ExitStack() as files:
+        later = [files.enter_context(tempfile.TemporaryFile()) for _ in PARTS]
+        running = [
+            subprocess.Popen([*command, *part], stdout=output, stderr=output)
+            for part, output in zip(parts(), (None, *later), strict=True)
+        ]
         try:
-            code = subprocess.call([*command, *first])
-            other = beside.wait()
+            codes = [process.wait() for process in running]
         finally:
-            beside.kill()
-        output.seek(0)
-        sys.stdout.flush()
-        sys.stdout.buffer.write(output.read())
-    return code or other
+            for process in running:
+                process.kill()
+        for output in later:
+            output.seek(0)
+            sys.stdout.buffer.write(output.read())
+    return max(codes)
 
 
 if __name__ == "__main__":

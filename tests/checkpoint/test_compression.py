@@ -12,8 +12,6 @@ from torch.nn import functional as F
 
 import shoal
 
-pytestmark = pytest.mark.timeout(60)
-
 State = dict[str, Tensor]
 
 

@@ -29,7 +29,6 @@ from strategies.models import moved
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(120),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 

@@ -15,8 +15,6 @@ import shoal
 from checkpoint.training import assert_same, on_ranks, state
 from strategies.test_hybrid import GPT, loss_fn, text
 
-pytestmark = pytest.mark.timeout(120)
-
 BEFORE, AFTER = range(2), range(2, 4)
 Layout = tuple[str, int, dict[str, Any]]
 LAYOUTS: dict[str, Layout] = {

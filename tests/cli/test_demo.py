@@ -27,7 +27,6 @@ def processes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_training_under_every_strategy(processes: None) -> None:
     console = Console(file=io.StringIO(), width=110)
     assert show_training(console, 4, SMALL)

@@ -14,7 +14,6 @@ from shoal.comm import differentiable as d
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(120),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 

@@ -152,7 +152,6 @@ def many_barriers(count):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_16_processes_complete_1000_barriers() -> None:
     fork_server()
     leaks.baseline()

@@ -11,6 +11,7 @@ import torch
 import shoal
 from faults.gate import Gate
 from faults.worlds import (
+    SOON_S,
     all_pids,
     assert_all_blame,
     assert_blames,
@@ -24,8 +25,6 @@ from faults.worlds import (
 from shoal.comm.control.sockets import topology
 from shoal.comm.control.sockets.sockets import SILENCE_VARIABLE, SocketControl
 from shoal.errors import DeadlineError, MismatchError, PeerError, ShoalError
-
-pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture(autouse=True, params=[topology.ALL_PAIRS_RANKS, 1], ids=["all-pairs", "graph"])
@@ -71,7 +70,7 @@ def test_a_rank_leaves() -> None:
     results = outcomes_between_hosts(leave_early, ranks=3)
     for rank in (0, 2):
         assert_blames(results[rank], 1, "left")
-        assert results[rank].error.seconds < 2.0
+        assert results[rank].error.seconds < SOON_S
 
 
 def die(num_elements: int) -> None:
@@ -88,7 +87,7 @@ def die(num_elements: int) -> None:
 def test_a_rank_is_killed(num_elements: int) -> None:
     results = outcomes_between_hosts(die, num_elements, ranks=3)
     assert_all_blame(results, 1)
-    assert all(results[rank].error.seconds < 3.0 for rank in (0, 2))
+    assert all(results[rank].error.seconds < SOON_S for rank in (0, 2))
 
 
 def stop() -> None:
@@ -110,7 +109,7 @@ def test_a_rank_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     results = outcomes_between_hosts(stop, ranks=3)
     for rank in (0, 2):
         assert_blames(results[rank], 1, "silent")
-        assert results[rank].error.seconds < 6.0
+        assert results[rank].error.seconds < SOON_S
 
 
 def disagree() -> list[str]:
@@ -142,6 +141,7 @@ def test_ranks_disagree() -> None:
 def be_late(gate: Gate) -> None:
     world = shoal.world()
     world.barrier()  # the last that all take part in
+    world.backend._state.timeout = 1.5  # not before: joining may take its time
     if world.rank == 1:
         gate.wait()
     try:
@@ -156,7 +156,7 @@ def be_late(gate: Gate) -> None:
 
 
 def test_a_rank_is_late(gate: Gate) -> None:
-    results = outcomes_between_hosts(be_late, gate, ranks=2, timeout=1.5)
+    results = outcomes_between_hosts(be_late, gate, ranks=2)
     error = results[0].error
     assert isinstance(error, DeadlineError), results[0].traceback
     for message in (str(error), error.warnings[0]):

@@ -10,10 +10,8 @@ import pytest
 import torch
 
 import shoal
-from faults.worlds import outcomes, site_of
+from faults.worlds import SOON_S, outcomes, site_of
 from shoal.errors import DeadlockError, PeerError
-
-pytestmark = pytest.mark.timeout(30)
 
 
 def both_send() -> None:
@@ -71,7 +69,7 @@ DEADLOCKS = [
 def test_known_at_once(deadlock: Callable[[], None]) -> None:
     begin = time.monotonic()
     results = outcomes(deadlock, backend="memory", ranks=2, timeout=600)
-    assert time.monotonic() - begin < 5.0
+    assert time.monotonic() - begin < SOON_S
     assert isinstance(results[0].error or results[1].error, DeadlockError)
     for outcome in results:
         # The first to be woken raises, and its failure reaches the rest.

@@ -16,7 +16,6 @@ from shoal.errors import DeadlockError
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(120),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 

@@ -14,8 +14,6 @@ from faults.gate import Gate
 from faults.worlds import memfds_of_shoal, still_running, world
 from shoal.errors import PeerError
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def interrupt_the_caller(caller: int, pids_to: str, gate: Gate) -> None:
     world = shoal.world()

@@ -11,14 +11,10 @@ from typing import Any
 import pytest
 
 import shoal
-from faults.worlds import assert_blames, outcomes, site_of, world
+from faults.worlds import SOON_S, assert_blames, outcomes, site_of, world
 from shoal.errors import DeadlineError, PeerError
 from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.launch.function.run import _run_processes, _settings, run_processes
-
-pytestmark = pytest.mark.timeout(60)
-
-SOON_S = 15.0
 
 
 def my_rank() -> int:

@@ -14,6 +14,7 @@ from faults.gate import Gate
 from faults.worlds import (
     MOST_PROCESSES,
     PROCESSES,
+    SOON_S,
     all_pids,
     assert_all_blame,
     kill,
@@ -23,10 +24,6 @@ from faults.worlds import (
     timed,
     world,
 )
-
-pytestmark = pytest.mark.timeout(60)
-
-SOON_S = 3.0
 
 
 def die_between(victim: int) -> None:

@@ -11,19 +11,30 @@ import torch
 
 import shoal
 from faults.gate import Gate
-from faults.worlds import ALL, MOST, outcomes, site_of, timed, values, warnings_of_shoal, world
+from faults.worlds import (
+    ALL,
+    MOST,
+    SOON_S,
+    outcomes,
+    site_of,
+    timed,
+    values,
+    warnings_of_shoal,
+    world,
+)
+from shoal.comm.control.deadlock import watch
+from shoal.comm.world import World
 from shoal.errors import DeadlineError, PeerError, ShoalError
-
-pytestmark = pytest.mark.timeout(60)
+from shoal.system import deadline
 
 TIMEOUT_S = 1.5
 
 
 def be_late(gate: Gate) -> None:
     world = shoal.world()
-    world.backend._state.timeout = TIMEOUT_S  # not before: joining may take its time
     for _ in range(num_before(world.size)):
         world.all_gather_object(world.rank)  # the last that all take part in
+    limit_waits(world)
     if world.rank == 1:
         gate.wait()  # computes for ever so long
     try:
@@ -35,6 +46,11 @@ def be_late(gate: Gate) -> None:
             world.fail(error)  # as its end would
             gate.open()
         raise
+
+
+def limit_waits(world: World) -> None:
+    """Not before: joining and the first operations may take their time."""
+    world.backend._state.timeout = TIMEOUT_S
 
 
 def num_before(ranks: int) -> int:
@@ -50,7 +66,7 @@ def test_the_late_rank_is_named_before_and_at_the_deadline(
     results = outcomes(be_late, gate, backend=backend, ranks=ranks, timeout=timeout)
     errors = [outcome.error for outcome in results]
     first = next(error for error in errors if isinstance(error, DeadlineError))
-    assert TIMEOUT_S <= first.seconds < TIMEOUT_S + 2.0
+    assert TIMEOUT_S <= first.seconds < TIMEOUT_S + SOON_S
     last = site_of(be_late, "world.all_gather_object")
     here = site_of(be_late, "world.all_reduce")
     number = num_before(ranks) + 1
@@ -105,9 +121,9 @@ def test_whoever_gave_up_takes_no_part(new_gate: Callable[[], Gate]) -> None:
 
 def wait_for_a_late_sender(gate: Gate) -> None:
     world = shoal.world()
-    world.backend._state.timeout = TIMEOUT_S
     for _ in range(num_before(world.size)):
         world.barrier()
+    limit_waits(world)
     if world.rank == 0:
         try:
             world.recv(src=1, tag=5)
@@ -129,6 +145,7 @@ def test_a_late_message_has_the_deadline_too(backend: str, ranks: int, gate: Gat
 
 def be_late_but_in_time(gate: Gate) -> float:
     world = shoal.world()
+    deadline._FIRST_WARNING_S = 0.5
     world.barrier()
     if world.rank == 1:
         gate.wait()
@@ -148,7 +165,7 @@ def be_late_but_in_time(gate: Gate) -> float:
 @pytest.mark.parametrize(("backend", "ranks"), [world("shm", 2), world("gloo", 2)])
 def test_a_wait_may_end_early_and_be_taken_up_again(backend: str, ranks: int, gate: Gate) -> None:
     """The deadline of one `wait` is not that of the operation, which goes on."""
-    results = outcomes(be_late_but_in_time, gate, backend=backend, ranks=ranks, timeout=4.0)
+    results = outcomes(be_late_but_in_time, gate, backend=backend, ranks=ranks)
     assert values(results) == [2.0, 2.0]
 
 
@@ -171,13 +188,16 @@ def test_threads_that_never_end_are_given_up(gate: Gate) -> None:
 
 def meet_in_the_wrong_order() -> None:
     world = shoal.world()
+    world.barrier()
+    limit_waits(world)
+    watch.LONG_S = TIMEOUT_S + SOON_S  # else the deadlock may be known before the deadline
     world.send(torch.ones(1), dst=1 - world.rank)
     world.recv(src=1 - world.rank)
 
 
 @pytest.mark.parametrize(("backend", "ranks"), [world("shm", 2), world("gloo", 2, full=True)])
 def test_a_deadlock_of_processes_ends_at_the_deadline(backend: str, ranks: int) -> None:
-    results = outcomes(meet_in_the_wrong_order, backend=backend, ranks=ranks, timeout=TIMEOUT_S)
+    results = outcomes(meet_in_the_wrong_order, backend=backend, ranks=ranks)
     errors = [outcome.error for outcome in results]
     assert any(isinstance(error, DeadlineError) for error in errors)
     assert all(isinstance(error, DeadlineError | PeerError) for error in errors)

@@ -14,8 +14,6 @@ from faults.worlds import ALL, outcomes, site_of, values, world
 from shoal.comm.world import World
 from shoal.errors import MismatchError, PeerError
 
-pytestmark = pytest.mark.timeout(60)
-
 Case = Callable[[World, Tensor], Any]
 # In each case the line of `if world.rank == 1` is what rank 1 calls, the last what others call.
 

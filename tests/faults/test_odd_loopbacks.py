@@ -6,19 +6,16 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 SHOAL = str(Path(sys.executable).with_name("shoal"))
-DEADLINE_S = 60
-SOON_S = 40  # a start of Python and torch on a machine that has other things to do
+DEADLINE_S = 150  # a start of Python and torch, and far less than ranks wait for each other
 
 pytestmark = [
     pytest.mark.root,
-    pytest.mark.timeout(150),
     pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
     pytest.mark.skipif(shutil.which("ip") is None, reason="network namespaces need iproute2"),
 ]
@@ -41,7 +38,7 @@ def total():
 
 for backend in ("shm", "gloo"):
     try:
-        print(backend, shoal.run(total, ranks=2, backend=backend, timeout=20), flush=True)
+        print(backend, shoal.run(total, ranks=2, backend=backend, timeout=600), flush=True)
     except shoal.ShoalError as error:
         print(backend, type(error).__name__, error, flush=True)
 """
@@ -82,14 +79,12 @@ def kind(request: pytest.FixtureRequest, namespace: str) -> str:
 
 
 def execute(namespace: str, *words: str, **variables: str) -> str:
-    """What a command there said; it must not have waited for anything."""
-    begin = time.monotonic()
+    """What a command there said; it must not have waited for a rank's timeout."""
     done = subprocess.run(
         ["ip", "netns", "exec", namespace, *words],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
         timeout=DEADLINE_S, env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
     )  # fmt: skip
-    assert time.monotonic() - begin < SOON_S, done.stdout
     return done.stdout
 
 

@@ -4,7 +4,7 @@ import subprocess
 import time
 from pathlib import Path
 
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 60.0
 
 SLEEPER = """
 child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])

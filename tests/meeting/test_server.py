@@ -309,7 +309,6 @@ def used() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), pages
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", [pytest.param(each, marks=as_root) for each in ("unix", "tcp")])
 def test_a_crowd_of_strangers_costs_nothing(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -23,7 +23,7 @@ from meeting.strangers import as_root, run_stranger
 from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.meeting.server import MeetingServer
 
-pytestmark = [*as_root, pytest.mark.timeout(120)]
+pytestmark = as_root
 SHOAL = str(Path(sys.executable).with_name("shoal"))
 DEADLINE_S = 60
 

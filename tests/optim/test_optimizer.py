@@ -31,9 +31,6 @@ from strategies.loops import (
     wrapped,
 )
 
-pytestmark = pytest.mark.timeout(60)
-
-
 Schedule = Callable[[torch.optim.Optimizer], Any]
 SCHEDULES: dict[str, Schedule] = {
     "step": lambda o: lr_scheduler.StepLR(o, 2, 0.5),

@@ -33,8 +33,6 @@ from strategies.loops import (
 )
 from strategies.models import OddMLP, Unused
 
-pytestmark = pytest.mark.timeout(60)
-
 SETTINGS: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 2}
 # The third step is not finite, on one rank only.
 BAD_STEP, BAD_RANK, STEPS = 2, 1, 6

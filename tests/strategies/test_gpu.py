@@ -17,7 +17,6 @@ from strategies.training import OPTIMIZERS, STRATEGIES
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(180),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 

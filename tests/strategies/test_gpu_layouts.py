@@ -31,7 +31,6 @@ from strategies.training import STRATEGIES
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(180),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
 ]

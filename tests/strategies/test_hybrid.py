@@ -16,8 +16,6 @@ from shoal.errors import PeerError
 from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.launch.function.run import run_outcomes
 
-pytestmark = pytest.mark.timeout(180)
-
 WIDTH, HEADS, VOCABULARY, LENGTH, LAYERS, ITEMS = 8, 4, 12, 6, 2, 8
 TWO_BY_TWO = {"tensor": 2, "pipeline": 2, "data": 1}
 CUBE = {"tensor": 2, "pipeline": 2, "data": 2}

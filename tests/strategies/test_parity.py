@@ -34,8 +34,6 @@ from strategies.training import (
     train_rank_of_pool,
 )
 
-pytestmark = pytest.mark.timeout(120)
-
 WORLD_SIZES = (1, 2, 3, 4, 5)
 FACTORS: tuple[Sequence[object], ...] = (
     tuple(TASKS),
@@ -106,7 +104,7 @@ def over_processes() -> Iterator[object]:
         ("shm", 2, "mlp", "muon", "clip"),
         ("shm", 4, "unused", "adamw", "plain"),
         ("gloo", 3, "gpt", "sgd", "clip"),
-        ("mpi", 3, "mlp", "adamw", "plain"),
+        ("mpi", 2, "mlp", "adamw", "plain"),
     ]
     full = [
         ("shm", 4, "encoder_decoder", "lbfgs", "plain"),

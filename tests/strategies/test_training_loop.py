@@ -35,9 +35,6 @@ from strategies.loops import (
 )
 from strategies.models import random_numbers
 
-pytestmark = pytest.mark.timeout(60)
-
-
 # The plain loop and train_step ----------------------------------------------------------------
 
 

@@ -31,7 +31,6 @@ def test_the_advice_is_added_once() -> None:
     assert "ulimit -f unlimited" in caught.value.__notes__[0]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("limit", "remedy", "program"),
     [

@@ -15,8 +15,6 @@ import shoal
 
 TOOLS = Path(__file__).parent.parent.parent / "tools"
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture
 def soak(monkeypatch: pytest.MonkeyPatch) -> ModuleType:

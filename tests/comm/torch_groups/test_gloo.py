@@ -22,7 +22,7 @@ from shoal.errors import DeadlineError, PeerError
 from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.launch.function.run import run_outcomes
 
-SOON_S = 3.5
+SOON_S = 15.0  # for a machine that has other things to do; the timeout is 30 s
 LARGE = 1 << 20
 
 
@@ -200,7 +200,7 @@ def test_a_transfer_that_stalls_ends_at_the_deadline(operation: Callable[[], Non
     error = results[0].error
     assert isinstance(error, DeadlineError), results[0].traceback
     assert "missing: rank 1" in str(error)
-    assert 4.5 < error.seconds < 9.0  # type: ignore[attr-defined]
+    assert 4.5 < error.seconds < SOON_S  # type: ignore[attr-defined]
 
 
 # Ranks that leave --------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def leave_before_a_slow_rank(seconds: float) -> float:
 
 @pytest.mark.parametrize(
     ("seconds", "least", "most"),
-    [(1.0, 0.5, 4.0), pytest.param(9.0, 4.0, 8.0, marks=[pytest.mark.slow, pytest.mark.full])],
+    [(1.0, 0.5, SOON_S), pytest.param(20.0, 4.0, 12.0, marks=pytest.mark.full)],
 )
 def test_a_rank_waits_for_the_others_before_it_leaves_but_not_for_ever(
     seconds: float, least: float, most: float

@@ -23,8 +23,6 @@ from shoal.launch.function.connect_back import run_command
 from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.launch.function.outcome import Outcome
 
-pytestmark = pytest.mark.timeout(180)
-
 SOURCE = str(Path(shoal.__file__).resolve().parents[1])
 # Like mpiexec: starts N copies, and ends with the first code that is not zero.
 MPIEXEC = """

@@ -27,7 +27,7 @@ def test_the_users_line_is_all_that_is_shown(backend: str, tmp_path: Path) -> No
     path = tmp_path / "script.py"
     path.write_text(SCRIPT.replace("BACKEND", backend))
     done = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=150, check=False
     )
     assert done.returncode == -signal.SIGINT
     assert [line for line in done.stderr.splitlines() if not line.startswith("    ")] == [

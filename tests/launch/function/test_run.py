@@ -25,8 +25,6 @@ from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.launch.function.outcome import Outcome
 from shoal.launch.function.run import run_processes
 
-pytestmark = pytest.mark.timeout(180)
-
 SOURCE = str(Path(shoal.__file__).resolve().parents[1])
 ENTRIES = """
 def lingering(channel, payload):
@@ -156,7 +154,7 @@ def fn(x): return helper(x)
         script.write_text(SCRIPT)
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([SOURCE, str(tmp_path)])}
         done = subprocess.run(
-            [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=120
+            [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=150
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout == "run\n[6, 6]\ncaught: because\n"
@@ -190,6 +188,7 @@ except Mine as error:
 
 LEARNING = """
 import importlib, sys
+from shoal.launch.function.forkserver import forkserver
 from shoal.launch.function.run import run_processes
 had = lambda: "torch._dynamo" in sys.modules  # before the call
 def optimizer_or_not():
@@ -199,24 +198,22 @@ def run(fn, *args):
     outcomes = run_processes(fn, args, 1, entry="worker_of_test:main", env_for=lambda rank: {})
     return outcomes[0].value
 
-if sys.argv[1] == "guess":
-    print(run(optimizer_or_not))  # its name says it
-else:
-    print(run(had))
-    run(importlib.import_module, "torch._dynamo")
-    print(run(had))
+print(run(had))
+run(importlib.import_module, "torch._dynamo")
+print(run(had), "learned")
+forkserver.shutdown()
+print(run(optimizer_or_not), "guessed")  # its name says it
 """
 
 
-@pytest.mark.parametrize(("way", "found"), [("guess", "True\n"), ("learn", "False\nTrue\n")])
-def test_compiler_is_loaded_once_for_all_ranks(tmp_path: Path, way: str, found: str) -> None:
+def test_compiler_is_loaded_once_for_all_ranks(tmp_path: Path) -> None:
     script = tmp_path / "learning.py"
     script.write_text(LEARNING)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([SOURCE, str(tmp_path)])}
     done = subprocess.run(
-        [sys.executable, str(script), way], env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=150
     )
-    assert done.stdout == found, done.stderr
+    assert done.stdout == "False\nTrue learned\nTrue guessed\n", done.stderr
 
 
 def textwrap_dedent() -> Callable[..., Any]:

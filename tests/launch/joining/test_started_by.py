@@ -91,25 +91,21 @@ def expected(size, backend):
     return [[rank, size, total, [backend] * size] for rank in range(size)]
 
 
-@pytest.mark.timeout(120)
 def test_alone(script):
     assert run([sys.executable, script()], environment()) == expected(1, "shm")
 
 
-@pytest.mark.timeout(120)
 def test_shoal_launch(script):
     command = [str(VENV / "bin" / "shoal"), "launch", "-n", "2", script()]
     assert run(command, environment()) == expected(2, "shm")
 
 
-@pytest.mark.timeout(120)
 def test_torchrun(script):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--master-port", str(free_port()), script()]
     assert run(command, environment()) == expected(2, "shm")
 
 
-@pytest.mark.timeout(120)
 def test_plain_variables(script):
     port = str(free_port())
     ranks = [
@@ -121,7 +117,6 @@ def test_plain_variables(script):
     assert found == expected(2, "shm")
 
 
-@pytest.mark.timeout(120)
 def test_slurm_variables(script):
     shared = {
         "SLURM_JOB_ID": str(free_port()),
@@ -142,7 +137,6 @@ def test_slurm_variables(script):
 
 
 @pytest.mark.mpi
-@pytest.mark.timeout(120)
 def test_open_mpi(script):
     prefix, variables = mpiexec.command(2)
     found = run([*prefix, sys.executable, script()], environment(**variables))
@@ -150,7 +144,6 @@ def test_open_mpi(script):
 
 
 @pytest.mark.mpi
-@pytest.mark.timeout(120)
 @pytest.mark.skipif(not MPICH.exists(), reason="MPICH is not installed: run make setup")
 def test_mpich(script):
     variables = {"MPI4PY_LIBMPI": str(MPICH / "lib" / "libmpi.so.12")}
@@ -159,7 +152,6 @@ def test_mpich(script):
 
 
 @pytest.mark.mpi
-@pytest.mark.timeout(120)
 def test_mpiexec_with_another_backend(script):
     prefix, variables = mpiexec.command(2)
     found = run([*prefix, sys.executable, script("'shm'")], environment(**variables))

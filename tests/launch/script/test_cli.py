@@ -187,5 +187,5 @@ def shell(arguments: str, before: str = "exec") -> subprocess.CompletedProcess[s
     """`shoal` from a shell, with its redirections."""
     command = f"{before} {sys.executable} -m shoal {arguments}"
     return subprocess.run(
-        ["/bin/sh", "-c", command], capture_output=True, text=True, timeout=60, check=False
+        ["/bin/sh", "-c", command], capture_output=True, text=True, timeout=150, check=False
     )

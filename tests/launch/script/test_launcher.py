@@ -463,7 +463,7 @@ def test_a_closed_standard_input_is_no_ranks_business(script: Write, tmp_path: P
     )
     command = [*LAUNCHER, "-n", "2", path, f"{tmp_path}/met-"]
     shell = " ".join(f"'{word}'" for word in command) + " <&-"
-    assert subprocess.run(["/bin/sh", "-c", shell], check=False, timeout=45).returncode == 0
+    assert subprocess.run(["/bin/sh", "-c", shell], check=False, timeout=150).returncode == 0
     assert [(tmp_path / f"met-{rank}").read_text() for rank in range(2)] == ["2", "2"]
 
 

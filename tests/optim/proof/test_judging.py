@@ -15,8 +15,6 @@ from shoal.optim import Kind, find_kind
 from shoal.optim.proof.judging import judge
 from shoal.optim.proof.proving import prove
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.zeros(4, 4))]

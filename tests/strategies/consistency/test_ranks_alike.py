@@ -23,8 +23,6 @@ from shoal.torch_support.fingerprint import checksum
 from strategies.loops import distinct, local, seeded, wrapped
 from strategies.models import OddMLP
 
-pytestmark = pytest.mark.timeout(60)
-
 TRANSPORTS = ("memory", "shm", "gloo")
 ODD_RANK = 1
 """Which rank does something else."""

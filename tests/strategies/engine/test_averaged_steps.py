@@ -38,8 +38,6 @@ from strategies.loops import (
 )
 from strategies.models import OddMLP
 
-pytestmark = pytest.mark.timeout(60)
-
 sharded = pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 
 

@@ -21,8 +21,6 @@ import shoal
 from strategies.loops import each, gathered, run
 from strategies.training import STRATEGIES
 
-pytestmark = pytest.mark.timeout(60)
-
 GATHERING = ("zero3", "fsdp")
 SHARDED_GRADIENTS = ("zero2", "zero3", "fsdp")
 WIDTHS = tuple(64 + 4 * index for index in range(17))

@@ -30,9 +30,6 @@ from strategies.loops import (
 )
 from strategies.models import OddMLP, Twice
 
-pytestmark = pytest.mark.timeout(60)
-
-
 # Graphs that are not one forward and one backward ---------------------------------------------
 
 

@@ -29,8 +29,6 @@ from strategies.loops import (
 )
 from strategies.models import GPT, OddMLP, ResNet, random_numbers
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @each
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,8 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from strategies.loops import State, assert_same, data, each, local, momentum, run, seeded, wrapped
-
-pytestmark = pytest.mark.timeout(120)
 
 
 class Student(nn.Module):

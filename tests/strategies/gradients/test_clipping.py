@@ -25,8 +25,6 @@ from strategies.loops import (
 )
 from strategies.models import Unused
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def clip(strategy: str, max_norm: float, norm_type: float) -> tuple[Tensor, dict[str, Any]]:
     model, _ = wrapped(strategy)

@@ -31,8 +31,6 @@ from strategies.loops import (
 )
 from strategies.models import Experts, Unused
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def freeze_and_unfreeze(strategy: str | None) -> tuple[State, list[bool]]:
     model: Any = seeded()

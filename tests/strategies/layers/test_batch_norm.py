@@ -29,8 +29,6 @@ from strategies.loops import (
 )
 from strategies.models import ResNet, random_numbers
 
-pytestmark = pytest.mark.timeout(60)
-
 # Rows of each rank: one that could not even compute a variance, and a rank without any.
 UNEVEN = (1, 4, 2)
 STEPS = 4

@@ -34,8 +34,6 @@ from strategies.loops import (
 )
 from strategies.models import OddMLP, has_transformers
 
-pytestmark = pytest.mark.timeout(60)
-
 CPU = torch.device("cpu")
 SEED = 11
 ITEMS = 6

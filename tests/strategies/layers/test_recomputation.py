@@ -19,8 +19,6 @@ from shoal.errors import PeerError
 from shoal.strategies.layers.recomputation import find_blocks
 from strategies.models import GPT, TASKS, has_transformers, part
 
-pytestmark = pytest.mark.timeout(120)
-
 policies = pytest.mark.parametrize("policy", ["full", "selective"])
 mostly_full = pytest.mark.parametrize(
     "policy", ["full", pytest.param("selective", marks=pytest.mark.full)]

@@ -21,8 +21,6 @@ from strategies.tensor.test_tensor_parallel import (
     wrapped,
 )
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def run(fn: Any, *args: Any, ranks: int = 4) -> list[Any]:
     return shoal.run(fn, ranks, "memory", args=args, timeout=40)

@@ -16,7 +16,6 @@ from strategies.tensor.tasks import HUGGING_FACE, TASKS
 from strategies.tensor.training import Case, compare, train_rank
 
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
 ]
 

@@ -12,8 +12,6 @@ import shoal
 from strategies.tensor.tasks import text_loss
 from strategies.tensor.test_tensor_parallel import adam, batch, seeded, wrapped
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def run(fn: Any, *args: Any, ranks: int) -> list[Any]:
     return shoal.run(fn, ranks, "memory", args=args, timeout=40)

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from control_worlds import graph_world, on_all, patience, socket_world, world_with_puppet
+from control_worlds import (
+    SOON_S,
+    TIMEOUT_S,
+    graph_world,
+    on_all,
+    patience,
+    socket_world,
+    world_with_puppet,
+)
 from shoal.comm.control.plane import Control, Failure
 from shoal.comm.control.sockets import frames, relay, topology
 from shoal.comm.control.sockets.sockets import SILENCE_VARIABLE, SocketControl
@@ -173,7 +181,7 @@ def test_a_rank_that_left_is_not_waited_for() -> None:
         controls[LATE].leave()
         begin = time.monotonic()
         errors = errors_of(PeerError, without(controls, LATE), lambda each: exchange(each, 2, b""))
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < SOON_S
     assert {(error.rank, "it has left" in error.reason) for error in errors} == {(LATE, True)}
 
 
@@ -183,7 +191,7 @@ def test_what_a_rank_waits_for_is_news_to_all() -> None:
         others = without(controls, LATE)
         for shown in ({LATE: b"first"}, {LATE: b"second"}, {}):
             controls[LATE].show_wait(shown.get(LATE, b""))
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + TIMEOUT_S
             while any(control.shown_waits() != shown for control in others):
                 assert time.monotonic() < deadline, shown
                 time.sleep(0.001)
@@ -313,7 +321,7 @@ def test_a_rank_that_asks_knows_who_is_not_through_yet() -> None:
 
 
 def await_unsettled(channel: Any, number: int, late: list[int]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + TIMEOUT_S
     while channel.unsettled(number) != late and time.monotonic() < deadline:
         time.sleep(0.001)
     assert channel.unsettled(number) == late

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from control_worlds import TIMEOUT_S, ThreadBootstrap, graph_world, on_all, patience
+from control_worlds import SOON_S, TIMEOUT_S, ThreadBootstrap, graph_world, on_all, patience
 from meeting.strangers import CROWD, recorder
 from shoal.comm.control.addresses import ADDRESS_VARIABLE
 from shoal.comm.control.sockets import switchboard
@@ -151,7 +151,7 @@ def test_while_a_world_works(caplog: pytest.LogCaptureFixture) -> None:
             end.result()
             exchange_all(controls, number + 1)
         assert number > 3
-        assert slowest < 5.0
+        assert slowest < SOON_S
         assert all(control.failure() is None for control in controls)
     usage.check(SIZE * switchboard.MOST_UNPROVEN + 16)
     assert len(dropped(caplog)) <= SIZE

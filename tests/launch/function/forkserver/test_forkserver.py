@@ -21,8 +21,6 @@ from shoal.errors import LaunchError
 from shoal.launch.function.forkserver.forkserver import Child, ForkServer, fork_server
 from shoal.system.memory_file import MemoryFile
 
-pytestmark = pytest.mark.timeout(180)
-
 PATIENCE = 60.0
 SOURCE = str(Path(shoal.__file__).resolve().parents[1])
 Spawn = Callable[..., Child]

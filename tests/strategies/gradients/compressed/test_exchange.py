@@ -15,8 +15,6 @@ from shoal.optim import DDPOptimizer, GradientCompressionOptimizer, ZeRO3Optimiz
 from shoal.strategies import DDPModel, ZeRO3Model
 from strategies.gradients.compressed.replay import Replay
 
-pytestmark = pytest.mark.timeout(60)
-
 SHAPES = (("matrix", (24, 30)), ("bias", (11,)), ("kernel", (8, 5, 3)), ("scalar", ()))
 NAMES = ("none", "bf16", "int8", "int4", "sign", "topk:0.1", "randomk:0.2", "powersgd:2")
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")

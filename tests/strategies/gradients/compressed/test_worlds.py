@@ -15,8 +15,6 @@ from shoal.compression import parse
 from strategies.gradients.compressed.replay import Replay
 from strategies.gradients.compressed.test_exchange import SHAPES, STEPS, some_steps, wishes
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.mark.parametrize("name", ["int8", "topk:0.1", "powersgd:2"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])

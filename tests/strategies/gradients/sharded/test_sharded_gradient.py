@@ -75,7 +75,6 @@ def all_idioms(strategy: str) -> list[Any]:
     return found
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "team", [pools.Team("shm", 2), pools.Team("gloo", 2), pools.Team("shm", 3)]
 )

@@ -35,7 +35,7 @@ from shoal.launch.function.forkserver.request import (
 from shoal.torch_internals.compiler_module import COMPILER
 
 # What a rank needs anyway. What is missing here is reported by the child that needs it.
-PRELOADED = ("torch", "numpy.random", "cloudpickle", "shoal", "shoal.launch.function.worker")
+PRELOADED = ("torch", "numpy.random", "cloudpickle", "shoal.api", "shoal.launch.function.worker")
 
 
 @dataclass(frozen=True)
