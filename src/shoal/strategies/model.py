@@ -29,11 +29,12 @@ from shoal.strategies.engine.engine import Engine
 from shoal.strategies.foreign import refuse_foreign_model
 from shoal.strategies.gradients.compressed.state import CompressionState
 from shoal.strategies.layers.batch_norm import check_layers, check_plain_layers, synchronize
-from shoal.strategies.layers.kept_memory import KeptMemory
 from shoal.strategies.layers.materialization import materialize
 from shoal.strategies.layers.precision import parse_precision
-from shoal.strategies.layers.recomputation import Policy, Recomputation, parse_policy, stop_caching
 from shoal.strategies.options import check_options
+from shoal.strategies.recomputation.kept_memory import KeptMemory
+from shoal.strategies.recomputation.policy import Policy, parse_policy
+from shoal.strategies.recomputation.recomputation import Recomputation, stop_caching
 from shoal.strategies.settings import Compression, Ranks, Settings, Sharding
 from shoal.strategies.training import LossFunction, call_module, count_items, weighted_backward
 from shoal.strategies.wrapper import ModuleWrapper

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from shoal.comm import Backend, Mesh, World
 from shoal.strategies.layers.materialization import share_values
-from shoal.strategies.layers.recomputation import Policy, stop_caching
 from shoal.strategies.model import ShardedModel, ranks_for
 from shoal.strategies.pipeline.pipeline import Pipeline
 from shoal.strategies.pipeline.schedules import Pass, Span, Tick, choose_chunks
 from shoal.strategies.pipeline.stage import Stage
 from shoal.strategies.pipeline.units import cut_chain, find_units
+from shoal.strategies.recomputation.policy import Policy
+from shoal.strategies.recomputation.recomputation import stop_caching
 from shoal.strategies.settings import LEVELS, Ownership
 from shoal.strategies.training import LossFunction
 from shoal.torch_internals.modules import IncompatibleKeys

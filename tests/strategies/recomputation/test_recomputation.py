@@ -16,7 +16,7 @@ import shoal
 from pools import Team
 from shoal.activations import Policy
 from shoal.errors import PeerError
-from shoal.strategies.layers.recomputation import find_blocks
+from shoal.strategies.recomputation.blocks import find_blocks
 from strategies.models import GPT, TASKS, has_transformers, part
 
 pytestmark = pytest.mark.timeout(120)

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from types import MethodType
 from typing import Any
 
@@ -24,111 +22,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.strategies.engine.admission import is_transforming
-from shoal.strategies.layers.kept_memory import KeptMemory
-from shoal.strategies.layers.kept_products import KeepingProducts, ReusingProducts
-from shoal.strategies.layers.replay import BlockReplay
+from shoal.strategies.recomputation.blocks import find_blocks
+from shoal.strategies.recomputation.kept_memory import KeptMemory
+from shoal.strategies.recomputation.kept_products import KeepingProducts, ReusingProducts
+from shoal.strategies.recomputation.policy import Policy
+from shoal.strategies.recomputation.replay import BlockReplay
 from shoal.torch_internals.modules import CALL, COMPILED_CALL, compiled_call
 from shoal.torch_internals.trees import tree_leaves
-
-_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-RECOMPUTE = ("full", "selective")
-
-
-@dataclass(frozen=True)
-class Policy:
-    """Which activations are dropped in forward and computed again in backward.
-
-    Attributes:
-        recompute: "full": a block keeps its inputs only; "selective": it also keeps the results of
-            matrix products and convolutions with weights, and computes the rest again.
-        blocks: Names of the blocks, or patterns of names ("layers.*"); by default the members of
-            the model's lists of modules.
-
-    Example:
-        >>> policy = Policy("selective", blocks=["transformer.h.*"])
-        >>> model = shoal.as_distributed(model, strategy="zero3", activations=policy)
-    """
-
-    recompute: str = "full"
-    blocks: Sequence[str] | None = None
-
-    def __post_init__(self) -> None:
-        """Checks the values."""
-        if self.recompute not in RECOMPUTE:
-            raise ValueError(
-                f"activations are recomputed {' or '.join(map(repr, RECOMPUTE))}; "
-                f"got {self.recompute!r}"
-            )
-        if isinstance(self.blocks, str):
-            raise TypeError(f"blocks must be a list of names; got the string {self.blocks!r}")
-        if self.blocks is not None:
-            object.__setattr__(self, "blocks", tuple(self.blocks))
-
-
-def parse_policy(activations: str | Policy | None) -> Policy | None:
-    """What a user wrote for ``activations=``."""
-    return Policy(activations) if isinstance(activations, str) else activations
-
-
-def find_blocks(model: nn.Module, policy: Policy) -> dict[str, nn.Module]:
-    """The blocks of a model by name: those that were named, or the members of its lists.
-
-    Example:
-        >>> block = lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-        >>> list(find_blocks(nn.Sequential(block(), block(), nn.Linear(2, 1)), Policy()))
-        ['0', '1']
-    """
-    if policy.blocks is not None:
-        return _named_blocks(model, policy.blocks)
-    found = {module: name for name, module in _members(model, "")}  # each once
-    if not found:
-        raise ValueError(
-            f"no blocks were found in {type(model).__name__}: its lists of modules have no members "
-            "that consist of several layers. Name the blocks whose activations are to be computed "
-            'again: activations=shoal.activations.Policy("full", blocks=["encoder", "decoder.*"])'
-        )
-    return {name: module for module, name in found.items()}
-
-
-def _members(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """The members of a model's lists that consist of several layers, the outermost ones."""
-    for child_name, child in module.named_children():
-        full_name = f"{name}.{child_name}" if name else child_name
-        inside = list(_members(child, full_name)) if isinstance(child, _LISTS) else []
-        if isinstance(module, _LISTS) and not inside and _is_composed(child):
-            yield full_name, child
-        else:
-            yield from inside or _members(child, full_name)
-
-
-def _is_composed(module: nn.Module) -> bool:
-    is_callable = type(module).forward is not nn.Module.forward
-    has_weights = any(True for _ in module.parameters())
-    return is_callable and has_weights and any(True for _ in module.children())
-
-
-def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    modules = {name: module for name, module in model.named_modules() if name}
-    found: dict[str, nn.Module] = {}
-    for pattern in patterns:
-        matches = {name: each for name, each in modules.items() if fnmatchcase(name, pattern)}
-        # "layers.*" means the layers, not also what is in them.
-        depth = min((name.count(".") for name in matches), default=0)
-        matches = {name: each for name, each in matches.items() if name.count(".") == depth}
-        if not matches:
-            some = ", ".join(list(modules)[:8])
-            raise ValueError(
-                f"activations: no part of the model is called {pattern!r}; there are {some}, ..."
-            )
-        found |= matches
-    for name in found:
-        outer = next((each for each in found if name.startswith(f"{each}.")), None)
-        if outer is not None:
-            raise ValueError(
-                f"activations: block {name!r} is inside of block {outer!r}, and would be computed "
-                "twice again; name one of them"
-            )
-    return found
 
 
 class Recomputation:
