@@ -32,6 +32,7 @@ from shoal.strategies.layers.batch_norm import check_layers, check_plain_layers,
 from shoal.strategies.layers.materialization import materialize
 from shoal.strategies.layers.precision import parse_precision
 from shoal.strategies.options import check_options
+from shoal.strategies.recomputation.keepers import Keepers, make_store
 from shoal.strategies.recomputation.kept_memory import KeptMemory
 from shoal.strategies.recomputation.policy import Policy, parse_policy
 from shoal.strategies.recomputation.recomputation import Recomputation, stop_caching
@@ -164,12 +165,16 @@ class ShardedModel(ModuleWrapper):
     recomputation: Recomputation | None = None
     """The blocks whose activations are not kept, if there are any."""
 
+    keepers = Keepers()
+    """Who may hold this rank's activations."""
+
     def _recompute(self, module: nn.Module, activations: str | Policy | None) -> None:
         """Has blocks computed again; a subclass may have done it before."""
         policy = parse_policy(activations)
         if policy is not None and self.recomputation is None:
+            store = make_store(policy, self.keepers)
             stop_caching(module)
-            self.recomputation = Recomputation(module, policy)
+            self.recomputation = Recomputation(module, policy, store)
         if self.recomputation is not None:
             self.recomputation.stops_early = not self.is_part
             self.recomputation.generation = self._generation_of

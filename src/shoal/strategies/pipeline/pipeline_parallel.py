@@ -17,6 +17,7 @@ from shoal.strategies.pipeline.pipeline import Pipeline
 from shoal.strategies.pipeline.schedules import Pass, Span, Tick, choose_chunks
 from shoal.strategies.pipeline.stage import Stage
 from shoal.strategies.pipeline.units import cut_chain, find_units
+from shoal.strategies.recomputation.keepers import Keepers
 from shoal.strategies.recomputation.policy import Policy
 from shoal.strategies.recomputation.recomputation import stop_caching
 from shoal.strategies.settings import LEVELS, Ownership
@@ -96,6 +97,7 @@ class PipelineParallelModel(ShardedModel):
         chunk_of_unit = cut_chain(units, num_chunks, cut, balance)
         stop_caching(module)
         # Before the stage intercepts the calls of units: a unit of another rank is not computed.
+        self.keepers = Keepers(tensor=mesh.group("tensor"))
         self._recompute(module, activations)
         stage = Stage(module, group, num_chunks, units, chunk_of_unit)
         # Before ShardedModel's constructor, which reads the first two; after it, attributes that

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any
@@ -27,16 +27,23 @@ from shoal.strategies.recomputation.kept_memory import KeptMemory
 from shoal.strategies.recomputation.kept_products import KeepingProducts, ReusingProducts
 from shoal.strategies.recomputation.policy import Policy
 from shoal.strategies.recomputation.replay import BlockReplay
+from shoal.strategies.recomputation.stores import Moved, Moving, Store
 from shoal.torch_internals.modules import CALL, COMPILED_CALL, compiled_call
-from shoal.torch_internals.trees import tree_leaves
+from shoal.torch_internals.trees import tree_flatten, tree_unflatten
+
+_IN_WORDS = {
+    "none": "everything is kept",
+    "full": "everything is computed again in backward",
+    "selective": "all but products with weights is computed again in backward",
+}
 
 
 class Recomputation:
     """The blocks of one model that are computed again; see [Note: recomputed blocks]."""
 
-    def __init__(self, model: nn.Module, policy: Policy) -> None:
-        """Changes how the model's blocks are called."""
-        self.policy, self.blocks = policy, find_blocks(model, policy)
+    def __init__(self, model: nn.Module, policy: Policy, store: Store) -> None:
+        """Changes how the model's blocks are called; ``store`` is where what they keep lies."""
+        self.policy, self.blocks, self.store = policy, find_blocks(model, policy), store
         self.generation: Callable[[nn.Module], object] = lambda _: None
         """Something that differs once a block's parameters have new values."""
         self.memory: KeptMemory | None = None
@@ -50,18 +57,13 @@ class Recomputation:
         """One line."""
         names = list(self.blocks)
         shown = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        what = "all but products with weights" if self.is_selective else "everything"
         blocks = "1 block" if len(names) == 1 else f"{len(names)} blocks"
-        return f"activations of {blocks} ({shown}): {what} is computed again in backward"
-
-    @property
-    def is_selective(self) -> bool:
-        """Whether products are kept."""
-        return self.policy.recompute == "selective"
+        what = f"{_IN_WORDS[self.policy.recompute]}{self.store.describe()}"
+        return f"activations of {blocks} ({shown}): {what}"
 
     def _intercept(self, name: str, block: nn.Module) -> None:
         is_compiled = compiled_call(block) is not None
-        if is_compiled and self.is_selective:
+        if is_compiled and self.policy.recompute == "selective":
             raise ValueError(
                 f"activations: block {name!r} was compiled, and which of its operations are kept "
                 'cannot be chosen from outside. Say activations="full", or do not compile it'
@@ -76,19 +78,80 @@ class Recomputation:
             forward = given if is_own else MethodType(getattr(type(block), attribute), block)
             if not torch.is_grad_enabled() or is_transforming() or _recomputes_itself(block):
                 return forward(*args, **kwargs)
-            second = SecondCall(self, name, block)
-            output = checkpoint(
-                functools.partial(forward, **kwargs),
-                *args,
-                use_reentrant=False,
-                early_stop=self.stops_early,
-                context_fn=lambda: (second.keeping or contextlib.nullcontext(), second),
-            )
-            if self.memory is not None:
-                self.memory.keep(second.kept((args, kwargs)), second)
-            return output
+            self.store.begin_call()
+            if self.policy.recompute == "none":
+                with Moving(self.store, block, name):
+                    return forward(*args, **kwargs)
+            return self._call_twice(name, block, forward, args, kwargs)
 
         setattr(block, attribute, call)
+
+    def _call_twice(
+        self, name: str, block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        inputs = BlockInputs(self.store, name, args, kwargs)
+        second = SecondCall(self, name, block)
+
+        def run(*kept: Any) -> Any:
+            again_args, again_kwargs = inputs.take(kept)
+            return forward(*again_args, **again_kwargs)
+
+        output = checkpoint(
+            run,
+            *inputs.kept,
+            *inputs.markers,
+            use_reentrant=False,
+            early_stop=self.stops_early,
+            context_fn=lambda: (second.keeping or contextlib.nullcontext(), second),
+        )
+        products = [] if second.keeping is None else second.keeping.move(self.store, name)
+        if self.memory is not None:
+            held = [self.store.held(kept) for kept in (*inputs.kept, *products)]
+            self.memory.keep([each for each in held if each is not None], second)
+        inputs.forget()
+        return output
+
+
+class BlockInputs:
+    """What a block was called with, for its second call.
+
+    Attributes:
+        kept: Of each leaf of the arguments what stands for it.
+        markers: Tensors without elements, for torch, which restores random states and autocast by
+            the devices that it sees.
+    """
+
+    def __init__(self, store: Store, name: str, args: Any, kwargs: Any) -> None:
+        """What needs no gradient, as masks, is often shared with other blocks and stays here."""
+        self._store = store
+        self._given: Any = (args, kwargs)
+        leaves, self._structure = tree_flatten(self._given)
+        self.kept = [
+            store.put(leaf, f"{name} {index}") if _has_gradient(leaf) else leaf
+            for index, leaf in enumerate(leaves)
+        ]
+        pairs = zip(leaves, self.kept, strict=True)
+        devices = {leaf.device for leaf, kept in pairs if isinstance(kept, Moved)}
+        self.markers = [torch.empty(0, device=device) for device in devices]
+
+    def take(self, kept: Sequence[Any]) -> Any:
+        """Positional and keyword arguments: those that were given, later equal ones."""
+        given, self._given = self._given, None
+        if given is not None:
+            return given
+        leaves = [
+            self._store.get(each).requires_grad_() if isinstance(each, Moved) else each
+            for each in kept[: len(self.kept)]
+        ]
+        return tree_unflatten(leaves, self._structure)
+
+    def forget(self) -> None:
+        """Torch has what is kept; an error in forward may have left the arguments here."""
+        self._given, self.kept = None, [None] * len(self.kept)
+
+
+def _has_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 class SecondCall:
@@ -99,14 +162,8 @@ class SecondCall:
         self._recomputation, self._name, self._block = recomputation, name, block
         self._before = BlockReplay(block)
         self._generation = recomputation.generation(block)
-        self.keeping = KeepingProducts() if recomputation.is_selective else None
+        self.keeping = KeepingProducts() if recomputation.policy.recompute == "selective" else None
         self._entered: list[AbstractContextManager[Any]] = []
-
-    def kept(self, inputs: Any) -> list[Tensor]:
-        """What is kept, after the first call."""
-        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-        products = [] if self.keeping is None else self.keeping.products
-        return [*tensors, *(product.result for product in products)]
 
     def __enter__(self) -> None:
         context = self._again()
