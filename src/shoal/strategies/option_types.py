@@ -32,6 +32,7 @@ class DataParallelOptions(TypedDict, total=False):
     resident_below: int
     check_every: int
     activations: str | Policy | None
+    memory: int | str | None
     compression: str | Codec | None
     error_feedback: bool
     compression_warmup: int

@@ -86,10 +86,13 @@ def assert_equal_states(results: list[Any], expected: list[Any]) -> None:
         assert [name for name in state if not torch.equal(state[name], other[name])] == []
 
 
-def compare(team: Team, kind: str, strategy: str, policy: str, **options: Any) -> tuple[int, int]:
+def compare(
+    team: Team, kind: str, strategy: str, policy: Any, *, auto: Any = None, **options: Any
+) -> tuple[int, int]:
     """Bit-equal; returns how often blocks were called on rank 0, without and with."""
     plain = team.run(train, kind, strategy, options)
-    again = team.run(train, kind, strategy, {**options, "activations": policy})
+    with_policy = {**options, "activations": policy, **(auto or {})}
+    again = team.run(train, kind, strategy, with_policy)
     assert_equal_states(again, plain)
     return plain[0][1], again[0][1]
 

@@ -22,9 +22,7 @@ def test_memory_in_words() -> None:
     assert parse_bytes(" 1.5 gib ") == 3 << 29
     assert parse_bytes("4096") == parse_bytes(4096) == 4096
     for wrong in ("", "80 apples", "GB", "1.2.3k", "-1", 0, -5):
-        with pytest.raises(
-            ValueError, match="memory must be bytes, as in 80_000_000_000"
-        ):
+        with pytest.raises(ValueError, match="memory must be bytes, as in 80_000_000_000"):
             parse_bytes(wrong)
 
 

@@ -16,9 +16,13 @@ class Keepers:
 
     Attributes:
         tensor: The ranks that layers are split over.
+        in_flight: How many forwards of a block there are at most before the backward of the first.
+        part: Ranks with the same number have the same blocks.
     """
 
     tensor: Backend | None = None
+    in_flight: int = 1
+    part: int = 0
 
 
 def make_store(policy: Policy, keepers: Keepers) -> Store:

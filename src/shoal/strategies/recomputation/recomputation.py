@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any
@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.strategies.engine.admission import is_transforming
+from shoal.strategies.recomputation.automatic import Automatic, BlockTrial
 from shoal.strategies.recomputation.blocks import find_blocks
 from shoal.strategies.recomputation.kept_memory import KeptMemory
 from shoal.strategies.recomputation.kept_products import KeepingProducts, ReusingProducts
 from shoal.strategies.recomputation.policy import Policy
 from shoal.strategies.recomputation.replay import BlockReplay
-from shoal.strategies.recomputation.stores import Moved, Moving, Store
+from shoal.strategies.recomputation.stores import Moved, Moving, Store, own_storages
 from shoal.torch_internals.modules import CALL, COMPILED_CALL, compiled_call
 from shoal.torch_internals.trees import tree_flatten, tree_unflatten
 
@@ -41,9 +42,20 @@ _IN_WORDS = {
 class Recomputation:
     """The blocks of one model that are computed again; see [Note: recomputed blocks]."""
 
-    def __init__(self, model: nn.Module, policy: Policy, store: Store) -> None:
-        """Changes how the model's blocks are called; ``store`` is where what they keep lies."""
+    def __init__(
+        self, model: nn.Module, policy: Policy, store: Store, automatic: Automatic | None = None
+    ) -> None:
+        """Changes how the model's blocks are called.
+
+        Args:
+            model: Whose blocks these are.
+            policy: What is dropped, and in which blocks.
+            store: Where what they keep lies.
+            automatic: Chooses what is dropped, if the policy does not say.
+        """
         self.policy, self.blocks, self.store = policy, find_blocks(model, policy), store
+        self.automatic, self._model = automatic, model
+        self._own: Collection[int] = ()
         self.generation: Callable[[nn.Module], object] = lambda _: None
         """Something that differs once a block's parameters have new values."""
         self.memory: KeptMemory | None = None
@@ -53,12 +65,21 @@ class Recomputation:
         for name, block in self.blocks.items():
             self._intercept(name, block)
 
+    def begin_forward(self) -> None:
+        """Before the model is called in training: looks where its parameters lie."""
+        if self.automatic is not None or self.policy.recompute == "none":
+            self._own = own_storages(self._model)
+        if self.automatic is not None:
+            self.automatic.own = self._own
+            self.automatic.begin_forward()
+
     def describe(self) -> str:
         """One line."""
         names = list(self.blocks)
         shown = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         blocks = "1 block" if len(names) == 1 else f"{len(names)} blocks"
-        what = f"{_IN_WORDS[self.policy.recompute]}{self.store.describe()}"
+        chosen = self.automatic and self.automatic.describe()
+        what = chosen or f"{_IN_WORDS[self.policy.recompute]}{self.store.describe()}"
         return f"activations of {blocks} ({shown}): {what}"
 
     def _intercept(self, name: str, block: nn.Module) -> None:
@@ -78,19 +99,36 @@ class Recomputation:
             forward = given if is_own else MethodType(getattr(type(block), attribute), block)
             if not torch.is_grad_enabled() or is_transforming() or _recomputes_itself(block):
                 return forward(*args, **kwargs)
-            self.store.begin_call()
-            if self.policy.recompute == "none":
-                with Moving(self.store, block, name):
-                    return forward(*args, **kwargs)
-            return self._call_twice(name, block, forward, args, kwargs)
+            way = self.policy.recompute
+            if self.automatic is not None:
+                way = self.automatic.way_of(
+                    BlockTrial(name, block, forward, (args, kwargs), self._own)
+                )
+            if way == "none":
+                return self._call_once(name, forward, args, kwargs)
+            return self._call_twice(name, block, forward, args, kwargs, way == "selective")
 
         setattr(block, attribute, call)
 
+    def _call_once(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if type(self.store) is Store:
+            return forward(*args, **kwargs)
+        self.store.begin_call()
+        with Moving(self.store, self._own, name):
+            return forward(*args, **kwargs)
+
     def _call_twice(
-        self, name: str, block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        name: str,
+        block: nn.Module,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        keeps_products: bool,
     ) -> Any:
+        self.store.begin_call()
         inputs = BlockInputs(self.store, name, args, kwargs)
-        second = SecondCall(self, name, block)
+        second = SecondCall(self, name, block, keeps_products=keeps_products)
 
         def run(*kept: Any) -> Any:
             again_args, again_kwargs = inputs.take(kept)
@@ -157,12 +195,14 @@ def _has_gradient(leaf: Any) -> bool:
 class SecondCall:
     """The context of a block's second call; it is entered once for each backward."""
 
-    def __init__(self, recomputation: Recomputation, name: str, block: nn.Module) -> None:
+    def __init__(
+        self, recomputation: Recomputation, name: str, block: nn.Module, *, keeps_products: bool
+    ) -> None:
         """Before the first call."""
         self._recomputation, self._name, self._block = recomputation, name, block
         self._before = BlockReplay(block)
         self._generation = recomputation.generation(block)
-        self.keeping = KeepingProducts() if recomputation.policy.recompute == "selective" else None
+        self.keeping = KeepingProducts() if keeps_products else None
         self._entered: list[AbstractContextManager[Any]] = []
 
     def __enter__(self) -> None:

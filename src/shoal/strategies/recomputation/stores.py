@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -151,23 +152,65 @@ class Unmoved(NamedTuple):
         return self.tensor
 
 
-class Moving(saved_tensors_hooks):
+class _Hooks(saved_tensors_hooks):
+    """Sees what autograd saves; hooks that are there already, as those of parameters, go first."""
+
+    def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        outer = top_saved_tensors_hooks()
+
+        def pack_both(tensor: Tensor) -> Any:
+            packed = tensor if outer is None else outer[0](tensor)
+            return pack(packed) if isinstance(packed, Tensor) else packed
+
+        def unpack_both(kept: Any) -> Any:
+            packed = unpack(kept)
+            return packed if outer is None else outer[1](packed)
+
+        super().__init__(pack_both, unpack_both)
+
+
+class Moving(_Hooks):
     """Around a block that keeps everything: what autograd saves goes to a store."""
 
-    def __init__(self, store: Store, block: nn.Module, place: str) -> None:
-        """Hooks that are there already, as those of sharded parameters, go first."""
-        outer = top_saved_tensors_hooks()
-        own = {storage_id(each) for each in (*block.parameters(), *block.buffers())}
+    def __init__(self, store: Store, own: Collection[int], place: str) -> None:
+        """``own``: memory that is there anyway; ``place``: the block's name."""
 
         def pack(tensor: Tensor) -> Any:
-            packed: Any = tensor if outer is None else outer[0](tensor)
-            if not isinstance(packed, Tensor):
-                return packed
-            kept = packed if storage_id(packed) in own else store.put(packed, place)
+            kept = tensor if storage_id(tensor) in own else store.put(tensor, place)
             return Unmoved.of(kept) if isinstance(kept, Tensor) else kept
 
         def unpack(kept: Any) -> Any:
-            packed = kept.check() if isinstance(kept, Unmoved) else store.get(kept)
-            return packed if outer is None else outer[1](packed)
+            return kept.check() if isinstance(kept, Unmoved) else store.get(kept)
 
         super().__init__(pack, unpack)
+
+
+class Counting(_Hooks):
+    """Counts the memory that autograd saves, each once."""
+
+    def __init__(self, own: Collection[int]) -> None:
+        """``own``: memory that does not count."""
+        self._seen: dict[int, int] = dict.fromkeys(own, 0)
+        self.is_paused = False
+
+        def pack(tensor: Tensor) -> Any:
+            if self.is_paused:
+                return tensor
+            self._seen.setdefault(storage_id(tensor), tensor.untyped_storage().nbytes())
+            return Unmoved.of(tensor)
+
+        super().__init__(pack, lambda kept: kept.check() if isinstance(kept, Unmoved) else kept)
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """The memory of these is counted elsewhere."""
+        self._seen |= {storage_id(each): 0 for each in tensors}
+
+    @property
+    def num_bytes(self) -> int:
+        """So far."""
+        return sum(self._seen.values())
+
+
+def own_storages(module: nn.Module) -> set[int]:
+    """The memory of parameters and buffers, which is there anyway."""
+    return {storage_id(each) for each in (*module.parameters(), *module.buffers())}
