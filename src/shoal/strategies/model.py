@@ -179,7 +179,8 @@ class ShardedModel(ModuleWrapper):
         """Has blocks computed again; a subclass may have done it before."""
         policy = parse_policy(activations, memory)
         if policy is not None and self.recomputation is None:
-            store = make_store(policy, self.keepers)
+            device = next((each.device for each in module.parameters()), torch.device("cpu"))
+            store = make_store(policy, self.keepers, device)
             automatic = None if memory is None else Automatic(module, parse_bytes(memory))
             stop_caching(module)
             self.recomputation = Recomputation(module, policy, store, automatic)

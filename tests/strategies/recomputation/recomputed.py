@@ -47,7 +47,7 @@ class DropNet(nn.Module):
         return self.head(x)
 
 
-MODELS = {"drop": DropNet, "gpt": lambda: GPT(layers=4)}
+MODELS = {"drop": DropNet, "deep": lambda: DropNet(8), "gpt": lambda: GPT(layers=4)}
 
 
 def text_loss(output: Tensor, targets: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shoal.comm import Backend, Mesh, World
 from shoal.strategies.layers.materialization import share_values
 from shoal.strategies.model import ShardedModel, ranks_for
+from shoal.strategies.pipeline.balance import plan_holders
 from shoal.strategies.pipeline.pipeline import Pipeline
 from shoal.strategies.pipeline.schedules import (
     Pass,
@@ -109,10 +110,16 @@ class PipelineParallelModel(ShardedModel):
         # Before the stage intercepts the calls of units: a unit of another rank is not computed.
         count = micro_batches or 4 * group.size
         ticks = make_ticks(schedule, group.rank, group.size, count, chunks)
+        has_room = any(plan_holders(schedule, group.size, count, chunks))
         self.keepers = Keepers(
-            mesh.group("tensor"), in_flight=peak_in_one_chunk(ticks), part=group.rank
+            tensor=mesh.group("tensor"),
+            in_flight=peak_in_one_chunk(ticks),
+            part=group.rank,
+            stages=group if has_room else None,
         )
         self._recompute(module, activations, memory)
+        if self.recomputation is not None:
+            _check_uncut(self.recomputation.blocks, [unit.name for unit in units])
         stage = Stage(module, group, num_chunks, units, chunk_of_unit)
         # Before ShardedModel's constructor, which reads the first two; after it, attributes that
         # the class does not know would be set on the user's module.
@@ -285,6 +292,19 @@ class PipelineParallelModel(ShardedModel):
     def describe(self) -> str:
         """Which rank has which layers and how many parameters, what travels, what optimizers do."""
         return f"{self.pipeline.describe()}\n{super().describe()}"
+
+
+def _check_uncut(blocks: Iterable[str], units: Sequence[str]) -> None:
+    """A block that is computed again is computed by one rank."""
+    for block in blocks:
+        inside = [unit for unit in units if unit.startswith(f"{block}.")]
+        if inside:
+            raise ValueError(
+                f"activations: the pipeline cuts block {block!r} into {', '.join(inside)}, for "
+                "want of other units, and parts of it may be on different ranks. Use fewer stages "
+                "or chunks, or name blocks that are not cut: "
+                'activations=shoal.activations.Policy("full", blocks=[...])'
+            )
 
 
 def _check_choices(zero: int, micro_batches: int | None, outputs: str) -> None:

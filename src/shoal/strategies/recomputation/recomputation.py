@@ -111,7 +111,7 @@ class Recomputation:
         setattr(block, attribute, call)
 
     def _call_once(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if type(self.store) is Store:
+        if not self.store.moves:
             return forward(*args, **kwargs)
         self.store.begin_call()
         with Moving(self.store, self._own, name):

@@ -25,6 +25,8 @@ from shoal.torch_internals.tensors import WeakStorage, storage_id, version_of
 class Store:
     """The store of this rank's own memory, which moves nothing; and what others have to offer."""
 
+    moves = False
+    """Whether it takes anything at all."""
     takes_products = False
     """Whether it takes what only this rank has, besides the inputs of blocks."""
 
@@ -55,6 +57,8 @@ class MovedMemory:
         """``call``: the number of the block's call."""
         # While this exists, no other memory has the same identity.
         self._weak, self.version, self.call = WeakStorage(tensor), version_of(tensor), call
+        self.source: Tensor | None = tensor.detach()
+        """What was put in, for a store that copies it in the background."""
         self.place: Any = None
         """Where it is now; the store's own matter."""
         self.here: Tensor | None = None
@@ -80,6 +84,9 @@ class Moved(NamedTuple):
 class MovingStore(Store):
     """A store that moves memory."""
 
+    moves = True
+    copies_later = False
+    """Whether memory is still read after `move`."""
     stays_back = True
     """Whether memory that is back stays until the graph is gone, as it would have."""
 
@@ -115,6 +122,8 @@ class MovingStore(Store):
                 data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
                 if not self.move(memory, data.set_(tensor.untyped_storage()), place):
                     return tensor
+            if not self.copies_later:
+                memory.source = None
             self._known[storage_id(tensor)] = memory
         stride, offset = tensor.stride(), int(tensor.storage_offset())
         return Moved(memory, tensor.dtype, tensor.shape, stride, offset)
