@@ -10,7 +10,7 @@ from shoal.activations.distributed_manager import DistributedCheckpointManager
 from shoal.activations.memory_stats import DistributedMemoryStats, MemoryStats, format_bytes
 from shoal.activations.model_parallel import ModelParallelCheckpointStrategy
 from shoal.activations.pipeline_parallel import PipelineParallelCheckpointManager
-from shoal.strategies.layers.recomputation import Policy
+from shoal.strategies.recomputation.policy import Policy
 
 __all__ = [
     "CheckpointDirectory",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,6 +24,19 @@ class MemoryUse:
     peak: int = 0
 
 
+class Watermark:
+    """The most memory that was in use at once for all purposes but one, since it was made."""
+
+    def __init__(self, without: str, current: int) -> None:
+        self._without, self._current, self.peak = without, current, current
+
+    def rise(self, purpose: str, num_bytes: int) -> None:
+        """Counts bytes that were allocated or, if negative, freed."""
+        if purpose != self._without:
+            self._current += num_bytes
+            self.peak = max(self.peak, self._current)
+
+
 class Ledger:
     """Memory of all models of a world on one rank: parameters, gradients, state, buffers.
 
@@ -36,6 +50,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._uses: dict[str, MemoryUse] = {}
+        self._marks: weakref.WeakSet[Watermark] = weakref.WeakSet()
         # Python's collector may free something while this thread counts something else.
         self._lock = threading.RLock()
 
@@ -49,6 +64,16 @@ class Ledger:
             use = self._uses.setdefault(purpose, MemoryUse())
             use.current += num_bytes
             use.peak = max(use.peak, use.current)
+            for mark in self._marks:
+                mark.rise(purpose, num_bytes)
+
+    def watermark(self, without: str) -> Watermark:
+        """Follows all memory from now on, but for one purpose."""
+        with self._lock:
+            counted = {purpose: use for purpose, use in self._uses.items() if purpose != without}
+            mark = Watermark(without, sum(use.current for use in counted.values()))
+            self._marks.add(mark)
+        return mark
 
     def snapshot(self) -> Mapping[str, MemoryUse]:
         """A copy of the figures as they are now."""

@@ -29,11 +29,14 @@ from shoal.strategies.engine.engine import Engine
 from shoal.strategies.foreign import refuse_foreign_model
 from shoal.strategies.gradients.compressed.state import CompressionState
 from shoal.strategies.layers.batch_norm import check_layers, check_plain_layers, synchronize
-from shoal.strategies.layers.kept_memory import KeptMemory
 from shoal.strategies.layers.materialization import materialize
 from shoal.strategies.layers.precision import parse_precision
-from shoal.strategies.layers.recomputation import Policy, Recomputation, parse_policy, stop_caching
 from shoal.strategies.options import check_options
+from shoal.strategies.recomputation.automatic import Automatic, Surroundings
+from shoal.strategies.recomputation.keepers import Keepers, make_store
+from shoal.strategies.recomputation.kept_memory import KeptMemory
+from shoal.strategies.recomputation.policy import Policy, parse_bytes, parse_policy
+from shoal.strategies.recomputation.recomputation import Recomputation, stop_caching
 from shoal.strategies.settings import Compression, Ranks, Settings, Sharding
 from shoal.strategies.training import LossFunction, call_module, count_items, weighted_backward
 from shoal.strategies.wrapper import ModuleWrapper
@@ -83,6 +86,7 @@ class ShardedModel(ModuleWrapper):
         resident_below: int = 0,
         check_every: int = CHECK_EVERY,
         activations: str | Policy | None = None,
+        memory: int | str | None = None,
         compression: str | Codec | None = None,
         error_feedback: bool = True,
         compression_warmup: int = 0,
@@ -104,8 +108,10 @@ class ShardedModel(ModuleWrapper):
             resident_below: Parameters of fewer elements are not sharded.
             check_every: Before every how many-th step the ranks compare a fingerprint of what all
                 of them hold, and more often in the beginning; 0 for never.
-            activations: Which are computed again in backward instead of being kept: "full",
-                "selective", or a `Policy`; by default all are kept.
+            activations: What blocks keep for backward, and where: "full" or "selective" (the rest
+                is computed again), "offload", "partition", "peer", "auto", or a `Policy`; by
+                default everything, here.
+            memory: For "auto": the bytes that this rank may use in all, as in "80GB".
             compression: How gradients travel, for example "int8", "topk:0.01" or "powersgd:2", or a
                 `shoal.compression.Codec`; by default uncompressed.
             error_feedback: Whether what compression leaves out is added to the next gradients; it
@@ -138,7 +144,7 @@ class ShardedModel(ModuleWrapper):
         self.engine.passes.auto_sync = auto_sync
         if sync_batchnorm:
             synchronize(module, backend)
-        self._recompute(module, activations)
+        self._recompute(module, activations, memory)
         if self.recomputation is not None:
             self.recomputation.memory = KeptMemory(self.engine.account.ledger)
         self.options: dict[str, Any] = {
@@ -152,6 +158,7 @@ class ShardedModel(ModuleWrapper):
             "resident_below": resident_below,
             "check_every": check_every,
             "activations": activations,
+            "memory": memory,
             "compression": compression,
             "error_feedback": error_feedback,
             "compression_warmup": compression_warmup,
@@ -163,15 +170,38 @@ class ShardedModel(ModuleWrapper):
     recomputation: Recomputation | None = None
     """The blocks whose activations are not kept, if there are any."""
 
-    def _recompute(self, module: nn.Module, activations: str | Policy | None) -> None:
+    keepers = Keepers()
+    """Who may hold this rank's activations."""
+
+    def _recompute(
+        self, module: nn.Module, activations: str | Policy | None, memory: int | str | None
+    ) -> None:
         """Has blocks computed again; a subclass may have done it before."""
-        policy = parse_policy(activations)
+        policy = parse_policy(activations, memory)
         if policy is not None and self.recomputation is None:
+            device = next((each.device for each in module.parameters()), torch.device("cpu"))
+            store = make_store(policy, self.keepers, device)
+            automatic = None if memory is None else Automatic(module, parse_bytes(memory))
             stop_caching(module)
-            self.recomputation = Recomputation(module, policy)
+            self.recomputation = Recomputation(module, policy, store, automatic)
         if self.recomputation is not None:
             self.recomputation.stops_early = not self.is_part
             self.recomputation.generation = self._generation_of
+
+    def begin_forward(self) -> None:
+        """Settles what blocks keep, where that is still to be chosen; in training all ranks do."""
+        if self.recomputation is None or not torch.is_grad_enabled():
+            return
+        automatic = self.recomputation.automatic
+        if automatic is not None and automatic.surroundings is None:
+            automatic.surroundings = Surroundings(
+                self.all_ranks.lane(automatic),
+                self.engine.account.ledger.watermark(without="activations"),
+                lambda: self.engine.progress.words()[0],
+                self.keepers.in_flight,
+                self.keepers.part,
+            )
+        self.recomputation.begin_forward()
 
     def _generation_of(self, block: nn.Module) -> object:
         """Differs once parameters of a block have new values."""
@@ -233,6 +263,7 @@ class ShardedModel(ModuleWrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
+        self.begin_forward()
         if self.uneven_rows:
             self._warn_of_uneven_parts()
         return self.module(*args, **kwargs)

@@ -12,7 +12,7 @@ import torch
 
 from shoal.comm.mesh import Mesh
 from shoal.compression import Codec
-from shoal.strategies.layers.recomputation import Policy
+from shoal.strategies.recomputation.policy import Policy
 from shoal.strategies.tensor.plan.tensor_plan import TensorPlan
 
 DataParallelStrategy = Literal["auto", "ddp", "zero1", "zero2", "zero3", "fsdp"]
@@ -32,6 +32,7 @@ class DataParallelOptions(TypedDict, total=False):
     resident_below: int
     check_every: int
     activations: str | Policy | None
+    memory: int | str | None
     compression: str | Codec | None
     error_feedback: bool
     compression_warmup: int

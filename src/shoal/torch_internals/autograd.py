@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._guards import CompileContext
@@ -47,7 +47,14 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
 def has_saved_tensors_hooks() -> bool:
     """Whether something else, such as activation checkpointing, packs what autograd saves."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return top_saved_tensors_hooks() is not None
+
+
+def top_saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """What packs and unpacks what autograd saves right now, if anything does."""
+    hooks: tuple[Callable[..., Any], Callable[..., Any]] | None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks
 
 
 def transforms() -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
@@ -49,6 +50,13 @@ def storage_id(tensor: Tensor) -> int:
     """Identifies a tensor's memory while that exists; tensors without memory have one too."""
     identity: int = tensor.untyped_storage()._cdata
     return identity
+
+
+class WeakStorage(StorageWeakRef):
+    """Does not keep a tensor's memory; while it exists, no other memory has its `storage_id`."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def num_storage_users(tensor: Tensor) -> int:

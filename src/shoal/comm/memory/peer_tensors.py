@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from shoal.comm.peer_tensors.lending import LendingSource, PeerTensors, not_held
+from shoal.comm.peer_tensors.shelf import Shelf
 from shoal.comm.world_state import closed_error
 from shoal.errors import PeerError
 from shoal.system.deadline import Deadline
@@ -50,6 +52,32 @@ class ThreadPeerTensors(PeerTensors):
             )
         with torch.no_grad():
             return room.copy_(lent.tensor)
+
+    def give(self, rank: int, key: str, tensor: Tensor, deadline: Deadline) -> None:
+        """Puts a copy there."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._shelf(rank, key).keep(key, tensor.clone(), tensor.device.type)
+        self._state.statistics.count("give", tensor.nbytes, 0.0, 0.0)
+
+    def take(self, rank: int, key: str, deadline: Deadline) -> Tensor:
+        """The other thread has no use for it: no copy is made."""
+        shelf = self._shelf(rank, key)
+        lent = shelf.find(key)
+        if lent is None:
+            raise not_held(self._backend.ranks[rank], key, shelf.listing())
+        shelf.drop(key)
+        self._state.statistics.count("fetch", lent.tensor.nbytes, 0.0, 0.0)
+        return lent.tensor
+
+    def drop(self, rank: int, keys: Sequence[str], deadline: Deadline) -> None:
+        """At once."""
+        for key in keys:
+            self._shelf(rank, key).drop(key)
+
+    def _shelf(self, rank: int, key: str) -> Shelf:
+        source = self._source(rank, key)
+        assert isinstance(source, Shelf)
+        return source
 
     def listing(self, rank: int, deadline: Deadline) -> list[list[Any]]:
         """What the other thread lends."""

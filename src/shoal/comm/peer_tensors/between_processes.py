@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,8 +43,30 @@ class ProcessPeerTensors(PeerTensors):
 
     def read(self, rank: int, key: str, deadline: Deadline) -> Tensor:
         """Asks the rank's thread."""
+        return self._fetch(rank, key, "read", deadline)
+
+    def take(self, rank: int, key: str, deadline: Deadline) -> Tensor:
+        """Asks the rank's thread."""
+        return self._fetch(rank, key, "take", deadline)
+
+    def give(self, rank: int, key: str, tensor: Tensor, deadline: Deadline) -> None:
+        """Asks the rank's thread for room, and fills it."""
+        begin, holder = time.perf_counter(), self._backend.ranks[rank]
+        request = {"kind": "give", "key": key, "device": tensor.device.type}
+        header, _ = self._ask(rank, request, f"room for {key!r}", deadline, tensor)
+        if "kept" not in header:
+            why = header.get("error", "it has closed what kept tensors for others")
+            raise ShoalError(f"rank {holder} cannot keep {key!r} for another rank: {why}")
+        seconds = time.perf_counter() - begin
+        self._state.statistics.count("give", tensor.nbytes, seconds, seconds)
+
+    def drop(self, rank: int, keys: Sequence[str], deadline: Deadline) -> None:
+        """Asks the rank's thread."""
+        self._ask(rank, {"kind": "drop", "keys": list(keys)}, "what was given to it", deadline)
+
+    def _fetch(self, rank: int, key: str, kind: str, deadline: Deadline) -> Tensor:
         what, begin = f"{key!r}", time.perf_counter()
-        header, values = self._ask(rank, {"kind": "read", "key": key}, what, deadline)
+        header, values = self._ask(rank, {"kind": kind, "key": key}, what, deadline)
         holder = self._backend.ranks[rank]
         if "error" in header:
             raise ShoalError(f"rank {holder} cannot lend {what}: {header['error']}")
@@ -76,7 +99,12 @@ class ProcessPeerTensors(PeerTensors):
             self._state.lendings.remove(self)
 
     def _ask(
-        self, rank: int, request: dict[str, Any], what: str, deadline: Deadline
+        self,
+        rank: int,
+        request: dict[str, Any],
+        what: str,
+        deadline: Deadline,
+        given: Tensor | None = None,
     ) -> tuple[dict[str, Any], Tensor | None]:
         holder, control = self._backend.ranks[rank], self._control
 
@@ -92,7 +120,7 @@ class ProcessPeerTensors(PeerTensors):
             deadline.enforce(fetch_text, control.rank, what, holder, control.whereabouts)
 
         watch()
-        return self._clients[rank].ask({"lending": self._number, **request}, watch)
+        return self._clients[rank].ask({"lending": self._number, **request}, watch, given)
 
     def _on_device(self, values: Tensor, kind: str) -> Tensor:
         """Where the holder has it: on the same kind of device here."""

@@ -58,11 +58,18 @@ class TensorClient:
         self._wire: Wire | None = None
         self._lock = threading.Lock()
 
-    def ask(self, request: dict[str, Any], watch: Watch) -> tuple[dict[str, Any], Tensor | None]:
-        """The answer, and the values that came with it, on the CPU."""
+    def ask(
+        self, request: dict[str, Any], watch: Watch, given: Tensor | None = None
+    ) -> tuple[dict[str, Any], Tensor | None]:
+        """The answer, and the values that came with it, on the CPU; ``given`` goes the other way.
+
+        Bytes are given once the holder says that there is room.
+        """
         while not self._lock.acquire(timeout=_LOOK_EVERY_S):
             watch()
         try:
+            if given is not None:
+                return self._give(request, given, watch), None
             return self._ask(request, watch)
         except (OSError, WireError, HandshakeError, _HungUp) as error:
             self._hang_up()
@@ -110,6 +117,19 @@ class TensorClient:
         header.update(self._receive_message(wire, watch))
         return header, values.view(header["shape"])
 
+    def _give(self, request: dict[str, Any], given: Tensor, watch: Watch) -> dict[str, Any]:
+        wire = self._wire or self._connect(watch)
+        memory = as_memory(given)
+        request = {**request, "bytes": len(memory)}
+        if places.host_and_port(self._address):  # the request is proven, and this the values
+            request["digest"] = hashlib.sha256(memory).hexdigest()
+        self._send(wire.encode(request), watch)
+        header = self._receive_message(wire, watch)
+        if "room" not in header:
+            return header
+        self._send(memory, watch)
+        return self._receive_message(wire, watch)
+
     # Sockets ----------------------------------------------------------------------------------
 
     def _connect(self, watch: Watch) -> Wire:
@@ -135,7 +155,7 @@ class TensorClient:
             except (TimeoutError, BlockingIOError):  # it is busy, or stopped: `watch` knows
                 time.sleep(_LOOK_EVERY_S)
 
-    def _send(self, data: bytes, watch: Watch) -> None:
+    def _send(self, data: bytes | memoryview, watch: Watch) -> None:
         assert self._socket is not None
         rest = memoryview(data)
         while rest:

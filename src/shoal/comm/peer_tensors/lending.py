@@ -4,13 +4,15 @@
 A collective needs every rank's code; reading a lent tensor needs the reader's only. Where ranks are
 threads, the reader takes a copy directly. Where they are processes, each has a thread that serves
 the others over sockets and through host memory, whatever the backend: neither NCCL nor MPI is ever
-called from a second thread. The thread starts with the first lending and ends with the world. A
+called from a second thread. By the same ways a rank gives tensors to another one, whose `Shelf`
+keeps them, and takes them back. The thread starts with the first lending and ends with the world. A
 forked child does not serve.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -60,6 +62,23 @@ class PeerTensors(ABC):
             PeerError: The rank has died, left or is stopped.
             DeadlineError: It does not answer in time.
         """
+
+    @abstractmethod
+    def give(self, rank: int, key: str, tensor: Tensor, deadline: Deadline) -> None:
+        """Has another rank keep a tensor of bytes on its `Shelf`; its code takes no part.
+
+        Raises:
+            ShoalError: The rank has no room.
+            PeerError, DeadlineError: As for `read`.
+        """
+
+    @abstractmethod
+    def take(self, rank: int, key: str, deadline: Deadline) -> Tensor:
+        """Takes back what was given, as `read`; the other rank lets go of it."""
+
+    @abstractmethod
+    def drop(self, rank: int, keys: Sequence[str], deadline: Deadline) -> None:
+        """Has another rank let go of what was given."""
 
     @abstractmethod
     def listing(self, rank: int, deadline: Deadline) -> list[list[Any]]:

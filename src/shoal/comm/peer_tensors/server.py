@@ -18,11 +18,13 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from shoal.comm.peer_tensors.lending import LendingSource, Lent
+from shoal.comm.peer_tensors.shelf import Shelf
 from shoal.errors import ShoalError
 from shoal.meeting import address as places
 from shoal.meeting.handshake import Handshake, HandshakeError, answer, make_key, session_key
@@ -49,6 +51,8 @@ class Borrower:
         self.wire: Wire | None = None
         # What is to be sent, and what to do when it was.
         self.unsent: deque[tuple[memoryview, Any]] = deque()
+        # What is to be received instead of a request, and what to do when it was.
+        self.room: tuple[memoryview, Any] | None = None
 
 
 class TensorServer:
@@ -164,6 +168,9 @@ class TensorServer:
             guest.wire = Wire("server", LONGEST_REQUEST_BYTES, key)
 
     def _hear(self, guest: Borrower, wire: Wire) -> None:
+        if guest.room is not None:
+            self._fill(guest, *guest.room)
+            return
         try:
             data = guest.socket.recv(_READ_BYTES)
         except BlockingIOError:
@@ -178,6 +185,19 @@ class TensorServer:
                 raise WireError(f"it asks for what there is not: {error!r}") from error
         self._send_rest(guest)
 
+    def _fill(self, guest: Borrower, memory: memoryview, filled: Any) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while memory:
+                count = guest.socket.recv_into(memory)
+                if not count:
+                    self._forget(guest)
+                    return
+                memory = memory[count:]
+        guest.room = (memory, filled) if memory else None
+        if not memory:
+            filled()
+            self._send_rest(guest)
+
     # Answers ----------------------------------------------------------------------------------
 
     def _answer(self, guest: Borrower, wire: Wire, message: dict[str, Any]) -> None:
@@ -186,10 +206,56 @@ class TensorServer:
             self._say(guest, wire, {"closed": True})
         elif message["kind"] == "list":
             self._say(guest, wire, {"listing": source.listing()})
-        else:
+        elif message["kind"] == "read":
             self._lend(guest, wire, source, str(message["key"]))
+        elif not isinstance(source, Shelf):
+            self._say(guest, wire, {"error": "it keeps nothing for other ranks"})
+        else:
+            self._serve_shelf(guest, wire, source, message)
 
-    def _lend(self, guest: Borrower, wire: Wire, source: LendingSource, key: str) -> None:
+    def _serve_shelf(
+        self, guest: Borrower, wire: Wire, shelf: Shelf, message: dict[str, Any]
+    ) -> None:
+        if message["kind"] == "take":
+            key = str(message["key"])
+            self._lend(guest, wire, shelf, key, then=lambda: shelf.drop(key))
+        elif message["kind"] == "drop":
+            for each in message["keys"]:
+                shelf.drop(str(each))
+            self._say(guest, wire, {"dropped": True})
+        else:
+            self._make_room(guest, wire, shelf, message)
+
+    def _make_room(
+        self, guest: Borrower, wire: Wire, shelf: Shelf, message: dict[str, Any]
+    ) -> None:
+        """The bytes come when the guest has heard that there is room for them."""
+        key, kind, digest = str(message["key"]), str(message["device"]), message.get("digest")
+        try:
+            values = torch.empty(int(message["bytes"]), dtype=torch.uint8)
+        except RuntimeError as error:  # torch's, of memory that ran out
+            self._say(guest, wire, {"error": str(error)})
+            return
+        memory = as_memory(values)
+
+        def filled() -> None:
+            if not self._is_one_host and hashlib.sha256(memory).hexdigest() != digest:
+                raise WireError("values do not come from who began the conversation")
+            shelf.keep(key, values, kind)
+            self._say(guest, wire, {"kept": True})
+
+        guest.room = (memory, filled)
+        self._say(guest, wire, {"room": True})
+
+    def _lend(
+        self,
+        guest: Borrower,
+        wire: Wire,
+        source: LendingSource,
+        key: str,
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``then`` is called when the tensor was sent."""
         try:
             lent = source.find(key)
             memory = None if lent is None else self._host_memory(lent)
@@ -212,6 +278,7 @@ class TensorServer:
 
         def sent() -> None:
             self._say(guest, wire, {"unchanged": known_version(lent) == before})
+            then()
 
         guest.unsent.append((memory, sent))
 

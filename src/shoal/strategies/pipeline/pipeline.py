@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal.comm import Backend
 from shoal.errors import ShoalError
+from shoal.strategies.pipeline.balance import plan_holders
 from shoal.strategies.pipeline.batch import (
     Losses,
     check_same_batch,
@@ -26,6 +27,7 @@ from shoal.strategies.pipeline.learning.route import Route, example_of, structur
 from shoal.strategies.pipeline.runner import Runner
 from shoal.strategies.pipeline.schedules import SCHEDULES, Pass, Span, Tick, make_ticks
 from shoal.strategies.pipeline.stage import Stage
+from shoal.strategies.recomputation.peer_store import PeerStore
 from shoal.strategies.training import LossFunction, call_module, count_items
 from shoal.torch_internals.trees import tree_flatten, tree_map, tree_unflatten
 from shoal.torch_support.random_state import RandomState
@@ -90,7 +92,7 @@ class Pipeline:
             averages = averages and not self.borrowed.awaits_gradients(route)
         num_rounds = passes.num_rounds
         runner = Runner(passes, stage, routes, call_model, loss, delays_weights=delays_weights)
-        with passes.batch_in_parts():
+        with passes.batch_in_parts(), self._balanced(runner, len(routes)):
             runner.run(ticks, averages=averages)
         self.spans = runner.spans
         returned = self.borrowed.return_gradients(route) if route.borrows else []
@@ -101,6 +103,20 @@ class Pipeline:
         # The last backward averages nothing if it reaches no parameter, as in a frozen chunk.
         if passes.auto_sync and passes.num_rounds == num_rounds:
             passes.average_late()
+
+    @contextlib.contextmanager
+    def _balanced(self, runner: Runner, micro_batches: int) -> Iterator[None]:
+        """Inside, stages hold activations for each other; see [Note: balanced stages]."""
+        store = self._model.recomputation and self._model.recomputation.store
+        if not isinstance(store, PeerStore):
+            yield
+            return
+        group = self.stage.group
+        plans = plan_holders(self._schedule, group.size, micro_batches, self._chunks)
+        runner.holders, runner.store = plans[group.rank], store
+        store.settle()
+        yield
+        group.barrier()  # no rank leaves while others take back what it holds
 
     # Routes -------------------------------------------------------------------------------------
 

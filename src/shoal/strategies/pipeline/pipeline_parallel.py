@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shoal.comm import Backend, Mesh, World
 from shoal.strategies.layers.materialization import share_values
-from shoal.strategies.layers.recomputation import Policy, stop_caching
 from shoal.strategies.model import ShardedModel, ranks_for
+from shoal.strategies.pipeline.balance import plan_holders
 from shoal.strategies.pipeline.pipeline import Pipeline
-from shoal.strategies.pipeline.schedules import Pass, Span, Tick, choose_chunks
+from shoal.strategies.pipeline.schedules import (
+    Pass,
+    Span,
+    Tick,
+    choose_chunks,
+    make_ticks,
+    peak_in_one_chunk,
+)
 from shoal.strategies.pipeline.stage import Stage
 from shoal.strategies.pipeline.units import cut_chain, find_units
+from shoal.strategies.recomputation.keepers import Keepers
+from shoal.strategies.recomputation.policy import Policy
+from shoal.strategies.recomputation.recomputation import stop_caching
 from shoal.strategies.settings import LEVELS, Ownership
 from shoal.strategies.training import LossFunction
 from shoal.torch_internals.modules import IncompatibleKeys
@@ -58,6 +69,7 @@ class PipelineParallelModel(ShardedModel):
         mesh: Mesh | None = None,
         seed: int = 0,
         activations: str | Policy | None = None,
+        memory: int | str | None = None,
         **options: Any,
     ) -> None:
         """Cuts the module; every rank starts from rank 0's values and keeps its layers.
@@ -79,7 +91,8 @@ class PipelineParallelModel(ShardedModel):
                 stage only.
             mesh: The axes, if they are laid out already.
             seed: For the values of what is on the meta device.
-            activations: Which are computed again in backward; see `ShardedModel`.
+            activations: What blocks keep for backward, and where; see `ShardedModel`.
+            memory: For ``activations="auto"``: the bytes that this rank may use in all.
             options: As for `ShardedModel`, for the data axis.
         """
         backend = ranks_for(module, world)
@@ -95,7 +108,18 @@ class PipelineParallelModel(ShardedModel):
         chunk_of_unit = cut_chain(units, num_chunks, cut, balance)
         stop_caching(module)
         # Before the stage intercepts the calls of units: a unit of another rank is not computed.
-        self._recompute(module, activations)
+        count = micro_batches or 4 * group.size
+        ticks = make_ticks(schedule, group.rank, group.size, count, chunks)
+        has_room = any(plan_holders(schedule, group.size, count, chunks))
+        self.keepers = Keepers(
+            tensor=mesh.group("tensor"),
+            in_flight=peak_in_one_chunk(ticks),
+            part=group.rank,
+            stages=group if has_room else None,
+        )
+        self._recompute(module, activations, memory)
+        if self.recomputation is not None:
+            _check_uncut(self.recomputation.blocks, [unit.name for unit in units])
         stage = Stage(module, group, num_chunks, units, chunk_of_unit)
         # Before ShardedModel's constructor, which reads the first two; after it, attributes that
         # the class does not know would be set on the user's module.
@@ -104,11 +128,17 @@ class PipelineParallelModel(ShardedModel):
         self._all_ranks = backend
         self._keys = list(module.state_dict())
         self._outputs_everywhere = outputs == "everywhere"
-        count = micro_batches or 4 * group.size
         self.pipeline = Pipeline(self, stage, schedule, count, chunks)
         # After the keys were listed, before the engine takes over what is left.
         stage.parameters.release()
-        super().__init__(module, mesh.group("data"), seed=seed, activations=activations, **options)
+        super().__init__(
+            module,
+            mesh.group("data"),
+            seed=seed,
+            activations=activations,
+            memory=memory,
+            **options,
+        )
         self.engine.ownership = Ownership((group,), other_layers=group)
         self.options |= {
             "pipeline": pipeline, "data": data, "zero": zero, "micro_batches": micro_batches,
@@ -171,6 +201,8 @@ class PipelineParallelModel(ShardedModel):
         """
         if self.uneven_rows:
             self.uneven_rows = 0  # the parts are weighted by their rows
+        with torch.enable_grad():
+            self.begin_forward()
         return self.pipeline.train(inputs, targets, loss_fn, weight)
 
     @contextlib.contextmanager
@@ -260,6 +292,19 @@ class PipelineParallelModel(ShardedModel):
     def describe(self) -> str:
         """Which rank has which layers and how many parameters, what travels, what optimizers do."""
         return f"{self.pipeline.describe()}\n{super().describe()}"
+
+
+def _check_uncut(blocks: Iterable[str], units: Sequence[str]) -> None:
+    """A block that is computed again is computed by one rank."""
+    for block in blocks:
+        inside = [unit for unit in units if unit.startswith(f"{block}.")]
+        if inside:
+            raise ValueError(
+                f"activations: the pipeline cuts block {block!r} into {', '.join(inside)}, for "
+                "want of other units, and parts of it may be on different ranks. Use fewer stages "
+                "or chunks, or name blocks that are not cut: "
+                'activations=shoal.activations.Policy("full", blocks=[...])'
+            )
 
 
 def _check_choices(zero: int, micro_batches: int | None, outputs: str) -> None:

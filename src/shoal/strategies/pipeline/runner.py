@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shoal.comm.work import Work
 from shoal.errors import ShoalError
@@ -27,6 +29,7 @@ from shoal.strategies.pipeline.stage import Stage
 
 if TYPE_CHECKING:
     from shoal.strategies.engine.passes import Passes
+    from shoal.strategies.recomputation.peer_store import PeerStore
 
 
 class LinkMessage(IntEnum):
@@ -99,12 +102,32 @@ class StageLinks:
 _MESSAGES = {Pass.FORWARD: LinkMessage.VALUES, Pass.BACKWARD: LinkMessage.GRADIENTS}
 
 
+class _Arrival(torch.autograd.Function):
+    """Lets a value that came from another rank into a graph; its gradient goes to the anchor."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+def _anchor(value: Tensor) -> Tensor:
+    """Of the same shape, for a gradient, and without memory of its own."""
+    return value.new_empty(()).expand(value.shape).requires_grad_()
+
+
 @dataclass
 class _InFlight:
-    """What a micro-batch keeps in a chunk from its forward to its last backward."""
+    """What a micro-batch keeps in a chunk from its forward to its last backward.
+
+    None of it is the memory of an activation: that is the graph's to keep, or to give away.
+    """
 
     arrived: dict[ValueId, Tensor]
-    produced: dict[ValueId, Tensor]
+    produced: dict[ValueId, GradientEdge]
     loss: Tensor | None
     halves: SplitBackward | None = None
 
@@ -138,6 +161,9 @@ class Runner:
         self._links = StageLinks(stage)
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self.spans: list[Span] = []
+        self.store: PeerStore | None = None
+        self.holders: Mapping[tuple[int, int], int] = {}
+        """Who keeps the activations of a chunk and a micro-batch, where it is another rank."""
 
     def run(self, ticks: Sequence[Tick], *, averages: bool) -> None:
         """Runs all ticks; ``averages``: the last is a backward that also averages gradients."""
@@ -156,7 +182,8 @@ class Runner:
         start = time.perf_counter()
         key = (tick.chunk, tick.micro_batch)
         if tick.kind is Pass.FORWARD:
-            self._in_flight[key] = self._forward(tick, received)
+            with self._kept_by(self.holders.get(key)):
+                self._in_flight[key] = self._forward(tick, received)
         elif tick.kind is Pass.BACKWARD:
             self._backward(tick, self._in_flight[key], received)
             if not self._delays_weights:
@@ -166,6 +193,18 @@ class Runner:
             assert halves is not None
             halves.to_weights()
         self.spans.append(Span(self._stage.rank, tick, start, time.perf_counter()))
+
+    @contextlib.contextmanager
+    def _kept_by(self, holder: int | None) -> Iterator[None]:
+        """Inside, what blocks keep goes to another rank, or stays here."""
+        if self.store is None:
+            yield
+            return
+        self.store.holder = holder
+        try:
+            yield
+        finally:
+            self.store.holder = None
 
     def _receive(self, tick: Tick) -> dict[ValueId, Tensor]:
         """What a tick needs of other chunks; gradients of a value used in several are summed."""
@@ -191,14 +230,15 @@ class Runner:
         """One micro-batch through one chunk."""
         route, size = self._routes[tick.micro_batch]
         chunk, has_grad = tick.chunk, torch.is_grad_enabled()
-        arrived = {
-            value_id: value.detach().requires_grad_(has_grad and value_id in route.needs_grad)
+        anchors = {
+            value_id: _anchor(value)
             for value_id, value in received.items()
+            if has_grad and value_id in route.needs_grad
         }
         overwritten = route.overwritten[chunk]
         shown = {
             value_id: value.clone() if value_id in overwritten else value
-            for value_id, value in arrived.items()
+            for value_id, value in _let_in(anchors, received).items()
         }
         shapes = self._receive_shapes(route, size, chunk)
         forward = ChunkForward(
@@ -215,7 +255,8 @@ class Runner:
         self._send(tick, produced)
         self._passes.expect_backward(list(produced.values()))
         differentiable = {n: value for n, value in produced.items() if n in route.needs_grad}
-        return _InFlight(arrived, differentiable, loss)
+        edges = {n: get_gradient_edge(value) for n, value in differentiable.items()}
+        return _InFlight(anchors, edges, loss)
 
     def _receive_shapes(self, route: Route, size: str, chunk: int) -> Shapes:
         """What the calls of earlier chunks return, for inputs of this size."""
@@ -251,7 +292,7 @@ class Runner:
     def _backward(
         self, tick: Tick, in_flight: _InFlight, received: Mapping[ValueId, Tensor]
     ) -> None:
-        tensors = [in_flight.produced[value_id] for value_id in received]
+        tensors: list[Any] = [in_flight.produced[value_id] for value_id in received]
         gradients: list[Tensor | None] = list(received.values())
         if in_flight.loss is not None:
             tensors.append(in_flight.loss)
@@ -261,8 +302,22 @@ class Runner:
             in_flight.halves.to_inputs()
         elif tensors:
             torch.autograd.backward(tensors, gradients)
-        self._send(tick, {value_id: value.grad for value_id, value in in_flight.arrived.items()})
+        gradients_of = {value_id: anchor.grad for value_id, anchor in in_flight.arrived.items()}
+        self._send(tick, gradients_of)
         in_flight.arrived, in_flight.produced, in_flight.loss = {}, {}, None
+
+
+def _let_in(
+    anchors: Mapping[ValueId, Tensor], received: Mapping[ValueId, Tensor]
+) -> dict[ValueId, Tensor]:
+    """Values that arrived, at the beginning of a graph where they want a gradient."""
+    shown: dict[ValueId, Tensor] = {}
+    for value_id, value in received.items():
+        value = value.detach()
+        if value_id in anchors:
+            value = _Arrival.apply(anchors[value_id], value)  # type: ignore[no-untyped-call]
+        shown[value_id] = value
+    return shown
 
 
 def _check_gradients(route: Route, produced: Mapping[ValueId, Tensor]) -> None:

@@ -275,3 +275,9 @@ def peak_in_flight(ticks: Sequence[Tick]) -> int:
         count += (tick.kind is Pass.FORWARD) - (tick.kind is last)
         peak = max(peak, count)
     return peak
+
+
+def peak_in_one_chunk(ticks: Sequence[Tick]) -> int:
+    """How many micro-batches' activations a rank has at most of one of its chunks."""
+    chunks = {tick.chunk for tick in ticks}
+    return max(peak_in_flight([t for t in ticks if t.chunk == chunk]) for chunk in chunks)

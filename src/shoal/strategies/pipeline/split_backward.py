@@ -38,12 +38,16 @@ class SplitBackward:
 
     def __init__(
         self,
-        tensors: Sequence[Tensor],
+        tensors: Sequence[Tensor | GradientEdge],
         gradients: Sequence[Tensor | None],
         inputs: Sequence[Tensor],
     ) -> None:
-        """``gradients`` are those of ``tensors``; gradients of ``inputs`` come first."""
-        self._tensors, self._gradients = list(tensors), list(gradients)
+        """``gradients`` are those of ``tensors``, which may be edges to them.
+
+        Gradients of ``inputs`` come first.
+        """
+        self._tensors: list[Any] = list(tensors)
+        self._gradients = list(gradients)
         self._inputs = [tensor for tensor in inputs if tensor.requires_grad]
         self._arrived: dict[Node, tuple[Tensor | None, ...]] = {}
 
@@ -93,7 +97,7 @@ class _Graph:
         early_weights: The weights that come in at several nodes.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor | GradientEdge], inputs: Sequence[Tensor]) -> None:
         self._inputs = {id(tensor) for tensor in inputs}
         self.leads_back: dict[Node, bool] = {}
         self._weights: dict[Node, dict[int, Tensor]] = {}
@@ -138,5 +142,7 @@ class _Graph:
         self._weights[node] = {id(variable): variable} if has_weight else {}
 
 
-def _node(tensor: Tensor) -> Node:
+def _node(tensor: Tensor | GradientEdge) -> Node:
+    if isinstance(tensor, GradientEdge):
+        return tensor.node
     return torch.autograd.graph.get_gradient_edge(tensor).node

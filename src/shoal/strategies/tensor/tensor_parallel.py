@@ -13,6 +13,7 @@ from shoal.comm import Backend, Mesh, World
 from shoal.sharding.split import Split
 from shoal.strategies.layers.materialization import share_values
 from shoal.strategies.model import ShardedModel, ranks_for
+from shoal.strategies.recomputation.keepers import Keepers
 from shoal.strategies.settings import LEVELS
 from shoal.strategies.tensor.layers.vocabulary import vocabulary_cross_entropy
 from shoal.strategies.tensor.parallelize import parallelize
@@ -80,6 +81,7 @@ class TensorParallelModel(ShardedModel):
         # that it does not know on to the module.
         self.sharding, self.is_part = LEVELS[zero], parts.group.size > 1
         self.parts, self._all_ranks = parts, backend
+        self.keepers = Keepers(tensor=parts.group)
         super().__init__(module, mesh.group("data"), **options)
         self.engine.ownership = parts.ownership
         self.options |= {

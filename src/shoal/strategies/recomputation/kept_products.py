@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shoal.strategies.recomputation.stores import Store
 from shoal.torch_internals.tensors import DispatchMode, detached_below_autograd, version_of
 
 # Products with weights take the most time for the memory of their results. Those of attention
@@ -24,12 +25,17 @@ _KEPT = frozenset(
 
 
 class _Product(NamedTuple):
-    """One result, with what it was computed from."""
+    """One result, or what stands for it, with what it was computed from."""
 
     function: Any
     shapes: tuple[torch.Size, ...]
-    result: Tensor
+    result: Any
     version: int
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether nobody has written to it; what was moved is safe."""
+        return not isinstance(self.result, Tensor) or version_of(self.result) == self.version
 
     def is_of(self, function: Any, args: Any) -> bool:
         """Whether it is what a call gives."""
@@ -42,6 +48,17 @@ class KeepingProducts(DispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.products: list[_Product] = []
+        self.store = Store()
+
+    def move(self, store: Store, place: str) -> list[Any]:
+        """After the first call: gives the results to a store; returns what stands for them."""
+        if store.takes_products:
+            self.store = store
+            self.products = [
+                each._replace(result=store.put(each.result, place)) if each.is_intact else each
+                for each in self.products
+            ]
+        return [each.result for each in self.products]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Keeps what products give."""
@@ -57,7 +74,7 @@ class ReusingProducts(DispatchMode):
 
     def __init__(self, keeping: KeepingProducts) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._products, self._next = keeping.products, 0
+        self._products, self._store, self._next = keeping.products, keeping.store, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Computes no product twice, unless its result was overwritten."""
@@ -71,9 +88,9 @@ class ReusingProducts(DispatchMode):
                 "Does it depend on something that has changed in between?"
             )
         product = self._products[index]
-        if version_of(product.result) != product.version:
+        if not product.is_intact:
             return func(*args, **(kwargs or {}))
-        return detached_below_autograd(product.result)
+        return detached_below_autograd(self._store.get(product.result))
 
 
 def _shapes(args: Any) -> tuple[torch.Size, ...]:

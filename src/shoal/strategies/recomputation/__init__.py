@@ -1,0 +1,1 @@
+"""Blocks whose activations are dropped in forward, or kept elsewhere, and got back in backward."""

@@ -1,0 +1,243 @@
+"""Blocks that keep no activations: backward computes them again.
+
+[Note: recomputed blocks]
+A block's call goes through torch's own activation checkpointing (without reentrant autograd), hooks
+included, so what the strategies hang on modules works in both calls. Torch restores its random
+generators and autocast; we restore what else the second call must find as the first did: numpy's
+and Python's generators, and buffers that the block changes, which are then put back. So statistics
+are updated once. A parameter that has new values by then is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shoal.strategies.engine.admission import is_transforming
+from shoal.strategies.recomputation.automatic import Automatic, BlockTrial
+from shoal.strategies.recomputation.blocks import find_blocks
+from shoal.strategies.recomputation.kept_memory import KeptMemory
+from shoal.strategies.recomputation.kept_products import KeepingProducts, ReusingProducts
+from shoal.strategies.recomputation.policy import Policy
+from shoal.strategies.recomputation.replay import BlockReplay
+from shoal.strategies.recomputation.stores import Moved, Moving, Store, own_storages
+from shoal.torch_internals.modules import CALL, COMPILED_CALL, compiled_call
+from shoal.torch_internals.trees import tree_flatten, tree_unflatten
+
+_IN_WORDS = {
+    "none": "everything is kept",
+    "full": "everything is computed again in backward",
+    "selective": "all but products with weights is computed again in backward",
+}
+
+
+class Recomputation:
+    """The blocks of one model that are computed again; see [Note: recomputed blocks]."""
+
+    def __init__(
+        self, model: nn.Module, policy: Policy, store: Store, automatic: Automatic | None = None
+    ) -> None:
+        """Changes how the model's blocks are called.
+
+        Args:
+            model: Whose blocks these are.
+            policy: What is dropped, and in which blocks.
+            store: Where what they keep lies.
+            automatic: Chooses what is dropped, if the policy does not say.
+        """
+        self.policy, self.blocks, self.store = policy, find_blocks(model, policy), store
+        self.automatic, self._model = automatic, model
+        self._own: Collection[int] = ()
+        self.generation: Callable[[nn.Module], object] = lambda _: None
+        """Something that differs once a block's parameters have new values."""
+        self.memory: KeptMemory | None = None
+        """Where what blocks keep is counted."""
+        self.stops_early = True
+        """Whether a second call ends as soon as backward has what it needs."""
+        for name, block in self.blocks.items():
+            self._intercept(name, block)
+
+    def begin_forward(self) -> None:
+        """Before the model is called in training: looks where its parameters lie."""
+        if self.automatic is not None or self.policy.recompute == "none":
+            self._own = own_storages(self._model)
+        if self.automatic is not None:
+            self.automatic.own = self._own
+            self.automatic.begin_forward()
+
+    def describe(self) -> str:
+        """One line."""
+        names = list(self.blocks)
+        shown = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        blocks = "1 block" if len(names) == 1 else f"{len(names)} blocks"
+        chosen = self.automatic and self.automatic.describe()
+        what = chosen or f"{_IN_WORDS[self.policy.recompute]}{self.store.describe()}"
+        return f"activations of {blocks} ({shown}): {what}"
+
+    def _intercept(self, name: str, block: nn.Module) -> None:
+        is_compiled = compiled_call(block) is not None
+        if is_compiled and self.policy.recompute == "selective":
+            raise ValueError(
+                f"activations: block {name!r} was compiled, and which of its operations are kept "
+                'cannot be chosen from outside. Say activations="full", or do not compile it'
+            )
+        attribute = COMPILED_CALL if is_compiled else CALL
+        given: Callable[..., Any] = getattr(block, attribute)
+        is_own = attribute in vars(block)
+
+        @functools.wraps(given)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # Looked up now: the module's class may have changed.
+            forward = given if is_own else MethodType(getattr(type(block), attribute), block)
+            if not torch.is_grad_enabled() or is_transforming() or _recomputes_itself(block):
+                return forward(*args, **kwargs)
+            way = self.policy.recompute
+            if self.automatic is not None:
+                way = self.automatic.way_of(
+                    BlockTrial(name, block, forward, (args, kwargs), self._own)
+                )
+            if way == "none":
+                return self._call_once(name, forward, args, kwargs)
+            return self._call_twice(name, block, forward, args, kwargs, way == "selective")
+
+        setattr(block, attribute, call)
+
+    def _call_once(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not self.store.moves:
+            return forward(*args, **kwargs)
+        self.store.begin_call()
+        with Moving(self.store, self._own, name):
+            return forward(*args, **kwargs)
+
+    def _call_twice(
+        self,
+        name: str,
+        block: nn.Module,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        keeps_products: bool,
+    ) -> Any:
+        self.store.begin_call()
+        inputs = BlockInputs(self.store, name, args, kwargs)
+        second = SecondCall(self, name, block, keeps_products=keeps_products)
+
+        def run(*kept: Any) -> Any:
+            again_args, again_kwargs = inputs.take(kept)
+            return forward(*again_args, **again_kwargs)
+
+        output = checkpoint(
+            run,
+            *inputs.kept,
+            *inputs.markers,
+            use_reentrant=False,
+            early_stop=self.stops_early,
+            context_fn=lambda: (second.keeping or contextlib.nullcontext(), second),
+        )
+        products = [] if second.keeping is None else second.keeping.move(self.store, name)
+        if self.memory is not None:
+            held = [self.store.held(kept) for kept in (*inputs.kept, *products)]
+            self.memory.keep([each for each in held if each is not None], second)
+        inputs.forget()
+        return output
+
+
+class BlockInputs:
+    """What a block was called with, for its second call.
+
+    Attributes:
+        kept: Of each leaf of the arguments what stands for it.
+        markers: Tensors without elements, for torch, which restores random states and autocast by
+            the devices that it sees.
+    """
+
+    def __init__(self, store: Store, name: str, args: Any, kwargs: Any) -> None:
+        """What needs no gradient, as masks, is often shared with other blocks and stays here."""
+        self._store = store
+        self._given: Any = (args, kwargs)
+        leaves, self._structure = tree_flatten(self._given)
+        self.kept = [
+            store.put(leaf, f"{name} {index}") if _has_gradient(leaf) else leaf
+            for index, leaf in enumerate(leaves)
+        ]
+        pairs = zip(leaves, self.kept, strict=True)
+        devices = {leaf.device for leaf, kept in pairs if isinstance(kept, Moved)}
+        self.markers = [torch.empty(0, device=device) for device in devices]
+
+    def take(self, kept: Sequence[Any]) -> Any:
+        """Positional and keyword arguments: those that were given, later equal ones."""
+        given, self._given = self._given, None
+        if given is not None:
+            return given
+        leaves = [
+            self._store.get(each).requires_grad_() if isinstance(each, Moved) else each
+            for each in kept[: len(self.kept)]
+        ]
+        return tree_unflatten(leaves, self._structure)
+
+    def forget(self) -> None:
+        """Torch has what is kept; an error in forward may have left the arguments here."""
+        self._given, self.kept = None, [None] * len(self.kept)
+
+
+def _has_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+class SecondCall:
+    """The context of a block's second call; it is entered once for each backward."""
+
+    def __init__(
+        self, recomputation: Recomputation, name: str, block: nn.Module, *, keeps_products: bool
+    ) -> None:
+        """Before the first call."""
+        self._recomputation, self._name, self._block = recomputation, name, block
+        self._before = BlockReplay(block)
+        self._generation = recomputation.generation(block)
+        self.keeping = KeepingProducts() if keeps_products else None
+        self._entered: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> None:
+        context = self._again()
+        context.__enter__()
+        self._entered.append(context)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
+
+    @contextlib.contextmanager
+    def _again(self) -> Iterator[None]:
+        if self._recomputation.generation(self._block) != self._generation:
+            raise RuntimeError(
+                f"backward needs the parameters of {self._name!r} as they were in forward, to "
+                "compute its activations again, but they were changed since, by an optimizer's "
+                "step or by hand: run forward again before this backward"
+            )
+        reusing = (
+            contextlib.nullcontext() if self.keeping is None else ReusingProducts(self.keeping)
+        )
+        with self._before.restored(self._name), reusing:
+            yield
+
+
+def _recomputes_itself(block: nn.Module) -> bool:
+    """Whether it is one of Hugging Face's after `gradient_checkpointing_enable()`."""
+    return bool(getattr(block, "gradient_checkpointing", False)) and block.training
+
+
+def stop_caching(module: nn.Module) -> None:
+    """Hugging Face models cache all layers' keys and values in one object.
+
+    No rank of a pipeline has them all, and a block that is computed again would add its own twice.
+    """
+    config: Any = getattr(module, "config", None)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False
