@@ -26,6 +26,7 @@ from shoal.strategies.option_types import (
     DataParallelOptions,
     DataParallelStrategy,
     HybridOptions,
+    LocalOptions,
     PipelineOptions,
     TensorOptions,
 )
@@ -228,6 +229,50 @@ def as_distributed(
     enabled: bool = ...,
     **options: Unpack[HybridOptions],
 ) -> tuple[Any, Any, Loader]: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: None = None,
+    loader: None = None,
+    *,
+    strategy: Literal["local"],
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Unpack[LocalOptions],
+) -> Any: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: Optimizers,
+    loader: None = None,
+    *,
+    strategy: Literal["local"],
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Unpack[LocalOptions],
+) -> tuple[Any, Any]: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: None = None,
+    loader: Loader = ...,
+    *,
+    strategy: Literal["local"],
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Unpack[LocalOptions],
+) -> tuple[Any, Loader]: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: Optimizers,
+    loader: Loader,
+    *,
+    strategy: Literal["local"],
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Unpack[LocalOptions],
+) -> tuple[Any, Any, Loader]: ...
 def as_distributed(
     model: nn.Module,
     optimizer: Optimizers | None = None,
@@ -250,7 +295,7 @@ def as_distributed(
             together, and each rank gets its part; ranks that hold parts of one replica get the
             same. One that is divided already comes back as it is.
         strategy: "ddp", "zero1", "zero2", "zero3", "fsdp", "tensor", "pipeline", "hybrid", or
-            "auto" to choose by size.
+            "auto" to choose by size; "local" trains replicas apart and averages them now and then.
         backend: What to start communication with, if it has to be started.
         enabled: If false, everything comes back untouched.
         options: For the model's class, for example ``activations`` (which are computed again in

@@ -33,7 +33,7 @@ _OPTIMIZERS = {
     ("accelerate", "AcceleratedOptimizer"): _PREPARE,
     ("torch", "ZeroRedundancyOptimizer"): "pass the plain optimizer (its optimizer_class over the "
     "model's parameters), and choose strategy='zero1'",
-    ("torch", "PostLocalSGDOptimizer"): "pass the plain optimizer",
+    ("torch", "PostLocalSGDOptimizer"): "pass the plain optimizer, and choose strategy='local'",
     ("deepspeed", "ZeROOptimizer"): "leave out deepspeed.initialize(), and pass the plain "
     "optimizer",
     ("lightning", "_FabricOptimizer"): "leave out fabric.setup(), and pass the plain optimizer",
