@@ -33,6 +33,7 @@ OPTIONS = {
     "pipeline": option_types.PipelineOptions,
     "hybrid": option_types.HybridOptions,
     "local": option_types.LocalOptions,
+    "async": option_types.AsyncOptions,
 }
 ROOT = Path(__file__).parent.parent
 

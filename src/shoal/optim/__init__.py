@@ -9,6 +9,7 @@ from shoal.optim.compression_optimizer import (
 )
 from shoal.optim.data_parallel_optimizers import *  # noqa: F403 - new ones are named there alone
 from shoal.optim.hybrid_optimizer import HybridShardedOptimizer as HybridShardedOptimizer
+from shoal.optim.independent.async_optimizer import AsyncSGDOptimizer as AsyncSGDOptimizer
 from shoal.optim.independent.local_optimizer import LocalSGDOptimizer as LocalSGDOptimizer
 from shoal.optim.kinds import Kind as Kind
 from shoal.optim.optimizer import ShardedOptimizer as ShardedOptimizer

@@ -17,7 +17,7 @@ from shoal.strategies.layers.recomputation import Policy
 from shoal.strategies.tensor.plan.tensor_plan import TensorPlan
 
 DataParallelStrategy = Literal["auto", "ddp", "zero1", "zero2", "zero3", "fsdp"]
-Strategy = Literal[DataParallelStrategy, "tensor", "pipeline", "hybrid", "local"]
+Strategy = Literal[DataParallelStrategy, "tensor", "pipeline", "hybrid", "local", "async"]
 
 
 class _ReplicaOptions(TypedDict, total=False):
@@ -27,13 +27,27 @@ class _ReplicaOptions(TypedDict, total=False):
     average_buffers: bool
     seed: int
     mixed_precision: str | torch.dtype | None
-    check_every: int
     activations: str | Policy | None
+
+
+class AsyncOptions(_ReplicaOptions, total=False):
+    """See `AsyncModel`."""
+
+    topology: str
+    max_staleness: int
+    when_stale: str
+    servers: str | Sequence[int]
+
+
+class _ComparedOptions(_ReplicaOptions, total=False):
+    """What goes with ranks that meet."""
+
+    check_every: int
     compression: str | Codec | None
     error_feedback: bool
 
 
-class DataParallelOptions(_ReplicaOptions, total=False):
+class DataParallelOptions(_ComparedOptions, total=False):
     """See `ShardedModel`."""
 
     auto_sync: bool
@@ -43,7 +57,7 @@ class DataParallelOptions(_ReplicaOptions, total=False):
     compression_warmup: int
 
 
-class LocalOptions(_ReplicaOptions, total=False):
+class LocalOptions(_ComparedOptions, total=False):
     """See `LocalModel`."""
 
     every: int

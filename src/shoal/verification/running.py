@@ -21,6 +21,7 @@ from shoal.verification.comparison import Comparison, Difference, default_tolera
 from shoal.verification.diagnosis.causes import likely_cause
 from shoal.verification.diagnosis.replay import Replay
 from shoal.verification.experiment import REPLAY, Experiment, Findings, Report
+from shoal.verification.trainers.async_replay import train_async_on_rank
 from shoal.verification.trainers.distributed import DistributedTrainer
 from shoal.verification.trainers.local_replay import LocalReplay
 from shoal.verification.trainers.one_process import SplitBatch, WholeBatch
@@ -39,7 +40,8 @@ def verify_experiment(experiment: Experiment, run: Callable[..., list[Any]]) -> 
     """Trains and compares; ``run(fn, ranks, backend, args)`` calls a function on every rank."""
     if experiment.strategy in INDEPENDENT:
         experiment = _as_replay(experiment)
-    findings: Findings = run(train_on_rank, experiment.ranks, experiment.backend, (experiment,))[0]
+    train = train_async_on_rank if experiment.strategy == "async" else train_on_rank
+    findings: Findings = run(train, experiment.ranks, experiment.backend, (experiment,))[0]
     difference, cause = findings.difference, ""
     if difference is not None and experiment.reference == REPLAY:
         cause = _NOT_AS_DEFINED
@@ -61,11 +63,18 @@ def verify_experiment(experiment: Experiment, run: Callable[..., list[Any]]) -> 
 
 def _as_replay(experiment: Experiment) -> Experiment:
     """Compared with the strategy's own definition, with averages often enough to see some."""
-    if experiment.options.get("compression") is not None:
+    options = experiment.options
+    if options.get("compression") is not None:
         raise ValueError(
             "shoal.verify replays averages as they are, without compression: leave out compression="
         )
-    options = {"every": _EVERY, **experiment.options}
+    if experiment.strategy == "local":
+        options = {"every": _EVERY, **options}
+    elif experiment.backend != "memory":
+        raise ValueError(
+            "shoal.verify replays the order of updates of strategy 'async', which servers share "
+            f"over 'memory' only; got {experiment.backend!r}"
+        )
     return replace(experiment, reference=REPLAY, options=options)
 
 

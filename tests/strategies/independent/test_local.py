@@ -109,7 +109,7 @@ def test_equals_its_definition_to_the_last_bit(every: int, outer: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        # Gradients are 1 on rank 0 and 3 on rank 1: after two steps of 0.5 the ranks have -1 and -3.
+        # Gradients are 1 on rank 0 and 3 on rank 1: two steps of 0.5 lead to -1 and -3.
         ({}, -2.0),
         ({"outer": lambda ps: SGD(ps, lr=0.5)}, -1.0),
         ({"outer": lambda ps: SGD(ps, lr=0.7, momentum=0.9, nesterov=True)}, -2.66),
@@ -294,7 +294,9 @@ def test_each_of_several_optimizers_has_rounds_of_its_own() -> None:
             for optimizer in (first, second):
                 optimizer.step()
                 optimizer.zero_grad()
-            seen.append((model.is_at_boundary, module["a"].weight.item(), module["b"].weight.item()))
+            seen.append(
+                (model.is_at_boundary, module["a"].weight.item(), module["b"].weight.item())
+            )
         return seen
 
     zero, one = on_ranks(go, ranks=2)

@@ -8,7 +8,6 @@ is. Requests and answers are JSON, values are the tensor's bytes: nothing is pic
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import secrets
@@ -21,8 +20,10 @@ from collections import deque
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from shoal.comm.peer_tensors.lending import LendingSource, Lent
+from shoal.comm.peer_tensors.lending import CalledSource, LendingSource, Lent
+from shoal.comm.peer_tensors.values import READY, check_digest, description, room_for
 from shoal.errors import ShoalError
 from shoal.meeting import address as places
 from shoal.meeting.handshake import Handshake, HandshakeError, answer, make_key, session_key
@@ -49,6 +50,8 @@ class Borrower:
         self.wire: Wire | None = None
         # What is to be sent, and what to do when it was.
         self.unsent: deque[tuple[memoryview, Any]] = deque()
+        # A call whose values are on their way: the call, the values, and what is missing of them.
+        self.coming: tuple[dict[str, Any], Tensor, memoryview] | None = None
 
 
 class TensorServer:
@@ -164,6 +167,9 @@ class TensorServer:
             guest.wire = Wire("server", LONGEST_REQUEST_BYTES, key)
 
     def _hear(self, guest: Borrower, wire: Wire) -> None:
+        if guest.coming is not None:
+            self._take_values(guest, wire)
+            return
         try:
             data = guest.socket.recv(_READ_BYTES)
         except BlockingIOError:
@@ -178,6 +184,21 @@ class TensorServer:
                 raise WireError(f"it asks for what there is not: {error!r}") from error
         self._send_rest(guest)
 
+    def _take_values(self, guest: Borrower, wire: Wire) -> None:
+        assert guest.coming is not None
+        message, values, missing = guest.coming
+        with contextlib.suppress(BlockingIOError):
+            count = guest.socket.recv_into(missing)
+            if not count:
+                self._forget(guest)
+                return
+            guest.coming = (message, values, missing[count:])
+        if not guest.coming[2]:
+            guest.coming = None
+            check_digest(message, as_memory(values), is_one_host=self._is_one_host)
+            self._call(guest, wire, message, values.view(message["shape"]))
+            self._send_rest(guest)
+
     # Answers ----------------------------------------------------------------------------------
 
     def _answer(self, guest: Borrower, wire: Wire, message: dict[str, Any]) -> None:
@@ -186,6 +207,13 @@ class TensorServer:
             self._say(guest, wire, {"closed": True})
         elif message["kind"] == "list":
             self._say(guest, wire, {"listing": source.listing()})
+        elif message["kind"] == "call" and message.get("bytes"):
+            values = room_for(message)
+            guest.coming = (message, values, as_memory(values))
+            self._say(guest, wire, READY)
+        elif message["kind"] == "call":
+            empty = room_for(message).view(message["shape"]) if "bytes" in message else None
+            self._call(guest, wire, message, empty)
         else:
             self._lend(guest, wire, source, str(message["key"]))
 
@@ -199,15 +227,31 @@ class TensorServer:
         if lent is None or memory is None:
             self._say(guest, wire, {"listing": source.listing()})
             return
-        header = {
-            "dtype": str(lent.tensor.dtype).removeprefix("torch."),
-            "shape": list(lent.tensor.shape),
-            "device": lent.tensor.device.type,
-            "bytes": len(memory),
-        }
-        if not self._is_one_host:  # the header is proven, and this proves the values
-            header["digest"] = hashlib.sha256(memory).hexdigest()
-        self._say(guest, wire, header)
+        self._send(guest, wire, lent, memory, {})
+
+    def _call(
+        self, guest: Borrower, wire: Wire, message: dict[str, Any], values: Tensor | None
+    ) -> None:
+        source = self.sources.get(int(message["lending"]))
+        if not isinstance(source, CalledSource):
+            self._say(guest, wire, {"closed": True})
+            return
+        try:
+            answer = source.handle(dict(message["request"]), values)
+        except Exception as error:  # whatever it is, the one who called is told
+            self._say(guest, wire, {"error": f"{type(error).__name__}: {error}"})
+            return
+        if answer.values is None:
+            self._say(guest, wire, {"answer": answer.data})
+        else:
+            lent = Lent(answer.values)
+            self._send(guest, wire, lent, as_memory(lent.tensor), {"answer": answer.data})
+
+    def _send(
+        self, guest: Borrower, wire: Wire, lent: Lent, memory: memoryview, said: dict[str, Any]
+    ) -> None:
+        told = description(lent.tensor, memory, is_one_host=self._is_one_host)
+        self._say(guest, wire, {**said, **told})
         before = known_version(lent)
 
         def sent() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -19,7 +19,13 @@ class ReplicaModel(ShardedModel):
     """
 
     sharding = LEVELS[0]
-    settled = ("auto_sync", "sync_batchnorm", "replica", "resident_below", "compression_warmup")
+    settled: ClassVar[tuple[str, ...]] = (
+        "auto_sync",
+        "sync_batchnorm",
+        "replica",
+        "resident_below",
+        "compression_warmup",
+    )
     meeting_lane: Backend
     """All ranks, for what this model does among them."""
     _all_ranks: Backend
