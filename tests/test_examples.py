@@ -68,6 +68,15 @@ def test_pipeline():
     assert losses[0] < 1.0
 
 
+@pytest.mark.usefixtures("first_use")
+@pytest.mark.parametrize("options", [{}, {"is_diloco": True, "every": 20, "compression": "int8"}])
+def test_local(options):
+    train = load("local").train
+    losses = shoal.run(lambda: train(**options), 2, "memory", timeout=TIMEOUT_S)
+    assert len(set(losses)) == 1
+    assert losses[0] < 0.55
+
+
 def test_collectives(backend):
     talk = load("collectives").talk
     first, second = shoal.run(lambda: talk(shoal.world()), 2, backend, timeout=TIMEOUT_S)

@@ -32,6 +32,8 @@ OPTIONS = {
     "tensor": option_types.TensorOptions,
     "pipeline": option_types.PipelineOptions,
     "hybrid": option_types.HybridOptions,
+    "local": option_types.LocalOptions,
+    "async": option_types.AsyncOptions,
 }
 ROOT = Path(__file__).parent.parent
 
@@ -96,6 +98,9 @@ model, optimizer = shoal.as_distributed(net, sgd, strategy="zero3", replica=2)
 model, optimizers = shoal.as_distributed(net, [sgd, sgd], strategy="tensor", sequence_parallel=True)
 model, optimizer, loader = shoal.as_distributed(net, sgd, loader, strategy="pipeline", chunks=2)
 model, loader = shoal.as_distributed(net, loader=loader, strategy="hybrid", tensor=2, zero=1)
+model, optimizer = shoal.as_distributed(
+    net, sgd, strategy="local", every=20, outer=lambda parameters: SGD(parameters, lr=0.7)
+)
 loss = model.train_step(1, 2, None)
 optimizer.step()
 """
@@ -105,6 +110,7 @@ WRONG = {
     'shoal.as_distributed(net, sgd, strategy="tensor", schedule="1f1b")': "No overload variant",
     'shoal.as_distributed(net, sgd, strategy="pipeline", sequence_parallel=True)': "No overload",
     'shoal.as_distributed(net, sgd, strategy="zero2", check_every="often")': "No overload variant",
+    'shoal.as_distributed(net, sgd, strategy="local", sync_batchnorm=True)': "No overload variant",
     "shoal.as_distributed(sgd, net)": "No overload variant",
     'shoal.as_distributed(net, sgd, find_unused_parameters=True)': "No overload variant",
     'model, optimizer, other = shoal.as_distributed(net, sgd, strategy="ddp")': "Need more than 2",

@@ -7,7 +7,6 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from shoal.comm.backend import Backend
@@ -17,15 +16,13 @@ from shoal.data import divide
 from shoal.launch.joining.join import join, watch_exit
 from shoal.launch.joining.presence import leave_mark
 from shoal.optim.registry import wrap_model, wrap_optimizer, wrap_optimizers
-from shoal.strategies.foreign import (
-    refuse_foreign_loader,
-    refuse_foreign_model,
-    refuse_foreign_optimizer,
-)
+from shoal.strategies.foreign import check_arguments
 from shoal.strategies.option_types import (
+    AsyncOptions,
     DataParallelOptions,
     DataParallelStrategy,
     HybridOptions,
+    LocalOptions,
     PipelineOptions,
     TensorOptions,
 )
@@ -228,6 +225,94 @@ def as_distributed(
     enabled: bool = ...,
     **options: Unpack[HybridOptions],
 ) -> tuple[Any, Any, Loader]: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: None = None,
+    loader: None = None,
+    *,
+    strategy: Literal["local"],
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Unpack[LocalOptions],
+) -> Any: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: Optimizers,
+    loader: None = None,
+    *,
+    strategy: Literal["local"],
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Unpack[LocalOptions],
+) -> tuple[Any, Any]: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: None = None,
+    loader: Loader = ...,
+    *,
+    strategy: Literal["local"],
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Unpack[LocalOptions],
+) -> tuple[Any, Loader]: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: Optimizers,
+    loader: Loader,
+    *,
+    strategy: Literal["local"],
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Unpack[LocalOptions],
+) -> tuple[Any, Any, Loader]: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: None = None,
+    loader: None = None,
+    *,
+    strategy: Literal["async"],
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Unpack[AsyncOptions],
+) -> Any: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: Optimizers,
+    loader: None = None,
+    *,
+    strategy: Literal["async"],
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Unpack[AsyncOptions],
+) -> tuple[Any, Any]: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: None = None,
+    loader: Loader = ...,
+    *,
+    strategy: Literal["async"],
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Unpack[AsyncOptions],
+) -> tuple[Any, Loader]: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: Optimizers,
+    loader: Loader,
+    *,
+    strategy: Literal["async"],
+    backend: str = ...,
+    enabled: bool = ...,
+    **options: Unpack[AsyncOptions],
+) -> tuple[Any, Any, Loader]: ...
 def as_distributed(
     model: nn.Module,
     optimizer: Optimizers | None = None,
@@ -250,7 +335,8 @@ def as_distributed(
             together, and each rank gets its part; ranks that hold parts of one replica get the
             same. One that is divided already comes back as it is.
         strategy: "ddp", "zero1", "zero2", "zero3", "fsdp", "tensor", "pipeline", "hybrid", or
-            "auto" to choose by size.
+            "auto" to choose by size; for slow links and slow ranks "local" trains replicas apart
+            and averages them now and then, and "async" updates parameters without barriers.
         backend: What to start communication with, if it has to be started.
         enabled: If false, everything comes back untouched.
         options: For the model's class, for example ``activations`` (which are computed again in
@@ -269,7 +355,7 @@ def as_distributed(
     check_type("enabled", enabled, bool)
     if not enabled:
         return _as_given(model, optimizer, loader)
-    _check_arguments(model, optimizer, loader)
+    check_arguments(model, optimizer, loader)
     world = find_current() or _start_for(model, backend)
     wrapped = wrap_model(model, strategy, world, options)
     stepped: Any = optimizer
@@ -283,49 +369,3 @@ def as_distributed(
 def _as_given(model: nn.Module, *others: Any) -> Any:
     given = [each for each in others if each is not None]
     return (model, *given) if given else model
-
-
-def _check_arguments(model: Any, optimizer: Any, loader: Any) -> None:
-    """Before anything is started or changed: each is what its place is for, and plain."""
-    for each in _listed(optimizer):
-        refuse_foreign_optimizer(each)
-    for each in _listed(loader):
-        refuse_foreign_loader(each)
-    for place, value in {"model": model, "optimizer": optimizer, "loader": loader}.items():
-        _check_place(place, value)
-    refuse_foreign_model(model)
-
-
-def _listed(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple) else [value]
-
-
-def _check_place(place: str, value: Any) -> None:
-    """Raises if it belongs to another place; loaders of other kinds are refused later."""
-    belongs = {_place_of(each) for each in _listed(value)}
-    if belongs <= {place} or (value is None and place != "model"):
-        return
-    (other, *_) = belongs - {place}
-    if other:
-        raise TypeError(
-            f"shoal.as_distributed(model, optimizer, loader), in this order: got a "
-            f"{type(value).__name__} for the {place}, which is a value for {other}="
-        )
-    if isinstance(value, LRScheduler):
-        raise TypeError(
-            "shoal.as_distributed takes no schedulers: make the scheduler from the optimizer that "
-            "comes back, or from the plain one, and leave it out here"
-        )
-    if place != "loader":
-        raise TypeError(f"{place} must be {_MUST_BE[place]}; got a {type(value).__name__}")
-
-
-_KINDS: dict[str, type] = {"model": nn.Module, "optimizer": Optimizer, "loader": DataLoader}
-_MUST_BE = {
-    "model": "one torch module, an nn.Module",
-    "optimizer": "a torch.optim.Optimizer, or a list of them",
-}
-
-
-def _place_of(value: Any) -> str:
-    return next((place for place, kind in _KINDS.items() if isinstance(value, kind)), "")

@@ -15,7 +15,7 @@ from shoal.cli.demo.gpt import GPT, GPTShape, batch, text
 from shoal.cli.demo.lesson import learn_alone
 from shoal.cli.demo.training import show_training
 from shoal.launch.function.forkserver.forkserver import fork_server
-from shoal.optim import DATA_PARALLEL, PAIRS
+from shoal.optim import DATA_PARALLEL, INDEPENDENT, PAIRS
 
 SMALL = GPTShape(width=32, num_layers=2, num_heads=2, context=16, batch_size=8)
 
@@ -32,7 +32,8 @@ def test_training_under_every_strategy(processes: None) -> None:
     assert show_training(console, 4, SMALL)
     lines = console.file.getvalue().splitlines()
     rows = {line.split()[1]: line for line in lines if line.startswith("│")}
-    for strategy in PAIRS:
+    assert not INDEPENDENT.keys() & rows.keys()  # which are not to equal one process
+    for strategy in PAIRS.keys() - INDEPENDENT.keys():
         assert "yes, to" in rows[strategy]
     for strategy in DATA_PARALLEL:
         *_, held, by_formula, moved = re.findall(r"\d+\.\d+", rows[strategy])

@@ -15,6 +15,7 @@ from shoal.api import as_distributed, run
 from shoal.errors import ShoalError
 from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.optim import DATA_PARALLEL
+from shoal.strategies.independent.shard import unpack
 from shoal.verification import Experiment, verify_experiment
 
 STRATEGIES = DATA_PARALLEL
@@ -382,3 +383,61 @@ def test_a_step_too_small_to_test_anything() -> None:
 def test_what_cannot_be_tried(build, options, error, words) -> None:
     with pytest.raises(error, match=words):
         shoal.verify(build, **options)
+
+
+# Strategies that are not to equal one process ---------------------------------------------
+
+
+def outer_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"every": 3, "outer": outer_sgd}])
+def test_local_equals_its_definition(ranks, options) -> None:
+    build = builder(lambda: nn.BatchNorm1d(17), lambda: nn.Dropout(0.3))
+    report = shoal.verify(build, "local", ranks, **options)
+    assert report.equal, report
+    assert report.reference == "replay"
+    assert "equals its definition in one process" in str(report)
+    assert "equal to the bit" not in str(report)
+    assert set(report.largest.values()) == {0.0}
+
+
+def test_local_that_is_not_its_definition_is_found() -> None:
+    def wrap(model, optimizers, *, every, **how):
+        return as_distributed(model, optimizers, every=every + 1, **how)
+
+    report = verify_experiment(Experiment(builder(), wrap, "local"), run)
+    assert not report.equal
+    assert report.difference.step == 2
+    assert "does what the ranks are to do" in report.cause
+
+
+@pytest.mark.parametrize("when_stale", ["drop", "damp", "wait"])
+def test_async_equals_its_definition(when_stale) -> None:
+    build = builder(lambda: nn.BatchNorm1d(17), lambda: nn.Dropout(0.3))
+    report = shoal.verify(build, "async", 3, max_staleness=1, when_stale=when_stale)
+    assert report.equal, report
+    assert "async on 3 ranks over memory equals its definition in one process" in str(report)
+    assert set(report.largest.values()) == {0.0}
+
+
+def test_async_that_is_not_its_definition_is_found(monkeypatch) -> None:
+    monkeypatch.setattr(
+        "shoal.strategies.independent.shard.unpack",
+        lambda data, like: [2 * each for each in unpack(data, like)],
+    )
+    report = shoal.verify(builder(), "async", 2)
+    assert not report.equal
+    assert report.difference.kind == "loss"
+
+
+def test_async_is_verified_over_memory_only() -> None:
+    with pytest.raises(ValueError, match="over 'memory' only"):
+        shoal.verify(builder(), "async", backend="shm")
+
+
+def test_compressed_averages_are_not_replayed() -> None:
+    with pytest.raises(ValueError, match="leave out compression="):
+        shoal.verify(builder(), "local", compression="int8")

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from shoal.comm import Backend
 from shoal.comm.world import find_current
 from shoal.errors import CheckpointMismatchError
-from shoal.optim import ShardedOptimizer
+from shoal.optim import LocalSGDOptimizer, ShardedOptimizer
 from shoal.optim.state import Reception, held_whole, receive_whole
 from shoal.sharding.extent import Extent
 from shoal.sharding.holding import FullState, Held, HeldState
@@ -149,7 +149,11 @@ def held_groups(optimizer: Optimizer, model: nn.Module) -> Groups:
     """Each parameter group's full names and hyperparameters."""
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer.held_groups()
-    names = _names(optimizer, model)
+    return named_groups(optimizer, _names(optimizer, model))
+
+
+def named_groups(optimizer: Optimizer, names: Mapping[int, str]) -> Groups:
+    """The same of an optimizer that has whole parameters; ``names`` are by their id."""
     return [
         (
             [names[id(parameter)] for parameter in group["params"]],
@@ -164,6 +168,18 @@ def held_state(optimizer: Optimizer, model: nn.Module) -> Iterator[HeldState]:
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer.held_state()
     return held_whole(optimizer, _names(optimizer, model))
+
+
+def own_state(optimizer: Optimizer) -> list[HeldState] | None:
+    """This rank's state where every rank has another one; None where all have one between them."""
+    return optimizer.own_state() if isinstance(optimizer, LocalSGDOptimizer) else None
+
+
+def outer_of(optimizer: Optimizer) -> tuple[Optimizer, Mapping[int, str]] | None:
+    """The optimizer of averages that one has, and the names of its parameters by their id."""
+    if not isinstance(optimizer, LocalSGDOptimizer) or optimizer.outer is None:
+        return None
+    return optimizer.outer, optimizer.outer_names
 
 
 def streams(optimizer: Optimizer) -> dict[str, Any]:

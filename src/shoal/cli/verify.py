@@ -31,7 +31,12 @@ def verify_command(
         ),
     ],
     strategy: Annotated[
-        str, typer.Option("-s", "--strategy", help="One, several with commas between, or all.")
+        str,
+        typer.Option(
+            "-s",
+            "--strategy",
+            help="One, several with commas between, or all that are to equal one process.",
+        ),
     ] = "all",
     ranks: Annotated[int, typer.Option("-n", "--ranks", help="How many ranks.")] = 2,
     backend: Annotated[str, typer.Option(help="memory, shm, gloo, nccl or mpi.")] = "memory",
@@ -72,9 +77,10 @@ def verify_command(
 
 
 def _strategies(wanted: str) -> list[str]:
-    from shoal.optim import PAIRS
+    from shoal.optim import INDEPENDENT, PAIRS
 
-    names = list(PAIRS) if wanted == "all" else [name.strip() for name in wanted.split(",")]
+    equal = [name for name in PAIRS if name not in INDEPENDENT]
+    names = equal if wanted == "all" else [name.strip() for name in wanted.split(",")]
     for name in names:
         if name not in PAIRS:
             raise typer.BadParameter(

@@ -9,11 +9,14 @@ from shoal.optim.compression_optimizer import (
 )
 from shoal.optim.data_parallel_optimizers import *  # noqa: F403 - new ones are named there alone
 from shoal.optim.hybrid_optimizer import HybridShardedOptimizer as HybridShardedOptimizer
+from shoal.optim.independent.async_optimizer import AsyncSGDOptimizer as AsyncSGDOptimizer
+from shoal.optim.independent.local_optimizer import LocalSGDOptimizer as LocalSGDOptimizer
 from shoal.optim.kinds import Kind as Kind
 from shoal.optim.optimizer import ShardedOptimizer as ShardedOptimizer
 from shoal.optim.pipeline_optimizer import PipelineParallelOptimizer as PipelineParallelOptimizer
 from shoal.optim.proof.judging import find_kind as find_kind
 from shoal.optim.registry import DATA_PARALLEL as DATA_PARALLEL
+from shoal.optim.registry import INDEPENDENT as INDEPENDENT
 from shoal.optim.registry import PAIRS as PAIRS
 from shoal.optim.scaler import GradScaler as GradScaler
 from shoal.optim.tensor_optimizer import TensorParallelOptimizer as TensorParallelOptimizer

@@ -23,6 +23,8 @@ from shoal.optim.data_parallel_optimizers import (
     ZeRO3Optimizer,
 )
 from shoal.optim.hybrid_optimizer import HybridShardedOptimizer
+from shoal.optim.independent.async_optimizer import AsyncSGDOptimizer
+from shoal.optim.independent.local_optimizer import LocalSGDOptimizer
 from shoal.optim.optimizer import ShardedOptimizer
 from shoal.optim.pipeline_optimizer import PipelineParallelOptimizer
 from shoal.optim.proof.judgement import Judgement
@@ -47,8 +49,12 @@ DATA_PARALLEL = _by_name(
     DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer, FSDPOptimizer
 )
 """Strategies whose ranks all see other data."""
-PAIRS = DATA_PARALLEL | _by_name(
-    TensorParallelOptimizer, PipelineParallelOptimizer, HybridShardedOptimizer
+INDEPENDENT = _by_name(LocalSGDOptimizer, AsyncSGDOptimizer)
+"""Strategies whose ranks step apart: equal to their own definition, not to one process."""
+PAIRS = (
+    DATA_PARALLEL
+    | _by_name(TensorParallelOptimizer, PipelineParallelOptimizer, HybridShardedOptimizer)
+    | INDEPENDENT
 )
 """All strategies by name."""
 

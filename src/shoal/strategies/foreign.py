@@ -1,14 +1,17 @@
-"""Models, optimizers and loaders that another library distributes: what to pass instead.
+"""What users pass that is no plain model, optimizer or loader, and what to pass instead.
 
-Classes are recognised by their names, so that none of these libraries is imported.
+Classes of other libraries are recognised by their names, so that none of them is imported.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from shoal.torch_internals.optimizers import is_initialised
 
@@ -33,7 +36,7 @@ _OPTIMIZERS = {
     ("accelerate", "AcceleratedOptimizer"): _PREPARE,
     ("torch", "ZeroRedundancyOptimizer"): "pass the plain optimizer (its optimizer_class over the "
     "model's parameters), and choose strategy='zero1'",
-    ("torch", "PostLocalSGDOptimizer"): "pass the plain optimizer",
+    ("torch", "PostLocalSGDOptimizer"): "pass the plain optimizer, and choose strategy='local'",
     ("deepspeed", "ZeROOptimizer"): "leave out deepspeed.initialize(), and pass the plain "
     "optimizer",
     ("lightning", "_FabricOptimizer"): "leave out fabric.setup(), and pass the plain optimizer",
@@ -84,3 +87,49 @@ def _refuse(what: str, value: object, remedies: dict[tuple[str, str], str]) -> N
             raise TypeError(
                 f"{what} is a {package} {kind.__name__}, which is distributed already: {remedy}"
             )
+
+
+def check_arguments(model: Any, optimizer: Any, loader: Any) -> None:
+    """Before anything is started or changed: each is what its place is for, and plain."""
+    for each in _listed(optimizer):
+        refuse_foreign_optimizer(each)
+    for each in _listed(loader):
+        refuse_foreign_loader(each)
+    for place, value in {"model": model, "optimizer": optimizer, "loader": loader}.items():
+        _check_place(place, value)
+    refuse_foreign_model(model)
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _check_place(place: str, value: Any) -> None:
+    """Raises if it belongs to another place; loaders of other kinds are refused later."""
+    belongs = {_place_of(each) for each in _listed(value)}
+    if belongs <= {place} or (value is None and place != "model"):
+        return
+    (other, *_) = belongs - {place}
+    if other:
+        raise TypeError(
+            f"shoal.as_distributed(model, optimizer, loader), in this order: got a "
+            f"{type(value).__name__} for the {place}, which is a value for {other}="
+        )
+    if isinstance(value, LRScheduler):
+        raise TypeError(
+            "shoal.as_distributed takes no schedulers: make the scheduler from the optimizer that "
+            "comes back, or from the plain one, and leave it out here"
+        )
+    if place != "loader":
+        raise TypeError(f"{place} must be {_MUST_BE[place]}; got a {type(value).__name__}")
+
+
+_KINDS: dict[str, type] = {"model": nn.Module, "optimizer": Optimizer, "loader": DataLoader}
+_MUST_BE = {
+    "model": "one torch module, an nn.Module",
+    "optimizer": "a torch.optim.Optimizer, or a list of them",
+}
+
+
+def _place_of(value: Any) -> str:
+    return next((place for place, kind in _KINDS.items() if isinstance(value, kind)), "")

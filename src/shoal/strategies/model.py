@@ -55,7 +55,7 @@ class ShardedModel(ModuleWrapper):
     Use one of its kinds (`DDPModel`, `ZeRO3Model`, ...), which differ in what they shard.
     """
 
-    own_attributes = ("engine", "options", "optimizers", "training")
+    own_attributes: ClassVar[tuple[str, ...]] = ("engine", "options", "optimizers", "training")
     strategy: ClassVar[str]
     sharding: Sharding
     is_part: bool = False
@@ -476,7 +476,8 @@ class ShardedModel(ModuleWrapper):
         gradients = self.engine.gradients
         if gradients.exchanges is None:
             return None
-        return CompressionState(gradients, gradients.exchanges, self.split_of)
+        exchanges = [each.exchange for each in gradients if each.exchange is not None]
+        return CompressionState(exchanges, gradients.exchanges, self.split_of)
 
     def held_dtypes(self) -> dict[str, torch.dtype]:
         """What optimizers step this rank's parameters in, by name: the dtype of `held`."""
@@ -505,10 +506,13 @@ class ShardedModel(ModuleWrapper):
         groups = "1 group" if num_groups == 1 else f"{num_groups} groups"
         ranks = "1 rank" if self.all_ranks.size == 1 else f"{self.all_ranks.size} ranks"
         head = f"{self.strategy} over {ranks}: {count:,} parameters in {groups} of memory"
-        lines = [head, *compression_in_words(self.engine)]
+        lines = [head, *self._compression_in_words()]
         if self.recomputation is not None:
             lines.append(self.recomputation.describe())
         return "\n".join([*lines, *(optimizer.describe() for optimizer in self.optimizers)])
+
+    def _compression_in_words(self) -> Iterator[str]:
+        return compression_in_words(self.engine)
 
     # Of `torch.nn.Module` -----------------------------------------------------------------
 
@@ -541,4 +545,6 @@ def ranks_for(module: nn.Module, world: World | Backend | None) -> Backend:
 def _kinds_below(kind: type[ShardedModel]) -> Iterator[type[ShardedModel]]:
     """All that have the name of a strategy."""
     for each in kind.__subclasses__():
-        yield from (each, *_kinds_below(each))
+        if hasattr(each, "strategy"):
+            yield each
+        yield from _kinds_below(each)

@@ -12,30 +12,57 @@ import torch
 
 from shoal.comm.mesh import Mesh
 from shoal.compression import Codec
+from shoal.strategies.independent.local_model import Outer
 from shoal.strategies.recomputation.policy import Policy
 from shoal.strategies.tensor.plan.tensor_plan import TensorPlan
 
 DataParallelStrategy = Literal["auto", "ddp", "zero1", "zero2", "zero3", "fsdp"]
-Strategy = Literal[DataParallelStrategy, "tensor", "pipeline", "hybrid"]
+Strategy = Literal[DataParallelStrategy, "tensor", "pipeline", "hybrid", "local", "async"]
 
 
-class DataParallelOptions(TypedDict, total=False):
-    """See `ShardedModel`."""
+class _ReplicaOptions(TypedDict, total=False):
+    """What also goes with replicas that are trained apart."""
 
     min_group_bytes: int | None
-    auto_sync: bool
-    sync_batchnorm: bool
     average_buffers: bool
     seed: int
     mixed_precision: str | torch.dtype | None
-    replica: int
-    resident_below: int
-    check_every: int
     activations: str | Policy | None
     memory: int | str | None
+
+
+class AsyncOptions(_ReplicaOptions, total=False):
+    """See `AsyncModel`."""
+
+    topology: str
+    max_staleness: int
+    when_stale: str
+    servers: str | Sequence[int]
+
+
+class _ComparedOptions(_ReplicaOptions, total=False):
+    """What goes with ranks that meet."""
+
+    check_every: int
     compression: str | Codec | None
     error_feedback: bool
+
+
+class DataParallelOptions(_ComparedOptions, total=False):
+    """See `ShardedModel`."""
+
+    auto_sync: bool
+    sync_batchnorm: bool
+    replica: int
+    resident_below: int
     compression_warmup: int
+
+
+class LocalOptions(_ComparedOptions, total=False):
+    """See `LocalModel`."""
+
+    every: int
+    outer: Outer | None
 
 
 class TensorOptions(DataParallelOptions, total=False):

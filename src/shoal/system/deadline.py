@@ -97,6 +97,14 @@ def fetch_text(
     )
 
 
+def staleness_text(waited: float, rank: int, slowest: int, whereabouts: str) -> str:
+    """An update that would make another rank's too stale."""
+    return (
+        f"rank {rank} waits for rank {slowest}, for {waited:.1f} s: rank {slowest} has the oldest "
+        f"parameters, and its update would become too stale; {whereabouts}"
+    )
+
+
 def joining_text(
     waited: float, rank: int, size: int, missing: Callable[[], Sequence[int]], question: str
 ) -> str:

@@ -14,6 +14,8 @@ from shoal.verification.trainers.trainer import Build
 Weight = Callable[[Any, Any], Any]
 """How much a local batch counts, from its inputs and targets."""
 REFERENCES = ("batch", "split")
+REPLAY = "replay"
+"""The reference of strategies whose ranks step apart: their own definition, in one process."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Experiment:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.reference not in REFERENCES:
+        if self.reference not in (*REFERENCES, REPLAY):
             names = " or ".join(map(repr, REFERENCES))
             raise ValueError(f"reference must be {names}; got {self.reference!r}")
         if self.steps < 1:
@@ -72,7 +74,7 @@ class Report:
         strategy: What was put to the test.
         ranks: On how many ranks.
         backend: Over what.
-        reference: "batch" or "split".
+        reference: "batch" or "split"; "replay" for strategies whose ranks step apart.
         steps: How many steps were asked for.
         tolerance: What an element may be off by; see `Comparison`.
         difference: The first one, or None.
@@ -113,8 +115,9 @@ class Report:
     def _headline(self) -> str:
         who = f"{self.strategy} on {self.ranks} ranks over {self.backend}"
         verdict = "equals" if self.equal else "DIFFERS from"
+        what = "its definition in one process" if self.reference == REPLAY else "one process"
         settings = f"reference {self.reference!r}, {self.steps} steps, tolerance {self.tolerance:g}"
-        return f"{who} {verdict} one process ({settings})"
+        return f"{who} {verdict} {what} ({settings})"
 
     def _details(self) -> list[str]:
         lines = [f"note: {note}" for note in self.notes]
@@ -125,7 +128,8 @@ class Report:
                 *lines,
             ]
         sizes = ", ".join(f"{kind} {size:.1e}" for kind, size in self.largest.items())
-        return [f"largest differences: {sizes}; the ranks are equal to the bit", *lines]
+        ranks = "" if self.reference == REPLAY else "; the ranks are equal to the bit"
+        return [f"largest differences: {sizes}{ranks}", *lines]
 
 
 def describe(difference: Difference) -> str:

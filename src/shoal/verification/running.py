@@ -8,28 +8,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from shoal.comm.world import World, current
+from shoal.optim import INDEPENDENT
 from shoal.strategies.layers.precision import parse_precision
 from shoal.verification.comparison import Comparison, Difference, default_tolerance
 from shoal.verification.diagnosis.causes import likely_cause
 from shoal.verification.diagnosis.replay import Replay
-from shoal.verification.experiment import Experiment, Findings, Report
+from shoal.verification.experiment import REPLAY, Experiment, Findings, Report
+from shoal.verification.trainers.async_replay import train_async_on_rank
 from shoal.verification.trainers.distributed import DistributedTrainer
+from shoal.verification.trainers.local_replay import LocalReplay
 from shoal.verification.trainers.one_process import SplitBatch, WholeBatch
+from shoal.verification.trainers.trainer import Trainer
 
 _MIXED_PRECISION_TOLERANCE = 1e-2
+# After how many steps replicas are averaged, if the experiment does not say.
+_EVERY = 2
+_NOT_AS_DEFINED = (
+    "one process that does what the ranks are to do gets something else. Either the model depends "
+    "on more than its rows and its random numbers, or this is a mistake of shoal's"
+)
 
 
 def verify_experiment(experiment: Experiment, run: Callable[..., list[Any]]) -> Report:
     """Trains and compares; ``run(fn, ranks, backend, args)`` calls a function on every rank."""
-    findings: Findings = run(train_on_rank, experiment.ranks, experiment.backend, (experiment,))[0]
+    if experiment.strategy in INDEPENDENT:
+        experiment = _as_replay(experiment)
+    train = train_async_on_rank if experiment.strategy == "async" else train_on_rank
+    findings: Findings = run(train, experiment.ranks, experiment.backend, (experiment,))[0]
     difference, cause = findings.difference, ""
-    if difference is not None:  # in a world of one: the model may ask for its rank
+    if difference is not None and experiment.reference == REPLAY:
+        cause = _NOT_AS_DEFINED
+    elif difference is not None:  # in a world of one: the model may ask for its rank
         cause = run(likely_cause, 1, "memory", (Replay(experiment, findings, difference),))[0]
     return Report(
         strategy=experiment.strategy,
@@ -43,6 +59,23 @@ def verify_experiment(experiment: Experiment, run: Callable[..., list[Any]]) -> 
         largest=findings.largest,
         notes=_notes(findings),
     )
+
+
+def _as_replay(experiment: Experiment) -> Experiment:
+    """Compared with the strategy's own definition, with averages often enough to see some."""
+    options = experiment.options
+    if options.get("compression") is not None:
+        raise ValueError(
+            "shoal.verify replays averages as they are, without compression: leave out compression="
+        )
+    if experiment.strategy == "local":
+        options = {"every": _EVERY, **options}
+    elif experiment.backend != "memory":
+        raise ValueError(
+            "shoal.verify replays the order of updates of strategy 'async', which servers share "
+            f"over 'memory' only; got {experiment.backend!r}"
+        )
+    return replace(experiment, reference=REPLAY, options=options)
 
 
 def _notes(findings: Findings) -> tuple[str, ...]:
@@ -85,7 +118,10 @@ def train_on_rank(experiment: Experiment) -> Findings:
     )
 
 
-def _reference(experiment: Experiment, num_shares: int) -> WholeBatch:
+def _reference(experiment: Experiment, num_shares: int) -> Trainer:
+    if experiment.reference == REPLAY:
+        build, options = experiment.build, experiment.options
+        return LocalReplay(build, experiment.steps, num_shares, options)
     compute_dtype = parse_precision(experiment.options.get("mixed_precision"))
     if experiment.reference == "split":
         averages = bool(experiment.options.get("average_buffers"))
@@ -109,7 +145,7 @@ def _tolerance(experiment: Experiment, trainer: DistributedTrainer) -> float:
 
 
 def _observe(
-    step: int, reference: WholeBatch | None, trainer: DistributedTrainer, comparison: Comparison
+    step: int, reference: Trainer | None, trainer: DistributedTrainer, comparison: Comparison
 ) -> bool:
     if reference is not None:
         return comparison.compare(step, reference.observe(step), trainer.observe(step))
@@ -142,7 +178,7 @@ def _sides(sides: list[list[int]]) -> str:
     return " and ".join(names)
 
 
-def _copies(reference: WholeBatch | None) -> list[Tensor]:
+def _copies(reference: Trainer | None) -> list[Tensor]:
     if reference is None:
         return []
     return [seen.value.clone() for seen in reference.parameters() if seen.value is not None]

@@ -27,7 +27,7 @@ from shoal.checkpoint.load.slice_reader import read, read_tensors
 from shoal.checkpoint.load.tensor_source import StateDictSource, TensorSource, Wanted
 from shoal.checkpoint.training_state import Companions, prepared_companions
 from shoal.errors import CheckpointMismatchError, CorruptCheckpointError
-from shoal.optim.state import Reception
+from shoal.optim.state import Reception, receive_whole
 from shoal.sharding.extent import Extent
 from shoal.sharding.holding import FullState
 from shoal.strategies import ShardedModel
@@ -140,27 +140,41 @@ class LoadTransaction:
                 f"{len(optimizers)} are to be loaded"
             )
         for number, optimizer in enumerate(optimizers):
-            loading = OptimizerLoading(
-                self.source,
-                saved[number],
-                number,
-                self.target.strict,
-                {**self.ties, **self._own_ties()},
-                set(self.misfits.misshapen),
-            )
-            reception = loading.receive(optimizer, self.target.model)
-            self._commits.append(reception.accept)
-            for key, held in reception.wanted:
-                tensor = loading.key(held.name, key)
-                if self.source.tensors[tensor].shape != held.extent.shape:
-                    raise ValueError(f"{tensor} has not the shape of its parameter")
-                dtype = self.source.tensors[tensor].dtype
-                if held.memory.is_cpu and held.memory.dtype is dtype:
-                    yield Wanted(tensor, held.extent, held.memory)
-                else:
-                    wanted = self._room(tensor, held.extent)
-                    self._commits.append(partial(_overwrite, held.memory, wanted.memory))
-                    yield wanted
+            loading = self._loading_of(saved[number], number, training_state.own_state(optimizer))
+            yield from self._staged(loading, loading.receive(optimizer, self.target.model))
+            outer = training_state.outer_of(optimizer)
+            if outer is not None and "outer" in saved[number]:
+                loading = self._loading(saved[number]["outer"], f"outer/{number}")
+                yield from self._staged(loading, loading.receive_outer(*outer))
+
+    def _loading_of(
+        self, saved: Mapping[str, Any], number: int, own: object | None
+    ) -> OptimizerLoading:
+        """A rank goes on with its own state, where it had one and there were as many ranks."""
+        ranks, former = training_state.ranks_of(self.target.model), saved.get("own")
+        if own is None or former is None or len(former) != (1 if ranks is None else ranks.size):
+            return self._loading(saved, f"optimizer/{number}")
+        rank = self.target.rank
+        return self._loading({**saved, "state": former[rank]}, f"own/{rank}/{number}")
+
+    def _loading(self, saved: Mapping[str, Any], path: str) -> OptimizerLoading:
+        ties = {**self.ties, **self._own_ties()}
+        new = set(self.misfits.misshapen)
+        return OptimizerLoading(self.source, saved, path, self.target.strict, ties, new)
+
+    def _staged(self, loading: OptimizerLoading, reception: Reception) -> Iterator[Wanted]:
+        self._commits.append(reception.accept)
+        for key, held in reception.wanted:
+            tensor = loading.key(held.name, key)
+            if self.source.tensors[tensor].shape != held.extent.shape:
+                raise ValueError(f"{tensor} has not the shape of its parameter")
+            dtype = self.source.tensors[tensor].dtype
+            if held.memory.is_cpu and held.memory.dtype is dtype:
+                yield Wanted(tensor, held.extent, held.memory)
+            else:
+                wanted = self._room(tensor, held.extent)
+                self._commits.append(partial(_overwrite, held.memory, wanted.memory))
+                yield wanted
 
     def _own_ties(self) -> dict[str, str]:
         """Names of the model that the checkpoint has under another one."""
@@ -252,7 +266,7 @@ class OptimizerLoading:
 
     Attributes:
         saved: What the source's manifest says of this optimizer.
-        number: Which of the checkpoint's optimizers it is.
+        path: What its keys begin with; see [Note: keys].
         strict: Whether it must be of the same class.
         ties: From a name here to the one in the checkpoint, where they differ.
         new: Names of parameters that are not those of the checkpoint: they keep their state.
@@ -260,7 +274,7 @@ class OptimizerLoading:
 
     source: TensorSource
     saved: Mapping[str, Any]
-    number: int
+    path: str
     strict: bool
     ties: Mapping[str, str] = field(default_factory=dict)
     new: Collection[str] = ()
@@ -269,24 +283,37 @@ class OptimizerLoading:
         """Makes room for the state."""
         self._check_class(optimizer)
         groups = training_state.held_groups(optimizer, model)
+        states = self._full_states(groups, training_state.held_dtypes(model))
+        options = [self._options(which, *group) for which, group in enumerate(groups)]
+        return training_state.receive(optimizer, model, states, options, _streams(self.saved))
+
+    def receive_outer(self, optimizer: Optimizer, names: Mapping[int, str]) -> Reception:
+        """Makes room for the state of an outer optimizer; ``names`` are by parameters' ids."""
+        self._check_class(optimizer)
+        groups = training_state.named_groups(optimizer, names)
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        states = self._full_states(groups, {names[id(each)]: each.dtype for each in parameters})
+        options = [self._options(which, *group) for which, group in enumerate(groups)]
+        return receive_whole(optimizer, names, states, options)
+
+    def _full_states(
+        self, groups: training_state.Groups, dtypes: Mapping[str, torch.dtype]
+    ) -> dict[str, FullState]:
         known = {name for group in self.saved["groups"] for name in group["parameters"]}
         tensors = read_tensors(self.source, plain_json.references(self._shared_of(groups)))
-        dtypes = training_state.held_dtypes(model)
-        states = {
+        return {
             name: self._full_state(name, tensors, dtypes[name])
             for names, _ in groups
             for name in names
             if self._saved_name(name) in known and name not in self.new
         }
-        options = [self._options(which, *group) for which, group in enumerate(groups)]
-        return training_state.receive(optimizer, model, states, options, _streams(self.saved))
 
     def _saved_name(self, name: str) -> str:
         return self.ties.get(name, name)
 
     def key(self, name: str, state_key: str) -> str:
         """Where the files have what each element of a parameter has."""
-        return f"optimizer/{self.number}/{self._saved_name(name)}/{state_key}"
+        return f"{self.path}/{self._saved_name(name)}/{state_key}"
 
     def _check_class(self, optimizer: Optimizer) -> None:
         wanted, found = training_state.class_name(optimizer), self.saved["class"]

@@ -2,19 +2,21 @@
 
 [Note: keys]
 A parameter or buffer is `model/<name>`; what an optimizer has for each element of a parameter is
-`optimizer/<number>/<name>/<key>`. Of compressed gradients, `residual/<rank>/<name>` is what a rank
-has left out so far, and `factor/<name>` what a factored one goes on from. Tensors inside of plain
-values have the path of the value.
+`optimizer/<number>/<name>/<key>`. Where every rank has a state of its own that is the average, and
+`own/<rank>/<number>/<name>/<key>` a rank's; what an outer optimizer has begins with `outer`. Of
+compressed gradients, `residual/<rank>/<name>` is what a rank has left out so far, and
+`factor/<name>` what a factored one goes on from. Tensors inside of plain values have the path of
+the value.
 
 [Note: values of all ranks]
 Values that belong to the whole run are the first rank's. Names and state of parameters are merged,
 since a rank of a pipeline knows its own only. Random states are kept rank by rank, and so
-are the numbers of compressed gradients.
+are the numbers of compressed gradients and the states that are a rank's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,7 +30,9 @@ from shoal.checkpoint.format import plain_json
 from shoal.checkpoint.save.division import Claim
 from shoal.checkpoint.save.writing import Outgoing
 from shoal.checkpoint.training_state import Companions
+from shoal.optim.state import held_whole
 from shoal.sharding.extent import Extent
+from shoal.sharding.holding import HeldState
 from shoal.strategies import ShardedModel
 from shoal.torch_support.random_state import RandomState
 
@@ -129,7 +133,7 @@ def collect(
     state = RankState()
     _add_model(state, model)
     state.values["optimizers"] = [
-        _add_optimizer(state, number, optimizer, model)
+        _add_optimizer(state, number, optimizer, model, rank)
         for number, optimizer in enumerate(optimizers)
     ]
     _add_compression(state, model)
@@ -165,30 +169,55 @@ def _add_model(state: RankState, model: nn.Module) -> None:
 
 
 def _add_optimizer(
-    state: RankState, number: int, optimizer: Optimizer, model: nn.Module
+    state: RankState, number: int, optimizer: Optimizer, model: nn.Module, rank: int
 ) -> dict[str, Any]:
-    groups = [
-        {
-            "parameters": names,
-            "options": state.encode(options, f"optimizer/{number}/group/{which}"),
-        }
-        for which, (names, options) in enumerate(training_state.held_groups(optimizer, model))
-    ]
-    states: dict[str, Any] = {}
-    is_same_everywhere = training_state.is_same_everywhere(model)
-    for held in training_state.held_state(optimizer, model):
-        path = f"optimizer/{number}/{held.name}"
-        for key, memory in held.tensors.items():
-            state.add(f"{path}/{key}", held.extent, memory, is_same_everywhere=is_same_everywhere)
-        if held.name not in states:
-            shared = state.encode(dict(held.shared), path)
-            states[held.name] = {"elements": sorted(held.tensors), "shared": shared}
-    return {
+    is_same = training_state.is_same_everywhere(model)
+    path = f"optimizer/{number}"
+    held = training_state.held_state(optimizer, model)
+    about = {
         "class": training_state.class_name(optimizer),
-        "groups": groups,
-        "state": states,
+        "groups": _add_groups(state, path, training_state.held_groups(optimizer, model)),
+        "state": _add_state(state, path, held, is_same_everywhere=is_same),
         "streams": training_state.streams(optimizer),
     }
+    own, outer = training_state.own_state(optimizer), training_state.outer_of(optimizer)
+    if own is not None:
+        about["own"] = _add_state(state, f"own/{rank}/{number}", own, is_same_everywhere=True)
+    if outer is not None:
+        about["outer"] = _add_outer(state, f"outer/{number}", *outer)
+    return about
+
+
+def _add_outer(
+    state: RankState, path: str, optimizer: Optimizer, names: Mapping[int, str]
+) -> dict[str, Any]:
+    held = held_whole(optimizer, names)
+    return {
+        "class": training_state.class_name(optimizer),
+        "groups": _add_groups(state, path, training_state.named_groups(optimizer, names)),
+        "state": _add_state(state, path, held, is_same_everywhere=True),
+    }
+
+
+def _add_groups(state: RankState, path: str, groups: training_state.Groups) -> list[dict[str, Any]]:
+    return [
+        {"parameters": names, "options": state.encode(options, f"{path}/group/{which}")}
+        for which, (names, options) in enumerate(groups)
+    ]
+
+
+def _add_state(
+    state: RankState, path: str, held: Iterable[HeldState], *, is_same_everywhere: bool
+) -> dict[str, Any]:
+    states: dict[str, Any] = {}
+    for each in held:
+        for key, memory in each.tensors.items():
+            own = f"{path}/{each.name}/{key}"
+            state.add(own, each.extent, memory, is_same_everywhere=is_same_everywhere)
+        if each.name not in states:
+            shared = state.encode(dict(each.shared), f"{path}/{each.name}")
+            states[each.name] = {"elements": sorted(each.tensors), "shared": shared}
+    return states
 
 
 def _add_compression(state: RankState, model: nn.Module) -> None:
@@ -234,7 +263,9 @@ def _merge_optimizer(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         names = dict.fromkeys(name for each in named for name in each["parameters"])
         groups.append({"parameters": list(names), "options": group["options"]})
     state = _union([own["state"] for own in by_rank])
-    about = {key: longest[key] for key in ("class", "streams")}
+    about = {key: longest[key] for key in ("class", "streams", "outer") if key in longest}
+    if "own" in longest:
+        about["own"] = [own["own"] for own in by_rank]
     return {**about, "groups": groups, "state": state}
 
 

@@ -16,7 +16,7 @@ from shoal.api import run
 from shoal.cli.demo.gpt import GPT, GPTShape
 from shoal.cli.demo.lesson import Learned, learn_alone, learn_together
 from shoal.launch.joining.join import choose_for_cpu
-from shoal.optim import DATA_PARALLEL, PAIRS
+from shoal.optim import DATA_PARALLEL, INDEPENDENT, PAIRS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,7 +40,9 @@ def show_training(console: Console, num_steps: int, shape: GPTShape | None = Non
     )
     with _progress(console) as progress:
         alone = learn_alone(shape, num_steps, _Line(progress, "one process", num_steps))
-        lines = {strategy: _Line(progress, strategy, num_steps) for strategy in PAIRS}
+        # The others are not to equal one process.
+        strategies = [name for name in PAIRS if name not in INDEPENDENT]
+        lines = {strategy: _Line(progress, strategy, num_steps) for strategy in strategies}
         lessons = _train(shape, num_steps, backend, lines)
     console.print(_table(alone, lessons))
     console.print(_legend(), style="dim")

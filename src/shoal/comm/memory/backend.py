@@ -203,7 +203,7 @@ class Simulator:
         self.failure: Failure | None = None
         self.notes = ["its own code, before any operation"] * size
         self._timeout = timeout
-        self._holder = 0
+        self._holder, self._num_turns = 0, 0
         self._turn_began = time.monotonic()
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._threads: dict[int, int] = {}
@@ -261,6 +261,17 @@ class Simulator:
             del self._waiting[rank]
         self._random[rank].restore()
 
+    def hand_over(self, rank: int) -> bool:
+        """Lets the others run before this rank goes on; whether any of them could."""
+        self.check(rank)
+        num_turns = self._num_turns
+        self._random[rank] = RandomState.capture()
+        self._pass_on(rank)
+        self._await_turn(rank, None)
+        self._random[rank].restore()
+        self.check(rank)
+        return self._num_turns > num_turns + 1
+
     def _pass_on(self, rank: int) -> None:
         successor = self._next_ready(rank)
         if successor is None and self._waiting:
@@ -268,6 +279,7 @@ class Simulator:
             successor = self._next_ready(rank)
         if successor is not None:
             self._holder = successor
+            self._num_turns += 1
             self._turn_began = time.monotonic()
             self._turns[successor].release()
 
@@ -328,9 +340,7 @@ class Simulator:
             deadline.enforce(self._late_text, rank, meeting, since=self._turn_began)
 
     def _late_text(self, waited: float, rank: int, meeting: Meeting | None) -> str:
-        if meeting is None:
-            waits = "to start"
-        elif meeting.is_over:
+        if meeting is None or meeting.is_over:
             waits = f"for its turn, after {self.notes[rank]}"
         else:
             waits = f"in {self.notes[rank]}; arrived: {meeting.arrived()}"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from shoal.comm.peer_tensors.lending import LendingSource, PeerTensors, not_held
-from shoal.comm.peer_tensors.shelf import Shelf
+from shoal.comm.peer_tensors.lending import (
+    Answer,
+    CalledSource,
+    LendingSource,
+    PeerTensors,
+    not_held,
+)
 from shoal.comm.world_state import closed_error
 from shoal.errors import PeerError
 from shoal.system.deadline import Deadline
@@ -53,47 +57,40 @@ class ThreadPeerTensors(PeerTensors):
         with torch.no_grad():
             return room.copy_(lent.tensor)
 
-    def give(self, rank: int, key: str, tensor: Tensor, deadline: Deadline) -> None:
-        """Puts a copy there."""
-        with torch.inference_mode(mode=False), torch.no_grad():
-            self._shelf(rank, key).keep(key, tensor.clone(), tensor.device.type)
-        self._state.statistics.count("give", tensor.nbytes, 0.0, 0.0)
-
-    def take(self, rank: int, key: str, deadline: Deadline) -> Tensor:
-        """The other thread has no use for it: no copy is made."""
-        shelf = self._shelf(rank, key)
-        lent = shelf.find(key)
-        if lent is None:
-            raise not_held(self._backend.ranks[rank], key, shelf.listing())
-        shelf.drop(key)
-        self._state.statistics.count("fetch", lent.tensor.nbytes, 0.0, 0.0)
-        return lent.tensor
-
-    def drop(self, rank: int, keys: Sequence[str], deadline: Deadline) -> None:
-        """At once."""
-        for key in keys:
-            self._shelf(rank, key).drop(key)
-
-    def _shelf(self, rank: int, key: str) -> Shelf:
-        source = self._source(rank, key)
-        assert isinstance(source, Shelf)
-        return source
-
     def listing(self, rank: int, deadline: Deadline) -> list[list[Any]]:
         """What the other thread lends."""
         return self._source(rank, "anything").listing()
+
+    def call(
+        self, rank: int, request: dict[str, Any], values: Tensor | None, deadline: Deadline
+    ) -> Answer:
+        """The other thread's source handles it in this one."""
+        source = self._source(rank, "anything", f"a call of {request['kind']!r}")
+        assert isinstance(source, CalledSource)
+        answer = source.handle(request, values)
+        moved = [each.nbytes for each in (values, answer.values) if each is not None]
+        self._state.statistics.count(str(request["kind"]), sum(moved), 0.0, 0.0)
+        return answer
+
+    def absence(self, rank: int) -> str | None:
+        """Whether the other thread has ended."""
+        return self._simulator.absence(self._backend.ranks[rank])
+
+    def hand_over(self) -> bool:
+        """The others run until each of them waits, or hands over as well."""
+        return self._simulator.hand_over(self._own[1])
 
     def close(self) -> None:
         """Nobody finds it any more."""
         self._sources.pop(self._own, None)
 
-    def _source(self, rank: int, key: str) -> LendingSource:
+    def _source(self, rank: int, key: str, doing: str = "") -> LendingSource:
         holder = self._backend.ranks[rank]
         if self._state.is_closed:
             raise closed_error(self._state, self._backend.rank)
         reason = self._simulator.absence(holder)
         if reason is not None:
-            raise PeerError(holder, reason, f"a fetch of {key!r} from it")
+            raise PeerError(holder, reason, doing or f"a fetch of {key!r} from it")
         source = self._sources.get((self._number, holder))
         if source is None:
             raise not_held(holder, key, None)

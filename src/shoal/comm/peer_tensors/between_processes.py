@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +10,13 @@ from torch import Tensor
 
 from shoal.comm.control.addresses import own_address, settled_address
 from shoal.comm.peer_tensors.client import TensorClient, Whereabouts
-from shoal.comm.peer_tensors.lending import LendingSource, PeerTensors, not_held
+from shoal.comm.peer_tensors.lending import (
+    Answer,
+    CalledSource,
+    LendingSource,
+    PeerTensors,
+    not_held,
+)
 from shoal.comm.peer_tensors.server import TensorServer
 from shoal.comm.world_state import closed_error
 from shoal.errors import PeerError, ShoalError
@@ -33,6 +38,7 @@ class ProcessPeerTensors(PeerTensors):
     ) -> None:
         """All ranks of the group ``backend`` call it."""
         self._backend, self._state, self._control = backend, state, control
+        self._source = source
         self._number, whereabouts = _meet(backend, state, control, source)
         self._clients = [
             TensorClient(control.rank, holder, each, state.secret)
@@ -43,30 +49,8 @@ class ProcessPeerTensors(PeerTensors):
 
     def read(self, rank: int, key: str, deadline: Deadline) -> Tensor:
         """Asks the rank's thread."""
-        return self._fetch(rank, key, "read", deadline)
-
-    def take(self, rank: int, key: str, deadline: Deadline) -> Tensor:
-        """Asks the rank's thread."""
-        return self._fetch(rank, key, "take", deadline)
-
-    def give(self, rank: int, key: str, tensor: Tensor, deadline: Deadline) -> None:
-        """Asks the rank's thread for room, and fills it."""
-        begin, holder = time.perf_counter(), self._backend.ranks[rank]
-        request = {"kind": "give", "key": key, "device": tensor.device.type}
-        header, _ = self._ask(rank, request, f"room for {key!r}", deadline, tensor)
-        if "kept" not in header:
-            why = header.get("error", "it has closed what kept tensors for others")
-            raise ShoalError(f"rank {holder} cannot keep {key!r} for another rank: {why}")
-        seconds = time.perf_counter() - begin
-        self._state.statistics.count("give", tensor.nbytes, seconds, seconds)
-
-    def drop(self, rank: int, keys: Sequence[str], deadline: Deadline) -> None:
-        """Asks the rank's thread."""
-        self._ask(rank, {"kind": "drop", "keys": list(keys)}, "what was given to it", deadline)
-
-    def _fetch(self, rank: int, key: str, kind: str, deadline: Deadline) -> Tensor:
         what, begin = f"{key!r}", time.perf_counter()
-        header, values = self._ask(rank, {"kind": kind, "key": key}, what, deadline)
+        header, values = self._ask(rank, {"kind": "read", "key": key}, what, deadline)
         holder = self._backend.ranks[rank]
         if "error" in header:
             raise ShoalError(f"rank {holder} cannot lend {what}: {header['error']}")
@@ -88,6 +72,39 @@ class ProcessPeerTensors(PeerTensors):
             raise not_held(self._backend.ranks[rank], "anything", None)
         return list(header["listing"])
 
+    def call(
+        self, rank: int, request: dict[str, Any], values: Tensor | None, deadline: Deadline
+    ) -> Answer:
+        """Asks the rank's thread; this rank's own source is called."""
+        if rank == self._backend.rank:
+            assert isinstance(self._source, CalledSource)
+            return self._source.handle(request, values)
+        kind, begin = str(request["kind"]), time.perf_counter()
+        what = f"the answer to a call of {kind!r}"
+        asked = {"kind": "call", "request": request}
+        header, answered = self._ask(rank, asked, what, deadline, values)
+        holder = self._backend.ranks[rank]
+        if "error" in header:
+            raise ShoalError(f"rank {holder} could not handle {kind!r}: {header['error']}")
+        if "answer" not in header:
+            raise not_held(holder, "what answers calls", None)
+        moved = [each.nbytes for each in (values, answered) if each is not None]
+        seconds = time.perf_counter() - begin
+        self._state.statistics.count(kind, sum(moved), seconds, seconds)
+        return Answer(header["answer"], answered)
+
+    def absence(self, rank: int) -> str | None:
+        """What the control plane knows."""
+        holder = self._backend.ranks[rank]
+        failure = self._control.failure()
+        if failure is not None and failure.rank == holder:
+            return failure.reason
+        return self._control.absence(holder)
+
+    def hand_over(self) -> bool:
+        """Processes run by themselves."""
+        return True
+
     def close(self) -> None:
         """The thread goes on for other lendings."""
         self._is_closed = True
@@ -104,23 +121,19 @@ class ProcessPeerTensors(PeerTensors):
         request: dict[str, Any],
         what: str,
         deadline: Deadline,
-        given: Tensor | None = None,
+        values: Tensor | None = None,
     ) -> tuple[dict[str, Any], Tensor | None]:
         holder, control = self._backend.ranks[rank], self._control
 
         def watch() -> None:
             if self._state.is_closed or self._is_closed:
                 raise closed_error(self._state, control.rank)
-            failure = control.failure()
-            reason = failure.reason if failure and failure.rank == holder else None
-            if reason is None:
-                reason = control.absence(holder)
-            if reason is not None:
+            if (reason := self.absence(rank)) is not None:
                 raise PeerError(holder, reason, f"a fetch of {what} from it")
             deadline.enforce(fetch_text, control.rank, what, holder, control.whereabouts)
 
         watch()
-        return self._clients[rank].ask({"lending": self._number, **request}, watch, given)
+        return self._clients[rank].ask({"lending": self._number, **request}, watch, values)
 
     def _on_device(self, values: Tensor, kind: str) -> Tensor:
         """Where the holder has it: on the same kind of device here."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import socket
 import struct
 import threading
@@ -12,10 +10,10 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from shoal.comm.peer_tensors.server import frame_key, server_key
+from shoal.comm.peer_tensors.values import READY, check_digest, description, room_for
 from shoal.errors import PeerError, ShoalError
 from shoal.meeting import address as places
 from shoal.meeting.handshake import HandshakeError, call
@@ -53,24 +51,20 @@ class TensorClient:
     ) -> None:
         """``rank`` and ``holder`` are world ranks."""
         self._rank, self._holder, self._address = rank, holder, whereabouts.address
+        self._is_one_host = places.host_and_port(self._address) is None
         self._key = server_key(whereabouts.token, secret)
         self._socket: socket.socket | None = None
         self._wire: Wire | None = None
         self._lock = threading.Lock()
 
     def ask(
-        self, request: dict[str, Any], watch: Watch, given: Tensor | None = None
+        self, request: dict[str, Any], watch: Watch, values: Tensor | None = None
     ) -> tuple[dict[str, Any], Tensor | None]:
-        """The answer, and the values that came with it, on the CPU; ``given`` goes the other way.
-
-        Bytes are given once the holder says that there is room.
-        """
+        """The answer, and the values that came with it, on the CPU; ``values`` go with a call."""
         while not self._lock.acquire(timeout=_LOOK_EVERY_S):
             watch()
         try:
-            if given is not None:
-                return self._give(request, given, watch), None
-            return self._ask(request, watch)
+            return self._ask(request, watch, values)
         except (OSError, WireError, HandshakeError, _HungUp) as error:
             self._hang_up()
             raise self._explained(error, watch) from error
@@ -101,34 +95,26 @@ class TensorClient:
         reason = f"its connection for tensors ended ({error})"
         return PeerError(self._holder, reason)
 
-    def _ask(self, request: dict[str, Any], watch: Watch) -> tuple[dict[str, Any], Tensor | None]:
+    def _ask(
+        self, request: dict[str, Any], watch: Watch, given: Tensor | None
+    ) -> tuple[dict[str, Any], Tensor | None]:
         wire = self._wire or self._connect(watch)
+        memory = None if given is None else as_memory(given)
+        if given is not None and memory is not None:
+            request = request | description(given, memory, is_one_host=self._is_one_host)
         self._send(wire.encode(request), watch)
         header = self._receive_message(wire, watch)
+        if memory is not None and header == READY:
+            self._send(memory, watch)
+            header = self._receive_message(wire, watch)
         if "bytes" not in header:
             return header, None
-        values = _room(header)
+        values = room_for(header)
         memory = as_memory(values)  # contiguous and the CPU's, so these are its own bytes
         self._receive_into(memory, watch)
-        if "digest" in header:
-            digest = hashlib.sha256(memory).hexdigest()
-            if not hmac.compare_digest(digest, header["digest"]):
-                raise WireError("values do not come from who began the conversation")
+        check_digest(header, memory, is_one_host=self._is_one_host)
         header.update(self._receive_message(wire, watch))
         return header, values.view(header["shape"])
-
-    def _give(self, request: dict[str, Any], given: Tensor, watch: Watch) -> dict[str, Any]:
-        wire = self._wire or self._connect(watch)
-        memory = as_memory(given)
-        request = {**request, "bytes": len(memory)}
-        if places.host_and_port(self._address):  # the request is proven, and this the values
-            request["digest"] = hashlib.sha256(memory).hexdigest()
-        self._send(wire.encode(request), watch)
-        header = self._receive_message(wire, watch)
-        if "room" not in header:
-            return header
-        self._send(memory, watch)
-        return self._receive_message(wire, watch)
 
     # Sockets ----------------------------------------------------------------------------------
 
@@ -142,8 +128,7 @@ class TensorClient:
             while True:
                 self._send(message, watch)
                 message, wanted = steps.send(self._receive(wanted, watch))
-        is_one_host = places.host_and_port(self._address) is None
-        key = frame_key(self._key, transcript, is_one_host=is_one_host)
+        key = frame_key(self._key, transcript, is_one_host=self._is_one_host)
         self._wire = Wire("guest", LONGEST_REPLY_BYTES, key)
         return self._wire
 
@@ -168,7 +153,7 @@ class TensorClient:
         """Exactly one frame: values may follow it."""
         length = self._receive(_LENGTH.size, watch)
         messages = wire.feed(length)  # refuses what is too long
-        proof_bytes = _PROOF_BYTES if places.host_and_port(self._address) else 0
+        proof_bytes = 0 if self._is_one_host else _PROOF_BYTES
         rest = _LENGTH.unpack(length)[0] + proof_bytes
         messages += wire.feed(self._receive(rest, watch))
         (message,) = messages
@@ -192,14 +177,3 @@ class TensorClient:
             if not count:
                 raise _HungUp("it hung up")
             memory = memory[count:]
-
-
-def _room(header: dict[str, Any]) -> Tensor:
-    dtype = getattr(torch, str(header["dtype"]), None)
-    if not isinstance(dtype, torch.dtype):
-        raise WireError(f"it lends a tensor of a dtype that there is not: {header['dtype']!r}")
-    with torch.inference_mode(mode=False):
-        room = torch.empty(torch.Size(header["shape"]).numel(), dtype=dtype, device="cpu")
-    if room.nbytes != header["bytes"]:
-        raise WireError("it announces a tensor of another size than it has")
-    return room

@@ -1,19 +1,18 @@
 """What ranks lend each other: the interface of those who hold tensors, and of those who read.
 
 [Note: lent tensors]
-A collective needs every rank's code; reading a lent tensor needs the reader's only. Where ranks are
-threads, the reader takes a copy directly. Where they are processes, each has a thread that serves
-the others over sockets and through host memory, whatever the backend: neither NCCL nor MPI is ever
-called from a second thread. By the same ways a rank gives tensors to another one, whose `Shelf`
-keeps them, and takes them back. The thread starts with the first lending and ends with the world. A
-forked child does not serve.
+A collective needs every rank's code; reading a lent tensor needs the reader's only, and so does a
+*call*, which has a tensor handled by what the other rank lends: a `Shelf`, for example, keeps it
+until it is called for. Where ranks are threads, the reader takes a copy directly. Where they are
+processes, each has a thread that serves the others over sockets and through host memory, whatever
+the backend: neither NCCL nor MPI is ever called from a second thread. The thread starts with the
+first lending and ends with the world. A forked child does not serve.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -37,6 +36,13 @@ class Lent(NamedTuple):
     ready: torch.cuda.Event | None = None
 
 
+class Answer(NamedTuple):
+    """What comes of a call: plain data, and perhaps a tensor."""
+
+    data: dict[str, Any]
+    values: Tensor | None = None
+
+
 class LendingSource(Protocol):
     """What one rank lends. Any thread may call it."""
 
@@ -45,6 +51,18 @@ class LendingSource(Protocol):
 
     def listing(self) -> list[list[Any]]:
         """For each tensor plain data, of which the first is its key."""
+
+
+@runtime_checkable
+class CalledSource(LendingSource, Protocol):
+    """What also answers calls. Any thread may call it, several at once."""
+
+    def handle(self, request: dict[str, Any], values: Tensor | None) -> Answer:
+        """Does what another rank asks for; quickly, for the others wait meanwhile.
+
+        ``request`` and what is answered are plain data; tensors are the CPU's. What it raises is
+        raised by the rank that called.
+        """
 
 
 class PeerTensors(ABC):
@@ -64,25 +82,28 @@ class PeerTensors(ABC):
         """
 
     @abstractmethod
-    def give(self, rank: int, key: str, tensor: Tensor, deadline: Deadline) -> None:
-        """Has another rank keep a tensor of bytes on its `Shelf`; its code takes no part.
+    def listing(self, rank: int, deadline: Deadline) -> list[list[Any]]:
+        """What another rank lends now."""
+
+    @abstractmethod
+    def call(
+        self, rank: int, request: dict[str, Any], values: Tensor | None, deadline: Deadline
+    ) -> Answer:
+        """Has a rank's source handle a request; its own rank's directly.
 
         Raises:
-            ShoalError: The rank has no room.
-            PeerError, DeadlineError: As for `read`.
+            ShoalError: What the source has raised, as text.
+            PeerError: The rank has died, left or is stopped.
+            DeadlineError: It does not answer in time.
         """
 
     @abstractmethod
-    def take(self, rank: int, key: str, deadline: Deadline) -> Tensor:
-        """Takes back what was given, as `read`; the other rank lets go of it."""
+    def absence(self, rank: int) -> str | None:
+        """Why a rank does nothing any more; None if it may."""
 
     @abstractmethod
-    def drop(self, rank: int, keys: Sequence[str], deadline: Deadline) -> None:
-        """Has another rank let go of what was given."""
-
-    @abstractmethod
-    def listing(self, rank: int, deadline: Deadline) -> list[list[Any]]:
-        """What another rank lends now."""
+    def hand_over(self) -> bool:
+        """Lets other ranks go on where they take turns; whether any of them could."""
 
     @abstractmethod
     def close(self) -> None:

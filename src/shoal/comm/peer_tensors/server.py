@@ -8,7 +8,6 @@ is. Requests and answers are JSON, values are the tensor's bytes: nothing is pic
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import secrets
@@ -18,13 +17,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from shoal.comm.peer_tensors.lending import LendingSource, Lent
-from shoal.comm.peer_tensors.shelf import Shelf
+from shoal.comm.peer_tensors.lending import CalledSource, LendingSource, Lent
+from shoal.comm.peer_tensors.values import READY, check_digest, description, room_for
 from shoal.errors import ShoalError
 from shoal.meeting import address as places
 from shoal.meeting.handshake import Handshake, HandshakeError, answer, make_key, session_key
@@ -51,8 +50,8 @@ class Borrower:
         self.wire: Wire | None = None
         # What is to be sent, and what to do when it was.
         self.unsent: deque[tuple[memoryview, Any]] = deque()
-        # What is to be received instead of a request, and what to do when it was.
-        self.room: tuple[memoryview, Any] | None = None
+        # A call whose values are on their way: the call, the values, and what is missing of them.
+        self.coming: tuple[dict[str, Any], Tensor, memoryview] | None = None
 
 
 class TensorServer:
@@ -168,8 +167,8 @@ class TensorServer:
             guest.wire = Wire("server", LONGEST_REQUEST_BYTES, key)
 
     def _hear(self, guest: Borrower, wire: Wire) -> None:
-        if guest.room is not None:
-            self._fill(guest, *guest.room)
+        if guest.coming is not None:
+            self._take_values(guest, wire)
             return
         try:
             data = guest.socket.recv(_READ_BYTES)
@@ -185,17 +184,19 @@ class TensorServer:
                 raise WireError(f"it asks for what there is not: {error!r}") from error
         self._send_rest(guest)
 
-    def _fill(self, guest: Borrower, memory: memoryview, filled: Any) -> None:
+    def _take_values(self, guest: Borrower, wire: Wire) -> None:
+        assert guest.coming is not None
+        message, values, missing = guest.coming
         with contextlib.suppress(BlockingIOError):
-            while memory:
-                count = guest.socket.recv_into(memory)
-                if not count:
-                    self._forget(guest)
-                    return
-                memory = memory[count:]
-        guest.room = (memory, filled) if memory else None
-        if not memory:
-            filled()
+            count = guest.socket.recv_into(missing)
+            if not count:
+                self._forget(guest)
+                return
+            guest.coming = (message, values, missing[count:])
+        if not guest.coming[2]:
+            guest.coming = None
+            check_digest(message, as_memory(values), is_one_host=self._is_one_host)
+            self._call(guest, wire, message, values.view(message["shape"]))
             self._send_rest(guest)
 
     # Answers ----------------------------------------------------------------------------------
@@ -206,56 +207,17 @@ class TensorServer:
             self._say(guest, wire, {"closed": True})
         elif message["kind"] == "list":
             self._say(guest, wire, {"listing": source.listing()})
-        elif message["kind"] == "read":
+        elif message["kind"] == "call" and message.get("bytes"):
+            values = room_for(message)
+            guest.coming = (message, values, as_memory(values))
+            self._say(guest, wire, READY)
+        elif message["kind"] == "call":
+            empty = room_for(message).view(message["shape"]) if "bytes" in message else None
+            self._call(guest, wire, message, empty)
+        else:
             self._lend(guest, wire, source, str(message["key"]))
-        elif not isinstance(source, Shelf):
-            self._say(guest, wire, {"error": "it keeps nothing for other ranks"})
-        else:
-            self._serve_shelf(guest, wire, source, message)
 
-    def _serve_shelf(
-        self, guest: Borrower, wire: Wire, shelf: Shelf, message: dict[str, Any]
-    ) -> None:
-        if message["kind"] == "take":
-            key = str(message["key"])
-            self._lend(guest, wire, shelf, key, then=lambda: shelf.drop(key))
-        elif message["kind"] == "drop":
-            for each in message["keys"]:
-                shelf.drop(str(each))
-            self._say(guest, wire, {"dropped": True})
-        else:
-            self._make_room(guest, wire, shelf, message)
-
-    def _make_room(
-        self, guest: Borrower, wire: Wire, shelf: Shelf, message: dict[str, Any]
-    ) -> None:
-        """The bytes come when the guest has heard that there is room for them."""
-        key, kind, digest = str(message["key"]), str(message["device"]), message.get("digest")
-        try:
-            values = torch.empty(int(message["bytes"]), dtype=torch.uint8)
-        except RuntimeError as error:  # torch's, of memory that ran out
-            self._say(guest, wire, {"error": str(error)})
-            return
-        memory = as_memory(values)
-
-        def filled() -> None:
-            if not self._is_one_host and hashlib.sha256(memory).hexdigest() != digest:
-                raise WireError("values do not come from who began the conversation")
-            shelf.keep(key, values, kind)
-            self._say(guest, wire, {"kept": True})
-
-        guest.room = (memory, filled)
-        self._say(guest, wire, {"room": True})
-
-    def _lend(
-        self,
-        guest: Borrower,
-        wire: Wire,
-        source: LendingSource,
-        key: str,
-        then: Callable[[], None] = lambda: None,
-    ) -> None:
-        """``then`` is called when the tensor was sent."""
+    def _lend(self, guest: Borrower, wire: Wire, source: LendingSource, key: str) -> None:
         try:
             lent = source.find(key)
             memory = None if lent is None else self._host_memory(lent)
@@ -265,20 +227,35 @@ class TensorServer:
         if lent is None or memory is None:
             self._say(guest, wire, {"listing": source.listing()})
             return
-        header = {
-            "dtype": str(lent.tensor.dtype).removeprefix("torch."),
-            "shape": list(lent.tensor.shape),
-            "device": lent.tensor.device.type,
-            "bytes": len(memory),
-        }
-        if not self._is_one_host:  # the header is proven, and this proves the values
-            header["digest"] = hashlib.sha256(memory).hexdigest()
-        self._say(guest, wire, header)
+        self._send(guest, wire, lent, memory, {})
+
+    def _call(
+        self, guest: Borrower, wire: Wire, message: dict[str, Any], values: Tensor | None
+    ) -> None:
+        source = self.sources.get(int(message["lending"]))
+        if not isinstance(source, CalledSource):
+            self._say(guest, wire, {"closed": True})
+            return
+        try:
+            answer = source.handle(dict(message["request"]), values)
+        except Exception as error:  # whatever it is, the one who called is told
+            self._say(guest, wire, {"error": f"{type(error).__name__}: {error}"})
+            return
+        if answer.values is None:
+            self._say(guest, wire, {"answer": answer.data})
+        else:
+            lent = Lent(answer.values)
+            self._send(guest, wire, lent, as_memory(lent.tensor), {"answer": answer.data})
+
+    def _send(
+        self, guest: Borrower, wire: Wire, lent: Lent, memory: memoryview, said: dict[str, Any]
+    ) -> None:
+        told = description(lent.tensor, memory, is_one_host=self._is_one_host)
+        self._say(guest, wire, {**said, **told})
         before = known_version(lent)
 
         def sent() -> None:
             self._say(guest, wire, {"unchanged": known_version(lent) == before})
-            then()
 
         guest.unsent.append((memory, sent))
 

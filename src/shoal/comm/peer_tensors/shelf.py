@@ -1,4 +1,4 @@
-"""What a rank keeps for others: they give tensors and take them back; see [Note: lent tensors]."""
+"""What a rank keeps for others, who call it to give tensors and to take them back."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ import torch
 from torch import Tensor
 
 from shoal.comm.accounting import Account
-from shoal.comm.peer_tensors.lending import Lent
+from shoal.comm.peer_tensors.lending import Answer, Lent
 
 
 class Shelf:
-    """Tensors of other ranks, by key. Any thread may use it.
+    """Tensors of other ranks, by key. Any thread may call it; see [Note: lent tensors].
+
+    Calls are of three kinds: "give" (a key, the kind of device that the values come from, and the
+    values), "take" (a key; the values are the answer, and no longer kept) and "drop" (a key).
 
     Example:
         >>> shelf = Shelf(torch.device("cpu"), account)
-        >>> shelf.keep("a", torch.ones(2), "cpu")
-        >>> shelf.find("a").tensor
+        >>> shelf.handle({"kind": "give", "key": "a", "device": "cpu"}, torch.ones(2))
+        >>> shelf.handle({"kind": "take", "key": "a"}, None).values
         tensor([1., 1.])
     """
 
@@ -28,8 +31,23 @@ class Shelf:
         self._kept: dict[str, Lent] = {}
         self._lock = threading.Lock()
 
-    def keep(self, key: str, tensor: Tensor, kind: str) -> None:
-        """Keeps a tensor that nobody else has; ``kind``: the kind of device that it came from."""
+    def handle(self, request: dict[str, Any], values: Tensor | None) -> Answer:
+        """Keeps values, gives them back or lets go of them."""
+        key = str(request["key"])
+        if request["kind"] == "give":
+            assert values is not None
+            self._keep(key, values, str(request["device"]))
+            return Answer({})
+        lent = self._drop(key)
+        if request["kind"] == "drop":
+            return Answer({})
+        if lent is None:
+            raise LookupError(f"it keeps no {key!r}")
+        if lent.ready is not None:
+            lent.ready.synchronize()
+        return Answer({}, lent.tensor)
+
+    def _keep(self, key: str, tensor: Tensor, kind: str) -> None:
         ready = None
         if kind == "cuda" and self._device.type == "cuda" and not tensor.is_cuda:
             stream = torch.cuda.Stream(self._device)
@@ -41,12 +59,12 @@ class Shelf:
             self._kept[key] = Lent(tensor, ready)
         self._account.add("activations", tensor.nbytes)
 
-    def drop(self, key: str) -> None:
-        """Lets go of one, if it is there."""
+    def _drop(self, key: str) -> Lent | None:
         with self._lock:
             lent = self._kept.pop(key, None)
         if lent is not None:
             self._account.add("activations", -lent.tensor.nbytes)
+        return lent
 
     def find(self, key: str) -> Lent | None:
         """The tensor of that key."""

@@ -192,6 +192,9 @@ class GroupGradients:
                 parameter.grad = None
         self.memory.zero_all_but(self.collected)
         self.local.clear()
+        if self._backend.size == 1:  # its own are the average
+            self.used |= self.collected
+            return
         flags = Flags(self.collected, len(self.group.parameters))
         if self.exchange is not None:
             if self.exchange.is_active:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from typing import Any
 
 from torch import Tensor
 
 from shoal.comm import Backend
+from shoal.comm.peer_tensors.lending import Answer
 from shoal.comm.peer_tensors.shelf import Shelf
 from shoal.strategies.recomputation.stores import MovedMemory, MovingStore
 from shoal.system.deadline import Deadline
@@ -40,7 +42,10 @@ class PeerStore(MovingStore):
         """Gives the bytes away."""
         assert self.holder is not None
         key = f"{place} of rank {self._group.rank}, {next(self._numbers)}"
-        self._peers.give(self.holder, key, data, Deadline(self._group.timeout))
+        request = {"kind": "give", "key": key, "device": data.device.type}
+        # Threads would keep this very memory.
+        given = data if self._peers.takes_time else data.clone()
+        self._ask(self.holder, request, given)
         memory.place = (self.holder, key)
         # A graph may end without a backward.
         end = weakref.finalize(memory, self._abandoned.append, memory.place)
@@ -51,16 +56,20 @@ class PeerStore(MovingStore):
     def fetch(self, memory: MovedMemory) -> Tensor:
         """Takes the bytes back."""
         holder, key = memory.place
-        whole = self._peers.take(holder, key, Deadline(self._group.timeout))
+        whole = self._ask(holder, {"kind": "take", "key": key}).values
+        assert whole is not None
         self._ends.pop(key).detach()
-        return whole
+        return whole.to(memory.device)
 
     def settle(self) -> None:
         """Between batches: has others let go of what no backward has asked for."""
         while self._abandoned:
             holder, key = self._abandoned.pop()
             self._ends.pop(key, None)
-            self._peers.drop(holder, [key], Deadline(self._group.timeout))
+            self._ask(holder, {"kind": "drop", "key": key})
+
+    def _ask(self, holder: int, request: dict[str, Any], data: Tensor | None = None) -> Answer:
+        return self._peers.call(holder, request, data, Deadline(self._group.timeout))
 
     def describe(self) -> str:
         """One line."""

@@ -57,6 +57,7 @@ class MovedMemory:
         """``call``: the number of the block's call."""
         # While this exists, no other memory has the same identity.
         self._weak, self.version, self.call = WeakStorage(tensor), version_of(tensor), call
+        self.device = tensor.device
         self.source: Tensor | None = tensor.detach()
         """What was put in, for a store that copies it in the background."""
         self.place: Any = None

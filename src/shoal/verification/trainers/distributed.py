@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.comm import Backend
 from shoal.comm.world import World
-from shoal.strategies import PipelineParallelModel
+from shoal.strategies import LocalModel, PipelineParallelModel
 from shoal.torch_support.fingerprint import fingerprint
 from shoal.torch_support.random_state import RandomStream
 from shoal.verification.trainers.one_process import BUILD_SEED, rank_stream
@@ -55,8 +55,15 @@ class DistributedTrainer(Trainer):
         how = {} if self._weight is None else {"weight": float(self._weight(inputs, targets))}
         with self._stream.drawing():
             loss: Tensor = self.setup.model.train_step(inputs, targets, self.setup.loss_fn, **how)  # type: ignore[operator]
-        self.fingerprints["loss", ""] = fingerprint(loss, most_elements=None)
+        self.fingerprints.clear()
+        self._note("loss", "", loss)
         return loss
+
+    def _note(self, kind: str, name: str, value: Tensor) -> None:
+        """Replicas that are trained apart have the same parameters now and then, and no more."""
+        model = self.setup.model
+        if not isinstance(model, LocalModel) or (kind == "parameter" and model.is_at_boundary):
+            self.fingerprints[kind, name] = fingerprint(value, most_elements=None)
 
     @property
     def num_micro_batches(self) -> int:
@@ -72,7 +79,7 @@ class DistributedTrainer(Trainer):
         for name, whole in self.setup.model.full_gradients():  # type: ignore[operator]
             gradient = here[name].grad if name in here else None
             if type(gradient) is Tensor:  # a plain one, not a stand-in for a part of one
-                self.fingerprints["gradient", name] = fingerprint(gradient, most_elements=None)
+                self._note("gradient", name, gradient)
             yield Observed("gradient", name, whole)
 
     def parameters(self) -> Iterator[Observed]:
@@ -80,7 +87,7 @@ class DistributedTrainer(Trainer):
         with self.setup.model.full_parameters():  # type: ignore[operator]
             for name, parameter in self.setup.model.named_parameters():
                 value = parameter.detach()
-                self.fingerprints["parameter", name] = fingerprint(value, most_elements=None)
+                self._note("parameter", name, value)
                 yield Observed("parameter", name, value)
 
     def update(self, step: int) -> None:

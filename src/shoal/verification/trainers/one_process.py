@@ -200,7 +200,7 @@ class _Buffers:
 
     def finish(self) -> None:
         if self._averages and self._seen:
-            self._set([_average(of_ranks) for of_ranks in zip(*self._seen, strict=True)])
+            self._set([average_buffer(of_ranks) for of_ranks in zip(*self._seen, strict=True)])
         else:
             self._set(self._seen[0] if self._seen else self._begin)
 
@@ -210,7 +210,7 @@ class _Buffers:
                 buffer.copy_(value)
 
 
-def _average(of_ranks: Sequence[Tensor]) -> Tensor:
+def average_buffer(of_ranks: Sequence[Tensor]) -> Tensor:
     """The average of floating numbers; of other numbers the first rank's."""
     first = of_ranks[0]
     if not first.is_floating_point():

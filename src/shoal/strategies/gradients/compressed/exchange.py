@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from shoal.comm.operation import AllGather, AllReduce, AllToAll, Operation, Payl
 from shoal.comm.operation.base import Header
 from shoal.compression.codec import CompressedTensor
 from shoal.compression.low_rank import orthonormal
-from shoal.strategies.engine.flat_group import FlatGroup
+from shoal.sharding.layout import GroupLayout
 from shoal.strategies.gradients.compressed.plan import ExchangePlan, Matrix, Run
 from shoal.strategies.gradients.compressed.residual import Residual
 from shoal.strategies.gradients.reductions import AverageToAll, Flagged, Flags
@@ -80,20 +81,35 @@ class ExchangeQueue:
             self._waiting.popleft().begin_second()
 
 
+class Exchanged(Protocol):
+    """Memory that is averaged over the ranks: a group of parameters, or some of them."""
+
+    index: int
+    layout: GroupLayout  # with a slice for each rank
+    low: int  # where this rank's slice begins
+    high: int  # and where it ends
+    master_dtype: torch.dtype
+
+    @property
+    def master(self) -> Tensor:
+        """Something on its device."""
+
+
 class CompressedExchange:
     """How the gradients of one group travel; it has what is kept from one exchange to the next."""
 
     def __init__(
         self,
-        group: FlatGroup,
+        group: Exchanged,
         compression: Compression,
         backend: Backend,
         queue: ExchangeQueue,
         account: Account,
         *,
         is_sharded: bool,
+        what: str = "gradient",
     ) -> None:
-        """``backend``: the ranks to average over, for first phases."""
+        """``backend``: the ranks to average over, for first phases; ``what`` is averaged."""
         self.group, self.backend, self.queue = group, backend, queue
         dtype = group.master_dtype
         self.plan = ExchangePlan(group.layout, compression.codec, dtype, is_sharded=is_sharded)
@@ -102,7 +118,7 @@ class CompressedExchange:
         self.right: dict[str, Tensor] = {}
         """The last right factor of each matrix, by the parameter's name."""
         feedback = ", error feedback" if compression.error_feedback else ""
-        self.about = f"of gradient group {group.index} as {compression.codec!r}{feedback}"
+        self.about = f"of {what} group {group.index} as {compression.codec!r}{feedback}"
 
     @property
     def is_active(self) -> bool:

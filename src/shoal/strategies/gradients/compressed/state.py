@@ -7,7 +7,6 @@ rank begins with the mean of them: what the average is yet to get stays the same
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,19 +16,17 @@ from shoal.sharding.holding import Held
 from shoal.sharding.split import Split
 from shoal.strategies.gradients.compressed.exchange import CompressedExchange, ExchangeQueue
 
-if TYPE_CHECKING:
-    from shoal.strategies.gradients.model_gradients import ModelGradients
-
 SplitOf = Callable[[str], Split | None]
 
 
 class CompressionState:
     """The state of one model's compressed gradients on one rank."""
 
-    def __init__(self, gradients: ModelGradients, queue: ExchangeQueue, split_of: SplitOf) -> None:
+    def __init__(
+        self, exchanges: Sequence[CompressedExchange], queue: ExchangeQueue, split_of: SplitOf
+    ) -> None:
         """``split_of``: which part of a full parameter this rank's model has."""
-        self._queue, self._split_of = queue, split_of
-        self._exchanges = [each.exchange for each in gradients if each.exchange is not None]
+        self._exchanges, self._queue, self._split_of = exchanges, queue, split_of
         backend = queue.backend
         self.rank, self.num_ranks = backend.rank, backend.size
 

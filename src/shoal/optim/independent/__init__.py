@@ -1,0 +1,1 @@
+"""The optimizers of replicas that are trained independently, and what brings them together."""

@@ -1,0 +1,80 @@
+"""`AsyncSGDOptimizer`: pushes gradients to the servers of parameters, and waits for nobody."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from shoal.optim.independent.served_work import ServedByOne, ServedWork
+from shoal.optim.kinds import Kind
+from shoal.optim.optimizer import ShardedOptimizer
+from shoal.optim.proof.judgement import Judgement
+from shoal.strategies.independent.async_model import AsyncModel
+from shoal.system.rank_names import name_ranks
+
+
+class AsyncSGDOptimizer(ShardedOptimizer):
+    """Each step pushes this rank's gradients; the servers make it, with state that they have.
+
+    See [Note: servers and workers] and [Note: staleness].
+
+    Example:
+        >>> model = AsyncModel(module, max_staleness=4)
+        >>> optimizer = AsyncSGDOptimizer(torch.optim.Adam(module.parameters()), model)
+        >>> optimizer.staleness.most_common(1)
+        [(2, 180)]
+
+    Attributes:
+        staleness: How many of this rank's updates had which staleness, of those that counted.
+        dropped: The same of those that were dropped.
+    """
+
+    model_class = AsyncModel
+    model: AsyncModel
+    division: ServedWork
+    divisions = {  # noqa: RUF012 - as in the class above
+        Kind.ELEMENT_WISE: ServedWork,
+        Kind.PER_PARAMETER: ServedWork,
+        Kind.GLOBAL: ServedByOne,
+    }
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: AsyncModel,
+        *,
+        kind: Kind | str | Judgement | None = None,
+    ) -> None:
+        """Makes the optimizer push what this rank computes.
+
+        Args:
+            optimizer: The user's.
+            model: The wrapped model whose parameters it has; it has the options as well.
+            kind: See `ShardedOptimizer`.
+        """
+        self.staleness: Counter[int] = Counter()
+        self.dropped: Counter[int] = Counter()
+        super().__init__(optimizer, model, kind=kind)
+
+    @property
+    def waited_for(self) -> Counter[int]:
+        """How often this rank has waited for a slower one, by rank; only with "wait"."""
+        return self.model.waited_for
+
+    def describe(self) -> str:
+        """Its kind, and what happens to stale updates."""
+        options = self.model.options
+        servers = name_ranks([self.model.all_ranks.ranks[each] for each in self.model.servers])
+        limit = f"{options['when_stale']} beyond a staleness of {options['max_staleness']}"
+        return f"{super().describe()}; its steps are made on {servers}; {limit}"
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Pushes this rank's gradients; its parameters change with the next forward's pull."""
+        loss = super().step(closure)
+        admission = self.division.admission
+        assert admission is not None
+        (self.staleness if admission.factor else self.dropped)[admission.staleness] += 1
+        return loss

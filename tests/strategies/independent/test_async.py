@@ -1,0 +1,405 @@
+"""Strategy "async": parameters on servers, updated without barriers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Adam
+
+import pools
+import shoal
+from shoal.errors import DeadlockError, PeerError, ShoalError
+from shoal.optim import AsyncSGDOptimizer
+from shoal.strategies import AsyncModel, DDPModel
+
+pytestmark = pytest.mark.timeout(60)
+
+RANKS = 3
+STEPS = 5
+State = dict[str, Tensor]
+
+
+def build() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3))
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def data(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(4, 5, generator=generator), torch.randn(4, 3, generator=generator)
+
+
+def train(model: Any, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        inputs, targets = data(step, shoal.world().rank)
+        optimizer.zero_grad()
+        F.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+
+
+def made(make: Callable[..., Any] = momentum, **options: Any) -> tuple[Any, Any]:
+    module = build()
+    return shoal.as_distributed(module, make(module.parameters()), strategy="async", **options)
+
+
+def on_ranks(fn: Callable[..., Any], ranks: int = RANKS) -> list[Any]:
+    return shoal.run(fn, ranks, "memory", timeout=40)
+
+
+def replayed(events: Any, make: Callable[..., Any] = momentum) -> State:
+    """The definition in one process: pulls and pushes in their order."""
+    server = build()
+    optimizer = make(server.parameters())
+    (rate,) = {group["lr"] for group in optimizer.param_groups}
+    replicas = [build() for _ in range(RANKS)]
+    steps = [0] * RANKS
+    for event, rank, factor in events:
+        if event == "pull":
+            replicas[rank].load_state_dict(server.state_dict())
+            continue
+        inputs, targets = data(steps[rank], rank)
+        steps[rank] += 1
+        gradients = torch.autograd.grad(
+            F.mse_loss(replicas[rank](inputs), targets), list(replicas[rank].parameters())
+        )
+        if factor:
+            for parameter, gradient in zip(server.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.param_groups[0]["lr"] = rate * factor
+            optimizer.step()
+    return server.state_dict()
+
+
+def assert_equal(found: State, expected: State) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+# The definition ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("servers", ["all", [1]], ids=str)
+@pytest.mark.parametrize("when_stale", ["drop", "damp", "wait"])
+def test_equals_its_definition_to_the_last_bit(when_stale: str, servers: Any) -> None:
+    def go() -> Any:
+        model, optimizer = made(max_staleness=1, when_stale=when_stale, servers=servers)
+        ledger = model.shard.ledgers[0]
+        ledger.events = []
+        train(model, optimizer, range(STEPS))
+        state = model.state_dict()
+        return state, ledger.events, optimizer.staleness, optimizer.dropped, optimizer.waited_for
+
+    ranks = on_ranks(go)
+    events = ranks[model_server(servers)][1]
+    assert len(events) == 2 * RANKS * STEPS
+    for state, *_ in ranks:
+        assert_equal(state, replayed(events))
+    stale = sum((counted for _, _, counted, _, _ in ranks), start=type(ranks[0][2])())
+    dropped = sum(sum(counted.values()) for *_, counted, _ in ranks)
+    waited = sum(sum(counted.values()) for *_, counted in ranks)
+    assert sum(stale.values()) + dropped == RANKS * STEPS
+    assert (dropped > 0) == (when_stale == "drop")
+    assert (waited > 0) == (when_stale == "wait")
+    assert (max(stale) > 1) == (when_stale == "damp")
+    if when_stale == "damp":
+        assert any(0 < factor < 1 for _, _, factor in events)
+
+
+def model_server(servers: Any) -> int:
+    return 0 if servers == "all" else servers[0]
+
+
+def test_runs_repeat_exactly() -> None:
+    def go() -> State:
+        model, optimizer = made(Adam, when_stale="damp", max_staleness=1)
+        train(model, optimizer, range(STEPS))
+        return model.state_dict()
+
+    assert_equal(on_ranks(go)[0], on_ranks(go)[0])
+
+
+@pytest.mark.parametrize(
+    ("when_stale", "expected"),
+    # Gradients are 3 on rank 1, which happens to push first, and 1 on rank 0: -1.5 and -0.5.
+    [("drop", -1.5), ("damp", -1.5 - 0.5 / 2), ("wait", -2.0)],
+)
+def test_one_update_of_each_rank_by_hand(when_stale: str, expected: float) -> None:
+    """Nothing is applied twice."""
+
+    def go() -> list[float]:
+        module = nn.Linear(4, 1, bias=False)
+        nn.init.zeros_(module.weight)
+        optimizer = SGD(module.parameters(), lr=0.5)
+        model, optimizer = shoal.as_distributed(
+            module, optimizer, strategy="async", max_staleness=0, when_stale=when_stale
+        )
+        model(torch.ones(1, 4) * (1 + 2 * shoal.world().rank)).sum().backward()
+        optimizer.step()
+        return model.state_dict()["weight"].flatten().tolist()
+
+    assert on_ranks(go, ranks=2) == [[expected] * 4] * 2
+
+
+def test_one_rank_is_the_plain_optimizer() -> None:
+    def go() -> State:
+        model, optimizer = made(Adam)
+        train(model, optimizer, range(3))
+        return model.state_dict()
+
+    (state,) = on_ranks(go, ranks=1)
+    expected = replayed([("pull", 0, 1.0), ("push", 0, 1.0)] * 3, Adam)
+    for name, value in expected.items():
+        assert torch.allclose(state[name], value, atol=1e-7)
+
+
+class Branches(nn.Module):
+    """Each batch uses one of several layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(2, 1, bias=False) for _ in range(3))
+        for each in self.parameters():
+            nn.init.ones_(each)
+
+    def forward(self, inputs: Tensor, which: str) -> Tensor:
+        return self.c(getattr(self, which)(inputs).expand(-1, 2))
+
+
+# Workers and servers ----------------------------------------------------------------------
+
+
+def test_a_worker_computes_with_what_it_pulled_until_it_steps() -> None:
+    def go() -> tuple[bool, bool, bool]:
+        model, optimizer = made()
+        start = model[0].weight.detach().clone()
+        train(model, optimizer, range(1))
+        is_old = torch.equal(model[0].weight, start)
+        model.pull()
+        is_new = not torch.equal(model[0].weight, start)
+        pulled = model[0].weight.detach().clone()
+        shoal.world().barrier()
+        with torch.no_grad():
+            model(torch.ones(1, 5))  # an evaluation pulls nothing
+        return is_old, is_new, torch.equal(model[0].weight, pulled)
+
+    assert on_ranks(go) == [(True, True, True)] * RANKS
+
+
+def test_each_update_is_made_with_the_options_of_its_worker() -> None:
+    def go() -> float:
+        module = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(module.weight)
+        optimizer = SGD(module.parameters(), lr=0.5)
+        model, optimizer = shoal.as_distributed(module, optimizer, strategy="async")
+        optimizer.param_groups[0]["lr"] = 10.0 ** shoal.world().rank
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        return model.state_dict()["weight"].item()
+
+    assert on_ranks(go) == [-111.0] * RANKS
+
+
+def test_unused_and_frozen_parameters_and_several_optimizers() -> None:
+    def go() -> State:
+        module = Branches()
+        module.c.requires_grad_(False)
+        first = Adam([*module.a.parameters(), *module.c.parameters()], lr=0.5)
+        model, (first, second) = shoal.as_distributed(
+            module, [first, SGD(module.b.parameters(), lr=1.0)], strategy="async"
+        )
+        used = "ab"[shoal.world().rank]
+        model(torch.ones(1, 2), used).sum().backward()
+        (first if used == "a" else second).step()
+        return model.state_dict()
+
+    for state in on_ranks(go, ranks=2):
+        assert torch.allclose(state["a.weight"], torch.full((1, 2), 0.5), atol=1e-6)
+        assert torch.equal(state["b.weight"], -torch.ones(1, 2))
+        assert torch.equal(state["c.weight"], torch.ones(1, 2))
+
+
+def test_ranks_may_make_other_numbers_of_steps() -> None:
+    def go() -> tuple[State, int]:
+        model, optimizer = made()
+        train(model, optimizer, range(1 + 2 * shoal.world().rank))
+        return model.state_dict(), sum(optimizer.staleness.values())
+
+    ranks = on_ranks(go)
+    assert [count for _, count in ranks] == [1, 3, 5]
+    for state, _ in ranks:
+        assert_equal(state, ranks[0][0])
+
+
+def test_accumulated_gradients_are_one_update() -> None:
+    def go() -> tuple[int, State]:
+        model, optimizer = made()
+        for step in range(2):
+            inputs, targets = data(step, shoal.world().rank)
+            F.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        return sum(optimizer.staleness.values()), model.state_dict()
+
+    assert [count for count, _ in on_ranks(go)] == [1] * RANKS
+
+
+def test_mixed_precision_pulls_and_steps_masters() -> None:
+    def go() -> tuple[torch.dtype, torch.dtype, State]:
+        model, optimizer = made(mixed_precision="bf16")
+        train(model, optimizer, range(3))
+        return model[0].weight.dtype, optimizer.model.held_dtypes()["0.weight"], model.state_dict()
+
+    ranks = on_ranks(go)
+    for narrow, wide, state in ranks:
+        assert (narrow, wide) == (torch.bfloat16, torch.float32)
+        assert_equal(state, ranks[0][2])
+
+
+def test_states_are_gathered_and_loaded() -> None:
+    def go() -> tuple[Any, Any, State, State]:
+        model, optimizer = made(Adam)
+        train(model, optimizer, range(3))
+        state, weights = optimizer.state_dict(), model.state_dict()
+        other, other_optimizer = made(Adam)
+        other.load_state_dict(weights)
+        other_optimizer.load_state_dict(state)
+        again = other_optimizer.state_dict()
+        train(model, optimizer, range(3, 5))
+        train(other, other_optimizer, range(3, 5))
+        return state, again, model.state_dict(), other.state_dict()
+
+    for state, again, weights, others in on_ranks(go):
+        assert sorted(state["state"]) == [0, 1, 2, 3]
+        for number, values in state["state"].items():
+            assert torch.equal(values["exp_avg"], again["state"][number]["exp_avg"])
+        assert_equal(others, weights)
+
+
+def test_what_travels_is_counted() -> None:
+    def go() -> dict[str, int]:
+        model, optimizer = made(servers=[0])
+        train(model, optimizer, range(2))
+        shoal.world().barrier()
+        return {kind: counter.calls for kind, counter in shoal.world().stats().items()}
+
+    for calls in on_ranks(go):
+        assert (calls["pull"], calls["admit"], calls["push"]) == (2, 2, 2)
+
+
+# What is found and refused ----------------------------------------------------------------
+
+
+def test_changes_by_hand_are_not_lost_without_a_word() -> None:
+    def go() -> None:
+        model, optimizer = made()
+        train(model, optimizer, range(1))
+        with torch.no_grad():
+            model[0].weight.clamp_(-0.01, 0.01)
+        train(model, optimizer, range(1))
+
+    with pytest.raises(ShoalError, match="changed by hand"):
+        on_ranks(go, ranks=2)
+
+
+def test_a_step_without_a_forward() -> None:
+    def go() -> None:
+        model, optimizer = made()
+        train(model, optimizer, range(1))
+        optimizer.step()
+
+    with pytest.raises(ShoalError, match="without a forward since the last one"):
+        on_ranks(go, ranks=2)
+
+
+def test_a_server_that_left_is_named() -> None:
+    def go() -> None:
+        model, optimizer = made()
+        train(model, optimizer, range(1 if shoal.world().rank == 1 else 4))
+
+    with pytest.raises(PeerError, match="rank 1") as caught:
+        on_ranks(go)
+    assert "call of" in str(caught.value)
+
+
+def test_who_waits_for_one_that_cannot_go_on_is_told_at_once() -> None:
+    def go() -> None:
+        model, optimizer = made(max_staleness=1, when_stale="wait")
+        if shoal.world().rank == 1:
+            model(data(0, 1)[0])  # pulls, and never pushes
+            model.state_dict()
+        else:
+            train(model, optimizer, range(4))
+
+    with pytest.raises(DeadlockError, match="waits for rank 1"):
+        on_ranks(go, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"topology": "ring"}, "topology must be one of"),
+        ({"when_stale": "ignore"}, "when_stale must be one of drop, damp, wait"),
+        ({"servers": [0, 7]}, "servers must be 'all' or different ranks from 0 to 1"),
+        ({"servers": "some"}, "servers must be 'all'"),
+        ({"max_staleness": -1}, "must not be negative"),
+    ],
+)
+def test_wrong_options(options: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        on_ranks(lambda: made(**options), ranks=2)
+
+
+def test_an_optimizer_that_couples_parameters_needs_one_server() -> None:
+    def lbfgs(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(parameters, max_iter=1)
+
+    with pytest.raises(ValueError, match=r"servers=\[0\]"):
+        on_ranks(lambda: made(lbfgs), ranks=2)
+
+
+def test_wrong_partners() -> None:
+    def go() -> None:
+        module = build()
+        AsyncSGDOptimizer(momentum(module.parameters()), DDPModel(module))  # type: ignore[arg-type]
+
+    with pytest.raises(TypeError, match="AsyncSGDOptimizer goes with AsyncModel"):
+        on_ranks(go, ranks=2)
+
+
+def test_described() -> None:
+    def go() -> str:
+        module = build()
+        model = AsyncModel(module, servers=[1], max_staleness=3)
+        AsyncSGDOptimizer(momentum(module.parameters()), model)
+        return model.describe()
+
+    assert "its steps are made on rank 1; drop beyond a staleness of 3" in on_ranks(go, 2)[0]
+
+
+# Processes --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when_stale", ["drop", "wait"])
+def test_between_processes(when_stale: str) -> None:
+    def go() -> tuple[State, int, int]:
+        model, optimizer = made(Adam, when_stale=when_stale, max_staleness=1)
+        train(model, optimizer, range(8))
+        state = model.state_dict()
+        most = max(optimizer.staleness, default=0)
+        return state, most, sum(optimizer.staleness.values()) + sum(optimizer.dropped.values())
+
+    ranks = pools.Team("shm", 3).run(go)
+    for state, most, count in ranks:
+        assert most <= 1
+        assert count == 8
+        assert_equal(state, ranks[0][0])
+        assert all(value.isfinite().all() for value in state.values())
