@@ -39,9 +39,14 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """How often each of some tensors, or what shares its memory, was written to in place."""
+    return [tensor._version for tensor in tensors]
+
+
 def sum_of_versions(tensors: Iterable[Tensor]) -> int:
     """Grows whenever any of the tensors is written to."""
-    # One loop in C for each group of parameters and step: this is on the path of every step.
+    # This is on the path of every step, as is what is above: no call for each tensor.
     return sum([tensor._version for tensor in tensors])
 
 

@@ -48,6 +48,7 @@ class Changes:
         self.referenced: list[FreedWhole | ReplacedView] = []
         """Memory that the parameters had and users still reference."""
         self._starts = [slot.start for slot in group.layout.slots]
+        self._base, self._addresses = -1, [-1]
         self._is_watched = group.is_sharded or (group.is_mixed and not group.is_common)
         self._num_own_views = num_references(group.whole)
         self._num_bytes_written = 0
@@ -116,9 +117,8 @@ class Changes:
         buffer = group.whole if group.exposed is None else group.exposed
         if not group.is_present:
             return False
-        base, size = buffer.data_ptr(), buffer.itemsize
+        addresses = self._addresses_in(buffer)
         with as_plain_tensors():
-            addresses = [base + start * size for start in self._starts]
             found = list(map(Tensor.data_ptr, group.parameters))
             if found == addresses:
                 return False
@@ -134,6 +134,14 @@ class Changes:
                 view.copy_(parameter.data)
                 parameter.data = view
         return bool(moved)
+
+    def _addresses_in(self, buffer: Tensor) -> list[int]:
+        """Where the parameters are that show a buffer."""
+        base = buffer.data_ptr()
+        if base != self._base:
+            self._base = base
+            self._addresses = [base + start * buffer.itemsize for start in self._starts]
+        return self._addresses
 
     # Into what is stepped -----------------------------------------------------------------
 

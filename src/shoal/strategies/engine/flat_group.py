@@ -32,7 +32,7 @@ from shoal.sharding.layout import GroupLayout
 from shoal.strategies.engine.absent import AbsentParameter
 from shoal.strategies.engine.changes import Changes
 from shoal.strategies.engine.common_memory import CommonWhole
-from shoal.strategies.engine.gather_buffers import GatherBuffer
+from shoal.strategies.engine.gather_buffers import GatherBuffer, Place
 from shoal.torch_internals.tensors import as_plain_tensors
 from shoal.torch_support.memory import make_worthless
 
@@ -116,6 +116,7 @@ class FlatGroup:
         """How often the whole was freed, which autograd takes for a change."""
         self.exposed: Tensor | None = None
         self._classes = [type(parameter) for parameter in parameters]
+        self._absent_class: type[AbsentParameter] | None = None
         first = parameters[0].detach()
         self.master_dtype = first.dtype
         # If anything gets at the values of an absent parameter, it shall not be overlooked.
@@ -184,6 +185,12 @@ class FlatGroup:
         return self.state is GroupState.PRESENT or self.state is GroupState.EXPOSED
 
     @property
+    def storage_id(self) -> int:
+        """Identifies the memory of a whole that was gathered, or is about to be."""
+        assert self._buffer is not None
+        return self._buffer.storage_id
+
+    @property
     def num_bytes_held(self) -> int:
         """Bytes of parameters and masters that this rank holds now, its share of common ones."""
         held = self.master.nbytes if self.is_mixed else 0
@@ -204,6 +211,11 @@ class FlatGroup:
         """Each parameter's elements of a buffer that is laid out like the whole."""
         base, as_strided = int(buffer.storage_offset()), buffer.as_strided
         return [as_strided(shape, strides, base + start) for shape, strides, start in self._places]
+
+    def view(self, place: Place) -> Tensor:
+        """Something of a whole that was gathered and is there."""
+        assert self._buffer is not None
+        return self._buffer.view(place)
 
     def point_at(self, buffer: Tensor) -> None:
         """Makes the parameters views of a buffer that is laid out like the whole."""
@@ -266,7 +278,7 @@ class FlatGroup:
         self._show(self._shapes)
         if self.was_outside_pass:
             assert self._buffer is not None
-            self._buffer.views.clear()  # what is referenced from now on is users'
+            self._buffer.leave()
             self.changes.note_freed()
         self.was_outside_pass = False
         self.watch(gathering)
@@ -303,16 +315,17 @@ class FlatGroup:
 
     def watch(self, gathering: Gathering) -> None:
         """Gives the parameters the class that knows when they are used."""
+        kind = self._absent_class
+        if kind is None:
+            kind = self._absent_class = AbsentParameter.of_group(self, gathering)
         for parameter in self.parameters:
-            parameter.__class__ = AbsentParameter
-            parameter._group, parameter._gathering = self, gathering  # type: ignore[attr-defined]
+            parameter.__class__ = kind
 
     def stop_watching(self) -> None:
         """Gives the parameters their own class back."""
         for parameter, kind in zip(self.parameters, self._classes, strict=True):
-            if type(parameter) is AbsentParameter:
+            if type(parameter) is self._absent_class:
                 parameter.__class__ = kind  # type: ignore[assignment]
-                del parameter._group, parameter._gathering
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:

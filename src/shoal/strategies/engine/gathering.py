@@ -53,7 +53,9 @@ class Gathering:
         """``backend`` must carry nothing else: the order of its operations is the rounds'."""
         self._groups = {group.index: group for group in groups if group.is_sharded}
         self._backend, self._progress = backend, progress
+        self._present = dict(self._groups)
         self._coming: dict[int, Work[Tensor]] = {}
+        self._operations: dict[int, AllGather] = {}
         self._buffers = GatherBuffers(self._groups.values())
         self._plan = PassPlan(list(self._groups))
         self._round = Round([])
@@ -77,13 +79,14 @@ class Gathering:
         """
         self._plan, self._is_backward = plan, is_backward
         self._is_in_pass, self._what = True, what
+        for group in self._present.values():
+            if is_backward:
+                group.watch(self)
+            else:
+                group.stop_watching()
         for group in self._groups.values():
-            if group.is_present:
-                if is_backward:
-                    group.watch(self)
-                else:
-                    group.stop_watching()
-            self.adopt_changes(group)
+            if group.is_present or group.changes.referenced:
+                self.adopt_changes(group)
         self._round = Round([])  # the first has to be voted for like any other
         self._seen, self._again = [], set()
 
@@ -98,8 +101,8 @@ class Gathering:
         self._what = _OUTSIDE
         self.free_unless_kept()
         self._buffers.clear()
-        for group in self._groups.values():
-            group.was_outside_pass = group.is_present
+        for group in self._present.values():
+            group.was_outside_pass = True
         if not self._plan.is_learned:
             self._learn()
 
@@ -166,24 +169,29 @@ class Gathering:
         self._fill(group, self._begin_gather)
 
     def _begin_gather(self, group: FlatGroup) -> None:
-        operation = AllGather(group.shard, group.whole)
-        operation.signature = f"gather of parameter group {group.index}: {operation.signature}"
+        known = self._operations.get(group.index)
+        if known is None:
+            known = AllGather(group.shard, group.whole).again(None)  # it must not keep the whole
+            known.signature = f"gather of parameter group {group.index}: {known.signature}"
+            self._operations[group.index] = known
+        operation = known.again(group.whole)
         self._coming[group.index] = self._backend.run(operation, async_op=True)
 
     def _finish(self, group: FlatGroup) -> None:
         if group.index not in self._coming:
             return
-        self._wait(group)
+        self._fill(group, self._wait)
         del self._coming[group.index]
         if group.state is GroupState.COMING:
             may_save = torch.is_grad_enabled() or self._is_backward
             group.to_present(is_watched=may_save and not has_saved_tensors_hooks())
+            self._present[group.index] = group
         if not self._is_in_pass:
             group.was_outside_pass = True
             group.changes.is_doubtful = True
 
     def _wait(self, group: FlatGroup) -> None:
-        self._fill(group, lambda _: self._coming[group.index].wait())
+        self._coming[group.index].wait()
 
     def _fill(self, group: FlatGroup, task: Callable[[FlatGroup], object]) -> None:
         """Does what fills the whole: no change for autograd, and undone where it fails."""
@@ -202,13 +210,13 @@ class Gathering:
 
     def finish_coming(self) -> None:
         """Nothing is on its way any more: it would arrive with values of before."""
-        for group in self._groups.values():
-            self._finish(group)
+        for index in list(self._coming):
+            self._finish(self._groups[index])
 
     def adopt_changes(self, group: FlatGroup) -> None:
         """What a user did to a group's parameters counts; see [Note: changes by hand]."""
         if group.changes.referenced and group.index in self._coming:
-            self._wait(group)  # what is written now must not be overwritten
+            self._fill(group, self._wait)  # what is written now must not be overwritten
         if group.changes.adopt():
             self.saved.changed((group.index, index) for index in range(len(group.parameters)))
 
@@ -216,7 +224,7 @@ class Gathering:
 
     def free_all(self) -> None:
         """Frees every group that is not in use."""
-        for group in self._groups.values():
+        for group in list(self._present.values()):
             self._free(group)
 
     def free_unless_kept(self) -> None:
@@ -226,9 +234,8 @@ class Gathering:
 
     def _free_others(self, needed: FlatGroup) -> None:
         lasting = self._plan.lasting
-        for index, group in self._groups.items():
-            is_here = group.state is GroupState.PRESENT
-            if is_here and group is not needed and index not in lasting:
+        for index, group in list(self._present.items()):
+            if group is not needed and index not in lasting:
                 self._free(group)
 
     def _free(self, group: FlatGroup) -> None:
@@ -236,7 +243,9 @@ class Gathering:
         if is_idle and group.is_sharded and group.index not in self._coming:
             self.saved.forget_whole(group)
             is_private = self._is_in_pass and not group.was_outside_pass
-            self._buffers.give(group, group.to_absent(self), may_reuse=is_private)
+            buffer = group.to_absent(self)
+            del self._present[group.index]
+            self._buffers.give(group, buffer, may_reuse=is_private)
 
     @contextmanager
     def keeping(self) -> Iterator[None]:

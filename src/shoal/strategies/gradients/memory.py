@@ -140,8 +140,9 @@ class GradientMemory:
             for index, slot in enumerate(slots):
                 if index not in collected:
                     whole[slot.start : slot.stop].zero_()
-        # Clipping by a norm that is not finite leaves no zeros behind the last slot.
-        self._cut()[1].zero_()
+        if whole.numel() > slots[-1].stop:
+            # Clipping by a norm that is not finite leaves no zeros behind the last slot.
+            self._cut()[1].zero_()
 
     @property
     def num_bytes_held(self) -> int:
