@@ -58,7 +58,12 @@ def storage_id(tensor: Tensor) -> int:
 
 def num_storage_users(tensor: Tensor) -> int:
     """How many tensors, on the Python side or in autograd's graph, use a tensor's memory."""
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return num_users(tensor.untyped_storage()._cdata)
+
+
+def num_users(storage: int) -> int:
+    """The same for memory that is known by its `storage_id`; it may differ by one, always."""
+    count: int = torch._C._storage_Use_Count(storage)
     return count
 
 

@@ -123,6 +123,7 @@ class SavedParameters:
         """``need`` gathers a group."""
         self._need = need
         self._by_storage: dict[int, FlatGroup] = {}
+        self._ranges: dict[int, tuple[int, int]] = {}
         self._generation = self._all_changed = 0
         self._changed: dict[tuple[int, int], int] = {}
         self._packing: Callable[[Tensor], object] = self._pack
@@ -136,10 +137,13 @@ class SavedParameters:
     def note_whole(self, group: FlatGroup) -> None:
         """The group has a whole, whose memory is known from now on."""
         self._by_storage[group.storage_id] = group
+        begin = group.whole.data_ptr()
+        self._ranges[group.index] = begin, begin + group.whole.nbytes
 
     def forget_whole(self, group: FlatGroup) -> None:
         """The group's whole is about to be freed."""
         self._by_storage.pop(group.storage_id, None)
+        self._ranges.pop(group.index, None)
 
     def changed(self, parameters: Iterable[tuple[int, int]]) -> None:
         """Some parameters, by group and index in it, have new values."""
@@ -164,6 +168,14 @@ class SavedParameters:
         self._packing = torch.compiler.disable(self._pack)
 
     def _pack(self, tensor: Tensor) -> object:
+        if type(tensor) is Tensor:  # else it may have no address
+            # Most of what is saved is no parameter, and few groups are there at a time.
+            address = tensor.data_ptr()
+            for begin, end in self._ranges.values():
+                if begin <= address < end:
+                    break
+            else:
+                return tensor
         group = self._by_storage.get(storage_id(tensor))
         if group is None or tensor.dtype is not group.whole.dtype or tensor.is_conj():
             return tensor

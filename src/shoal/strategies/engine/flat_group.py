@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,7 +35,7 @@ from shoal.strategies.engine.changes import Changes
 from shoal.strategies.engine.common_memory import CommonWhole
 from shoal.strategies.engine.gather_buffers import GatherBuffer, Place
 from shoal.torch_internals.tensors import as_plain_tensors
-from shoal.torch_support.memory import make_worthless
+from shoal.torch_support.memory import Glimpse, make_worthless
 
 if TYPE_CHECKING:
     from shoal.strategies.engine.gathering import Gathering
@@ -120,10 +121,10 @@ class FlatGroup:
         first = parameters[0].detach()
         self.master_dtype = first.dtype
         # If anything gets at the values of an absent parameter, it shall not be overlooked.
-        self._nothing = first.new_empty((), dtype=storage.dtype)
-        make_worthless(self._nothing)
+        dtype = first.dtype if storage.dtype is None else storage.dtype
+        self._nothing = _nothing(dtype, first.device, torch.Size())
         # What absent parameters have for values: a shape, and one number.
-        self._shapes = [self._nothing.expand(slot.shape) for slot in layout.slots]
+        self._shapes = [_nothing(dtype, first.device, slot.shape) for slot in layout.slots]
         self.memory_layout = (self._nothing.dtype, first.device, *self._places)
         """The same for groups that can be gathered into the same memory."""
         self.is_mixed = first.dtype is not self._nothing.dtype
@@ -138,6 +139,8 @@ class FlatGroup:
         self.master = self._make_master(values)
         self.point_at(self.whole)
         self._buffer = GatherBuffer(self.whole, self) if self.is_sharded else None
+        self.numbers = self._find_numbers()
+        """The whole's memory for a `Glimpse`, where it is the CPU's and looked at."""
         self.account = account
         self.changes = Changes(self)
         account.add("parameters", self.num_bytes_held)
@@ -173,6 +176,12 @@ class FlatGroup:
         if not self.is_sharded:
             return shard
         return backend.empty(shard.numel(), shard.dtype, shard.device).copy_(shard)
+
+    def _find_numbers(self) -> memoryview | None:
+        if self._buffer is not None:
+            return self._buffer.numbers
+        is_looked_at = self.is_mixed and not self.is_common and self.whole.is_cpu
+        return Glimpse.numbers(self.whole) if is_looked_at else None
 
     def _make_master(self, values: Tensor) -> Tensor:
         if not self.is_mixed:
@@ -252,7 +261,7 @@ class FlatGroup:
     def to_coming(self, buffer: GatherBuffer) -> None:
         """A gather is about to fill the buffer."""
         self._enter(GroupState.COMING)
-        self._buffer, self.whole = buffer, buffer.whole
+        self._buffer, self.whole, self.numbers = buffer, buffer.whole, buffer.numbers
 
     def to_failed(self) -> GatherBuffer:
         """The gather failed; returns its memory."""
@@ -267,7 +276,7 @@ class FlatGroup:
         self._enter(GroupState.PRESENT)
         assert self._buffer is not None
         self._show(self._buffer.views)
-        self.changes.settle()
+        self.changes.settle_gathered()
         if not is_watched:
             self.stop_watching()
 
@@ -276,19 +285,20 @@ class FlatGroup:
         self.changes.adopt()
         self._enter(GroupState.ABSENT)
         self._show(self._shapes)
+        self.numbers = None
         if self.was_outside_pass:
             assert self._buffer is not None
             self._buffer.leave()
             self.changes.note_freed()
         self.was_outside_pass = False
         self.watch(gathering)
-        # What autograd saved of them without our hooks must not be taken for their values.
-        torch.autograd.graph.increment_version(self.parameters)
+        self.changes.tell_autograd()
         self.num_freed += 1
         return self._give_up_whole()
 
     def _give_up_whole(self) -> GatherBuffer:
         buffer, self._buffer, self.whole = self._buffer, None, self._nothing
+        self.numbers = None
         assert buffer is not None
         return buffer
 
@@ -326,6 +336,17 @@ class FlatGroup:
         for parameter, kind in zip(self.parameters, self._classes, strict=True):
             if type(parameter) is self._absent_class:
                 parameter.__class__ = kind  # type: ignore[assignment]
+
+
+@cache
+def _nothing(dtype: torch.dtype, device: torch.device, shape: torch.Size) -> Tensor:
+    """A shape with one number for all values: the same tensor for all groups, read by nobody."""
+    if shape:
+        return _nothing(dtype, device, torch.Size()).expand(shape)
+    with torch.inference_mode(False):
+        number = torch.empty((), dtype=dtype, device=device)
+        make_worthless(number)
+    return number
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:

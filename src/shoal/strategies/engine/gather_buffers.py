@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from shoal.comm.accounting import Account
-from shoal.torch_internals.tensors import num_storage_users, storage_id
-from shoal.torch_support.memory import make_worthless
+from shoal.torch_internals.tensors import num_users, storage_id
+from shoal.torch_support.memory import Glimpse, make_worthless
 
 if TYPE_CHECKING:
     from shoal.strategies.engine.flat_group import FlatGroup
@@ -43,8 +43,9 @@ class GatherBuffer:
     def __init__(self, whole: Tensor, group: FlatGroup) -> None:
         """For groups that are laid out like this one."""
         self.whole, self.views = whole, group.views_of(whole)
+        self.numbers = Glimpse.numbers(whole) if whole.is_cpu else None
         self.storage_id = storage_id(whole)
-        self._num_users = num_storage_users(whole)
+        self._num_users = num_users(self.storage_id)
         self._others: dict[Place, Tensor] = {}
 
     @classmethod
@@ -64,13 +65,14 @@ class GatherBuffer:
 
     def leave(self) -> None:
         """Drops all views but the whole: what is referenced from now on is users'."""
+        self.numbers = None
         self.views.clear()
         self._others.clear()
 
     @property
     def is_referenced(self) -> bool:
         """Whether somebody else has a tensor in this memory."""
-        return num_storage_users(self.whole) != self._num_users
+        return num_users(self.storage_id) != self._num_users
 
 
 class GatherBuffers:
