@@ -7,7 +7,8 @@ keep it even then: autograd must not save the memory of a parameter that will so
 
 [Note: saved parameters]
 Autograd would keep the memory of a gathered parameter alive until backward. So hooks save its
-group, offset and shape instead, and backward gathers the group again. A parameter that has new
+group, offset and shape instead, and backward gathers the group again, hidden: its parameters stay
+absent unless something uses them, as blocks do that are computed again. A parameter that has new
 values by then is an error, as it is in plain PyTorch: each change starts a new *generation*.
 """
 
@@ -120,7 +121,7 @@ class SavedParameters:
     """Hooks on what autograd saves of one model's sharded parameters."""
 
     def __init__(self, need: Callable[[FlatGroup], None]) -> None:
-        """``need`` gathers a group."""
+        """``need`` gathers the whole of a group."""
         self._need = need
         self._by_storage: dict[int, FlatGroup] = {}
         self._ranges: dict[int, tuple[int, int]] = {}
@@ -190,7 +191,7 @@ class SavedParameters:
                 "backward needs parameters that were changed after forward used them, by an "
                 "optimizer's step or by hand: run forward again before this backward"
             )
-        if not packed.group.is_present:
+        if not packed.group.has_whole:
             self._need(packed.group)
         return packed.group.view(packed.place)
 

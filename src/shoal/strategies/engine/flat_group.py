@@ -55,24 +55,26 @@ class GroupState(StrEnum):
     ::
 
         ABSENT ---to_coming---> COMING ---to_present---> PRESENT ---to_exposed---> EXPOSED
-           ^                      |                       |   ^                       |
-           +------to_failed-------+                       |   +-----to_concealed------+
-           +----------------------to_absent---------------+
+           ^                     | |                      ^   |   ^                   |
+           +------to_failed------+ +---to_hidden-> HIDDEN-+   |   +---to_concealed----+
+           +----------------------to_absent-----------+-------+
 
-    A group that is not sharded is PRESENT or EXPOSED only. One that is PRESENT may be gathered
-    once more, because another rank needs it: it stays PRESENT.
+    A group that is not sharded is PRESENT or EXPOSED only. One that is PRESENT or HIDDEN may be
+    gathered once more, because another rank needs it: it stays so.
     """
 
     ABSENT = "absent"  # a shape without values; any use gathers it
     COMING = "coming"  # absent, with a gather into its memory under way
+    HIDDEN = "hidden"  # still absent, though the whole is there, for what autograd saved of it
     PRESENT = "present"  # the whole
     EXPOSED = "exposed"  # a private copy of the masters, in their dtype
 
 
 _COMES_FROM = {
-    GroupState.ABSENT: (GroupState.PRESENT, GroupState.COMING),
+    GroupState.ABSENT: (GroupState.PRESENT, GroupState.HIDDEN, GroupState.COMING),
     GroupState.COMING: (GroupState.ABSENT,),
-    GroupState.PRESENT: (GroupState.COMING, GroupState.EXPOSED),
+    GroupState.HIDDEN: (GroupState.COMING,),
+    GroupState.PRESENT: (GroupState.COMING, GroupState.HIDDEN, GroupState.EXPOSED),
     GroupState.EXPOSED: (GroupState.PRESENT,),
 }
 
@@ -190,8 +192,13 @@ class FlatGroup:
 
     @property
     def is_present(self) -> bool:
-        """Whether the whole is there."""
+        """Whether the whole is there and the parameters have values."""
         return self.state is GroupState.PRESENT or self.state is GroupState.EXPOSED
+
+    @property
+    def has_whole(self) -> bool:
+        """Whether the whole is there."""
+        return self.state is GroupState.HIDDEN or self.is_present
 
     @property
     def storage_id(self) -> int:
@@ -204,7 +211,7 @@ class FlatGroup:
         """Bytes of parameters and masters that this rank holds now, its share of common ones."""
         held = self.master.nbytes if self.is_mixed else 0
         if self.is_sharded:
-            return held + self.shard.nbytes + (self.whole.nbytes if self.is_present else 0)
+            return held + self.shard.nbytes + (self.whole.nbytes if self.has_whole else 0)
         return held + (self.shard.nbytes if self.is_common else self.whole.nbytes)
 
     @property
@@ -268,6 +275,13 @@ class FlatGroup:
         self._enter(GroupState.ABSENT)
         return self._give_up_whole()
 
+    def to_hidden(self) -> None:
+        """The whole has been filled, for autograd: the parameters are left as they are.
+
+        Nobody can change what is not shown, so to free it again takes little.
+        """
+        self._enter(GroupState.HIDDEN)
+
     def to_present(self, *, is_watched: bool = False) -> None:
         """The whole has been filled: the parameters can be used.
 
@@ -282,6 +296,9 @@ class FlatGroup:
 
     def to_absent(self, gathering: Gathering) -> GatherBuffer:
         """Gives the whole up and returns its memory; a use of the parameters gathers it again."""
+        if self.state is GroupState.HIDDEN:
+            self._enter(GroupState.ABSENT)
+            return self._give_up_whole()
         self.changes.adopt()
         self._enter(GroupState.ABSENT)
         self._show(self._shapes)

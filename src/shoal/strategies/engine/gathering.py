@@ -53,7 +53,7 @@ class Gathering:
         """``backend`` must carry nothing else: the order of its operations is the rounds'."""
         self._groups = {group.index: group for group in groups if group.is_sharded}
         self._backend, self._progress = backend, progress
-        self._present = dict(self._groups)
+        self._here = dict(self._groups)
         self._coming: dict[int, Work[Tensor]] = {}
         self._operations: dict[int, AllGather] = {}
         self._buffers = GatherBuffers(self._groups.values())
@@ -64,7 +64,7 @@ class Gathering:
         self._keep_all = self._is_in_pass = self._is_backward = False
         self.is_needed = bool(self._groups)
         """Whether anything is gathered at all."""
-        self.saved = SavedParameters(self.need)
+        self.saved = SavedParameters(self.need_whole)
         for group in self._groups.values():
             self.saved.note_whole(group)
         self._what = _OUTSIDE
@@ -79,7 +79,8 @@ class Gathering:
         """
         self._plan, self._is_backward = plan, is_backward
         self._is_in_pass, self._what = True, what
-        for group in self._present.values():
+        for group in self._here.values():
+            self.need(group)  # a backward that failed may have left it hidden
             if is_backward:
                 group.watch(self)
             else:
@@ -101,7 +102,8 @@ class Gathering:
         self._what = _OUTSIDE
         self.free_unless_kept()
         self._buffers.clear()
-        for group in self._present.values():
+        for group in self._here.values():
+            self.need(group)  # not hidden any more
             group.was_outside_pass = True
         if not self._plan.is_learned:
             self._learn()
@@ -132,7 +134,13 @@ class Gathering:
 
     def need(self, group: FlatGroup) -> None:
         """Has the group's parameters here when it returns."""
-        if group.is_present:
+        self.need_whole(group)
+        if group.state is GroupState.HIDDEN:
+            self._show(group)
+
+    def need_whole(self, group: FlatGroup) -> None:
+        """Has the group's whole here when it returns: in backward, mostly nothing else is used."""
+        if group.has_whole:
             return
         if group.state is GroupState.ABSENT:
             if group.index in self._seen:
@@ -157,7 +165,7 @@ class Gathering:
 
     def _prefetch(self, index: int) -> None:
         for following in self._round.ahead(index, PREFETCH_DISTANCE):
-            if not self._groups[following].is_present:
+            if not self._groups[following].has_whole:
                 self._start_until(following)
 
     def _start(self, group: FlatGroup) -> None:
@@ -183,12 +191,18 @@ class Gathering:
         self._fill(group, self._wait)
         del self._coming[group.index]
         if group.state is GroupState.COMING:
-            may_save = torch.is_grad_enabled() or self._is_backward
-            group.to_present(is_watched=may_save and not has_saved_tensors_hooks())
-            self._present[group.index] = group
+            self._here[group.index] = group
+            if self._is_backward:
+                group.to_hidden()
+            else:
+                self._show(group)
         if not self._is_in_pass:
             group.was_outside_pass = True
             group.changes.is_doubtful = True
+
+    def _show(self, group: FlatGroup) -> None:
+        may_save = torch.is_grad_enabled() or self._is_backward
+        group.to_present(is_watched=may_save and not has_saved_tensors_hooks())
 
     def _wait(self, group: FlatGroup) -> None:
         self._coming[group.index].wait()
@@ -224,7 +238,7 @@ class Gathering:
 
     def free_all(self) -> None:
         """Frees every group that is not in use."""
-        for group in list(self._present.values()):
+        for group in list(self._here.values()):
             self._free(group)
 
     def free_unless_kept(self) -> None:
@@ -234,17 +248,17 @@ class Gathering:
 
     def _free_others(self, needed: FlatGroup) -> None:
         lasting = self._plan.lasting
-        for index, group in list(self._present.items()):
+        for index, group in list(self._here.items()):
             if group is not needed and index not in lasting:
                 self._free(group)
 
     def _free(self, group: FlatGroup) -> None:
-        is_idle = group.state is GroupState.PRESENT and not group.pins
+        is_idle = group.state is not GroupState.EXPOSED and not group.pins
         if is_idle and group.is_sharded and group.index not in self._coming:
             self.saved.forget_whole(group)
             is_private = self._is_in_pass and not group.was_outside_pass
             buffer = group.to_absent(self)
-            del self._present[group.index]
+            del self._here[group.index]
             self._buffers.give(group, buffer, may_reuse=is_private)
 
     @contextmanager
