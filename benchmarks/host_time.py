@@ -29,6 +29,7 @@ import shoal
 from shoal.comm import Backend, Work
 from shoal.comm.operation import Operation
 from shoal.comm.operation.base import Header
+from shoal.comm.peer_tensors.lending import LendingSource, PeerTensors
 from shoal.comm.world import World, set_current
 from shoal.comm.world_state import WorldState
 
@@ -83,6 +84,10 @@ class CostlessBackend(Backend):
 
     def _make_group(self, members: Sequence[int], group_id: int) -> Backend:
         return CostlessBackend(self._state, members, self.rank)
+
+    def lend(self, source: LendingSource) -> PeerTensors:
+        """Nothing of the kind is measured here."""
+        raise NotImplementedError
 
     def fail(self, reason: str, *, culprit: int | None = None) -> None:
         """There is nobody to tell."""

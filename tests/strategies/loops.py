@@ -150,4 +150,4 @@ def num_gathers() -> int:
 
 
 def num_present(model: Any) -> int:
-    return sum(group.is_sharded and group.is_present for group in model.engine.groups)
+    return sum(group.is_sharded and group.has_whole for group in model.engine.groups)

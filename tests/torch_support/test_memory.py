@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.shm.segments import Arena
-from shoal.torch_support.memory import PrivateView, copy
+from shoal.torch_support.memory import Glimpse, PrivateView, copy
 
 LONG, SHORT = 1 << 20, 8
 
@@ -126,3 +126,23 @@ def test_no_file_stays_open() -> None:
     views = [view.another() for _ in range(10)]
     assert len(os.listdir("/proc/self/fd")) == before
     assert len(views) == 10
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.bool, torch.float64, torch.complex128]
+)
+def test_a_glimpse_sees_what_changed_where_it_looks(dtype: torch.dtype) -> None:
+    memory = torch.zeros(6, dtype=dtype)
+    look, numbers = Glimpse([1, 4], dtype), Glimpse.numbers(memory)
+    before = look.at(numbers)
+    memory[2] = 1
+    assert look.at(numbers) == before
+    memory[4] = 1
+    assert look.at(numbers) != before
+
+
+def test_a_glimpse_takes_the_same_bits_for_equal() -> None:
+    memory = torch.full((3,), float("nan"))
+    look, numbers = Glimpse([0, 2], memory.dtype), Glimpse.numbers(memory)
+    assert look.at(numbers) == look.at(numbers)
+    assert Glimpse([], memory.dtype).at(numbers) == 3

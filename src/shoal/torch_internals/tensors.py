@@ -40,9 +40,14 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """How often each of some tensors, or what shares its memory, was written to in place."""
+    return [tensor._version for tensor in tensors]
+
+
 def sum_of_versions(tensors: Iterable[Tensor]) -> int:
     """Grows whenever any of the tensors is written to."""
-    # One loop in C for each group of parameters and step: this is on the path of every step.
+    # This is on the path of every step, as is what is above: no call for each tensor.
     return sum([tensor._version for tensor in tensors])
 
 
@@ -61,7 +66,12 @@ class WeakStorage(StorageWeakRef):
 
 def num_storage_users(tensor: Tensor) -> int:
     """How many tensors, on the Python side or in autograd's graph, use a tensor's memory."""
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return num_users(tensor.untyped_storage()._cdata)
+
+
+def num_users(storage: int) -> int:
+    """The same for memory that is known by its `storage_id`; it may differ by one, always."""
+    count: int = torch._C._storage_Use_Count(storage)
     return count
 
 

@@ -38,6 +38,8 @@ def impossible_states() -> list[str]:
     sharded.to_failed()
     sharded.to_coming(GatherBuffer.allocate(sharded))
     sharded.whole.zero_()
+    sharded.to_hidden()
+    refuse("to_exposed", masters=torch.zeros(0))
     sharded.to_present()
     refuse("to_coming", buffer=GatherBuffer.allocate(sharded))
     assert sharded.state is GroupState.PRESENT
@@ -50,6 +52,7 @@ def test_a_state_follows_only_some_others() -> None:
         "absent to_concealed",
         "coming to_coming",
         "coming to_exposed",
+        "hidden to_exposed",
         "present to_coming",
     ]
 

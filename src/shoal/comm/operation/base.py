@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -112,6 +112,12 @@ class Operation(ABC):
     @abstractmethod
     def result(self) -> Tensor | None:
         """What the caller gets once the payload has moved."""
+
+    def _copied(self) -> Self:
+        """The same call; `copy.copy` takes ten times as long."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
 
 
 # Headers ----------------------------------------------------------------------------------------

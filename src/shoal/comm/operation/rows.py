@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -56,6 +57,12 @@ class AllGather(_IntoOut):
         else:
             self.meta = (num_rows(tensor), num_rows(out), overlap(out, tensor))
         self.signature = f"{self.kind}({spec(tensor.dtype, ('rows', *row_shape(tensor)))})"
+
+    def again(self, out: Tensor | None) -> Self:
+        """The same call into other memory, which is like the first and not looked at."""
+        other = self._copied()
+        other._out = out
+        return other
 
     def check(self, headers: Sequence[Header], ranks: Sequence[int]) -> None:
         """An ``out`` has room for exactly the rows of all: see [Note: results inside inputs]."""
@@ -143,6 +150,12 @@ class ReduceScatter(_IntoOut):
         split = "" if sizes is None else f", sizes={self._rows}"
         shape = spec(tensor.dtype, tuple(tensor.shape))
         self.signature = f"reduce_scatter({shape}, op={op.value}{split})"
+
+    def again(self, tensor: Tensor, out: Tensor | None) -> Self:
+        """The same call with other tensors, which are like the first and not looked at."""
+        other = self._copied()
+        other._like, other._out, other.source = tensor, out, flatten(tensor)
+        return other
 
     def prepare(self, headers: Sequence[Header], rank: int) -> Payload:
         """The whole tensor goes in, this rank's rows come out."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -63,6 +64,12 @@ class AllReduce(_InPlace):
         super().__init__(tensor)
         self._op = op
         self.signature = f"all_reduce({spec(tensor.dtype, tuple(tensor.shape))}, op={op.value})"
+
+    def again(self, tensor: Tensor) -> Self:
+        """The same call with another tensor, which is like the first and not looked at."""
+        other = self._copied()
+        other._tensor, other.source = tensor, flatten(tensor)
+        return other
 
     def prepare(self, headers: Sequence[Header], rank: int) -> Payload:
         """The tensor is source and target."""

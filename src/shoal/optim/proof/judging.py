@@ -21,11 +21,10 @@ from shoal.optim.kinds import Kind
 from shoal.optim.proof.judgement import Judgement
 from shoal.optim.proof.known import look_up
 from shoal.optim.proof.proving import prove
-from shoal.strategies.engine.absent import AbsentParameter
 from shoal.torch_internals.trees import tree_leaves
 
-# What libraries write on parameters for purposes of their own, and what a wrapped model does.
-_HARMLESS = {"_is_hf_initialized", *AbsentParameter.__annotations__}
+# What libraries write on parameters for purposes of their own.
+_HARMLESS = {"_is_hf_initialized"}
 _OF_TORCH = {"param_groups", "state", "defaults"}
 
 

@@ -7,7 +7,8 @@ keep it even then: autograd must not save the memory of a parameter that will so
 
 [Note: saved parameters]
 Autograd would keep the memory of a gathered parameter alive until backward. So hooks save its
-group, offset and shape instead, and backward gathers the group again. A parameter that has new
+group, offset and shape instead, and backward gathers the group again, hidden: its parameters stay
+absent unless something uses them, as blocks do that are computed again. A parameter that has new
 values by then is an error, as it is in plain PyTorch: each change starts a new *generation*.
 """
 
@@ -16,12 +17,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from shoal.strategies.engine.gather_buffers import Place
 from shoal.torch_internals.autograd import has_saved_tensors_hooks
 from shoal.torch_internals.tensors import ATTRIBUTES_WITHOUT_VALUES, as_plain_tensors, storage_id
 
@@ -46,8 +48,13 @@ _HARMLESS = frozenset(
 class AbsentParameter(nn.Parameter):
     """A parameter whose values are on other ranks right now; see [Note: absent parameters]."""
 
-    _group: FlatGroup
-    _gathering: Gathering
+    _group: ClassVar[FlatGroup]
+    _gathering: ClassVar[Gathering]
+
+    @classmethod
+    def of_group(cls, group: FlatGroup, gathering: Gathering) -> type[AbsentParameter]:
+        """The class of one group's parameters: it knows where they are, so that they need not."""
+        return type(cls.__name__, (cls,), {"_group": group, "_gathering": gathering})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saved as what it is for users: a parameter with values."""
@@ -75,9 +82,9 @@ class AbsentParameter(nn.Parameter):
             group.pins += 1
         try:
             for parameter in absent:
-                if type(parameter) is AbsentParameter:  # not if it was gathered with another
+                if is_absent(parameter):  # not if it was gathered with another
                     parameter._gathering.need(parameter._group)
-            watched = [parameter for parameter in absent if type(parameter) is AbsentParameter]
+            watched = [parameter for parameter in absent if is_absent(parameter)]
             if not watched:
                 return func(*args, **keywords)  # type: ignore[operator]
             with watched[0]._gathering.saved.watching(), as_plain_tensors():
@@ -85,6 +92,11 @@ class AbsentParameter(nn.Parameter):
         finally:
             for group in groups:
                 group.pins -= 1
+
+
+def is_absent(value: object) -> bool:
+    """Whether the uses of a parameter are watched."""
+    return issubclass(type(value), AbsentParameter)
 
 
 def _asked(func: object) -> str:
@@ -96,7 +108,7 @@ def _absent_among(values: Iterable[object]) -> list[AbsentParameter]:
     found: list[AbsentParameter] = []
     for value in values:
         kind = type(value)
-        if kind is AbsentParameter:
+        if issubclass(kind, AbsentParameter):
             found.append(value)  # type: ignore[arg-type]
         elif issubclass(kind, tuple | list):
             found += _absent_among(value)  # type: ignore[arg-type]
@@ -109,9 +121,10 @@ class SavedParameters:
     """Hooks on what autograd saves of one model's sharded parameters."""
 
     def __init__(self, need: Callable[[FlatGroup], None]) -> None:
-        """``need`` gathers a group."""
+        """``need`` gathers the whole of a group."""
         self._need = need
         self._by_storage: dict[int, FlatGroup] = {}
+        self._ranges: dict[int, tuple[int, int]] = {}
         self._generation = self._all_changed = 0
         self._changed: dict[tuple[int, int], int] = {}
         self._packing: Callable[[Tensor], object] = self._pack
@@ -124,11 +137,14 @@ class SavedParameters:
 
     def note_whole(self, group: FlatGroup) -> None:
         """The group has a whole, whose memory is known from now on."""
-        self._by_storage[storage_id(group.whole)] = group
+        self._by_storage[group.storage_id] = group
+        begin = group.whole.data_ptr()
+        self._ranges[group.index] = begin, begin + group.whole.nbytes
 
     def forget_whole(self, group: FlatGroup) -> None:
         """The group's whole is about to be freed."""
-        self._by_storage.pop(storage_id(group.whole), None)
+        self._by_storage.pop(group.storage_id, None)
+        self._ranges.pop(group.index, None)
 
     def changed(self, parameters: Iterable[tuple[int, int]]) -> None:
         """Some parameters, by group and index in it, have new values."""
@@ -153,28 +169,35 @@ class SavedParameters:
         self._packing = torch.compiler.disable(self._pack)
 
     def _pack(self, tensor: Tensor) -> object:
+        if type(tensor) is Tensor:  # else it may have no address
+            # Most of what is saved is no parameter, and few groups are there at a time.
+            address = tensor.data_ptr()
+            for begin, end in self._ranges.values():
+                if begin <= address < end:
+                    break
+            else:
+                return tensor
         group = self._by_storage.get(storage_id(tensor))
         if group is None or tensor.dtype is not group.whole.dtype or tensor.is_conj():
             return tensor
-        return _Saved(
-            group, self._generation, tensor.shape, tensor.stride(), int(tensor.storage_offset())
-        )
+        place = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        return _Saved(group, self._generation, place)
 
     def _unpack(self, packed: object) -> Tensor:
-        if not isinstance(packed, _Saved):
+        if type(packed) is not _Saved:
             return packed  # type: ignore[return-value]
         if packed.generation != self._generation and self._is_old(packed):
             raise RuntimeError(
                 "backward needs parameters that were changed after forward used them, by an "
                 "optimizer's step or by hand: run forward again before this backward"
             )
-        if not packed.group.is_present:
+        if not packed.group.has_whole:
             self._need(packed.group)
-        return packed.group.whole.as_strided(packed.shape, packed.stride, packed.offset)
+        return packed.group.view(packed.place)
 
     def _is_old(self, packed: _Saved) -> bool:
         slots = packed.group.layout.slots
-        index = bisect_right(slots, packed.offset, key=lambda slot: slot.start) - 1
+        index = bisect_right(slots, packed.place[2], key=lambda slot: slot.start) - 1
         changed = self._changed.get((packed.group.index, index), 0)
         return max(changed, self._all_changed) > packed.generation
 
@@ -184,6 +207,4 @@ class _Saved(NamedTuple):
 
     group: FlatGroup
     generation: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    place: Place

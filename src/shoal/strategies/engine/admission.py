@@ -15,14 +15,19 @@ from operator import is_
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from shoal.comm import Backend
 from shoal.comm.operation.base import spec
 from shoal.errors import MismatchError, ShoalError
 from shoal.torch_internals.autograd import is_forward_mode, transforms
-from shoal.torch_internals.modules import children_of, parameters_of, surrounding_ddp
+from shoal.torch_internals.modules import (
+    buffers_of,
+    children_of,
+    parameters_of,
+    surrounding_ddp,
+)
 from shoal.torch_internals.tensors import hooks_after_gradient
 
 
@@ -102,15 +107,25 @@ class ParameterRoster:
             for part in parts
             for members in (parameters_of(part), children_of(part))
         ]
+        self._buffers = [buffers_of(part) for part in parts]
         self._known = self._present()
 
     def _present(self) -> list[Any]:
         return list(chain.from_iterable(self._members))
 
+    def _is_unchanged(self) -> bool:
+        present = self._present()
+        return len(present) == len(self._known) and all(map(is_, present, self._known))
+
+    def buffers(self) -> list[Tensor]:
+        """All buffers of the module; to find that it has none takes no walk through it."""
+        if self._is_unchanged() and not any(self._buffers):
+            return []
+        return list(self._module.buffers())
+
     def check(self) -> None:
         """Raises if there is a parameter that was not there; see [Note: late parameters]."""
-        present = self._present()
-        if len(present) == len(self._known) and all(map(is_, present, self._known)):
+        if self._is_unchanged():
             return
         found = list(self._module.named_parameters())
         if not all(isinstance(parameter, nn.Parameter) for _, parameter in found):

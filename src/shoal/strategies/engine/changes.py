@@ -27,10 +27,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from shoal.errors import ShoalError
 from shoal.torch_internals.tensors import as_plain_tensors, num_storage_users, sum_of_versions
-from shoal.torch_support.memory import PrivateView
+from shoal.torch_support.memory import Glimpse, PrivateView
 
 if TYPE_CHECKING:
     from shoal.strategies.engine.flat_group import FlatGroup
@@ -48,10 +49,11 @@ class Changes:
         self.referenced: list[FreedWhole | ReplacedView] = []
         """Memory that the parameters had and users still reference."""
         self._starts = [slot.start for slot in group.layout.slots]
+        self._base, self._addresses = -1, [-1]
         self._is_watched = group.is_sharded or (group.is_mixed and not group.is_common)
         self._num_own_views = num_references(group.whole)
         self._num_bytes_written = 0
-        self._elements: Tensor | None = None
+        self._elements: object = None
         self.is_doubtful = False
         """Whether the whole was handed to users since the parameters were known to be right."""
         if self._is_watched:
@@ -61,14 +63,24 @@ class Changes:
                 if slot.shape.numel()
                 for step in range(_NUM_SEEN)
             }
-            self._offsets = torch.tensor(sorted(offsets), dtype=torch.long)
+            self._glimpse = Glimpse(sorted(offsets), group.whole.dtype)
         self.settle()
 
     def settle(self) -> None:
         """The parameters are what they should be."""
         if self._is_watched:
-            self._versions, self._elements = self._sum_versions(), self._some_elements()
-            self.is_doubtful = False
+            self._versions = self._sum_versions()
+            self.settle_gathered()
+
+    def settle_gathered(self) -> None:
+        """The parameters are what was gathered; nobody has used them since they were freed."""
+        self._elements = self._some_elements()
+        self.is_doubtful = False
+
+    def tell_autograd(self) -> None:
+        """What autograd saved of them without our hooks must not be taken for their values."""
+        increment_version(self._group.parameters)
+        self._versions += len(self._group.parameters)
 
     def adopt(self) -> bool:
         """Makes what was changed by hand count, and returns whether anything was.
@@ -96,19 +108,15 @@ class Changes:
     def _are_there(self) -> bool:
         if self._sum_versions() != self._versions:
             return True
-        found, known = self._some_elements(), self._elements
-        if found is None or known is None or found.equal(known):
-            return False
-        # Not every number equals itself.
-        return not found.view(torch.uint8).equal(known.view(torch.uint8))
+        return self._some_elements() != self._elements
 
     def _sum_versions(self) -> int:
         with as_plain_tensors():
             return sum_of_versions(self._group.parameters)
 
-    def _some_elements(self) -> Tensor | None:
-        whole = self._group.whole
-        return whole.index_select(0, self._offsets) if whole.is_cpu else None
+    def _some_elements(self) -> object:
+        numbers = self._group.numbers
+        return None if numbers is None else self._glimpse.at(numbers)
 
     def take_back(self) -> bool:
         """Parameters that were given other memory (``p.data = ...``) come back with its values."""
@@ -116,9 +124,8 @@ class Changes:
         buffer = group.whole if group.exposed is None else group.exposed
         if not group.is_present:
             return False
-        base, size = buffer.data_ptr(), buffer.itemsize
+        addresses = self._addresses_in(buffer)
         with as_plain_tensors():
-            addresses = [base + start * size for start in self._starts]
             found = list(map(Tensor.data_ptr, group.parameters))
             if found == addresses:
                 return False
@@ -134,6 +141,14 @@ class Changes:
                 view.copy_(parameter.data)
                 parameter.data = view
         return bool(moved)
+
+    def _addresses_in(self, buffer: Tensor) -> list[int]:
+        """Where the parameters are that show a buffer."""
+        base = buffer.data_ptr()
+        if base != self._base:
+            self._base = base
+            self._addresses = [base + start * buffer.itemsize for start in self._starts]
+        return self._addresses
 
     # Into what is stepped -----------------------------------------------------------------
 
@@ -272,8 +287,7 @@ class ReplacedView:
 def num_references(memory: Tensor) -> int:
     """How many tensors there are in the same memory."""
     # One more counts for the object that stands for the memory in Python.
-    count: int = num_storage_users(memory)
-    return count - 1
+    return num_storage_users(memory) - 1
 
 
 def _written_late(names: Sequence[str]) -> ShoalError:

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,9 +33,9 @@ from shoal.sharding.layout import GroupLayout
 from shoal.strategies.engine.absent import AbsentParameter
 from shoal.strategies.engine.changes import Changes
 from shoal.strategies.engine.common_memory import CommonWhole
-from shoal.strategies.engine.gather_buffers import GatherBuffer
+from shoal.strategies.engine.gather_buffers import GatherBuffer, Place
 from shoal.torch_internals.tensors import as_plain_tensors
-from shoal.torch_support.memory import make_worthless
+from shoal.torch_support.memory import Glimpse, make_worthless
 
 if TYPE_CHECKING:
     from shoal.strategies.engine.gathering import Gathering
@@ -54,24 +55,26 @@ class GroupState(StrEnum):
     ::
 
         ABSENT ---to_coming---> COMING ---to_present---> PRESENT ---to_exposed---> EXPOSED
-           ^                      |                       |   ^                       |
-           +------to_failed-------+                       |   +-----to_concealed------+
-           +----------------------to_absent---------------+
+           ^                     | |                      ^   |   ^                   |
+           +------to_failed------+ +---to_hidden-> HIDDEN-+   |   +---to_concealed----+
+           +----------------------to_absent-----------+-------+
 
-    A group that is not sharded is PRESENT or EXPOSED only. One that is PRESENT may be gathered
-    once more, because another rank needs it: it stays PRESENT.
+    A group that is not sharded is PRESENT or EXPOSED only. One that is PRESENT or HIDDEN may be
+    gathered once more, because another rank needs it: it stays so.
     """
 
     ABSENT = "absent"  # a shape without values; any use gathers it
     COMING = "coming"  # absent, with a gather into its memory under way
+    HIDDEN = "hidden"  # still absent, though the whole is there, for what autograd saved of it
     PRESENT = "present"  # the whole
     EXPOSED = "exposed"  # a private copy of the masters, in their dtype
 
 
 _COMES_FROM = {
-    GroupState.ABSENT: (GroupState.PRESENT, GroupState.COMING),
+    GroupState.ABSENT: (GroupState.PRESENT, GroupState.HIDDEN, GroupState.COMING),
     GroupState.COMING: (GroupState.ABSENT,),
-    GroupState.PRESENT: (GroupState.COMING, GroupState.EXPOSED),
+    GroupState.HIDDEN: (GroupState.COMING,),
+    GroupState.PRESENT: (GroupState.COMING, GroupState.HIDDEN, GroupState.EXPOSED),
     GroupState.EXPOSED: (GroupState.PRESENT,),
 }
 
@@ -116,13 +119,14 @@ class FlatGroup:
         """How often the whole was freed, which autograd takes for a change."""
         self.exposed: Tensor | None = None
         self._classes = [type(parameter) for parameter in parameters]
+        self._absent_class: type[AbsentParameter] | None = None
         first = parameters[0].detach()
         self.master_dtype = first.dtype
         # If anything gets at the values of an absent parameter, it shall not be overlooked.
-        self._nothing = first.new_empty((), dtype=storage.dtype)
-        make_worthless(self._nothing)
+        dtype = first.dtype if storage.dtype is None else storage.dtype
+        self._nothing = _nothing(dtype, first.device, torch.Size())
         # What absent parameters have for values: a shape, and one number.
-        self._shapes = [self._nothing.expand(slot.shape) for slot in layout.slots]
+        self._shapes = [_nothing(dtype, first.device, slot.shape) for slot in layout.slots]
         self.memory_layout = (self._nothing.dtype, first.device, *self._places)
         """The same for groups that can be gathered into the same memory."""
         self.is_mixed = first.dtype is not self._nothing.dtype
@@ -137,6 +141,8 @@ class FlatGroup:
         self.master = self._make_master(values)
         self.point_at(self.whole)
         self._buffer = GatherBuffer(self.whole, self) if self.is_sharded else None
+        self.numbers = self._find_numbers()
+        """The whole's memory for a `Glimpse`, where it is the CPU's and looked at."""
         self.account = account
         self.changes = Changes(self)
         account.add("parameters", self.num_bytes_held)
@@ -173,6 +179,12 @@ class FlatGroup:
             return shard
         return backend.empty(shard.numel(), shard.dtype, shard.device).copy_(shard)
 
+    def _find_numbers(self) -> memoryview | None:
+        if self._buffer is not None:
+            return self._buffer.numbers
+        is_looked_at = self.is_mixed and not self.is_common and self.whole.is_cpu
+        return Glimpse.numbers(self.whole) if is_looked_at else None
+
     def _make_master(self, values: Tensor) -> Tensor:
         if not self.is_mixed:
             return self.shard if self.owns_part else self.whole
@@ -180,15 +192,26 @@ class FlatGroup:
 
     @property
     def is_present(self) -> bool:
-        """Whether the whole is there."""
+        """Whether the whole is there and the parameters have values."""
         return self.state is GroupState.PRESENT or self.state is GroupState.EXPOSED
+
+    @property
+    def has_whole(self) -> bool:
+        """Whether the whole is there."""
+        return self.state is GroupState.HIDDEN or self.is_present
+
+    @property
+    def storage_id(self) -> int:
+        """Identifies the memory of a whole that was gathered, or is about to be."""
+        assert self._buffer is not None
+        return self._buffer.storage_id
 
     @property
     def num_bytes_held(self) -> int:
         """Bytes of parameters and masters that this rank holds now, its share of common ones."""
         held = self.master.nbytes if self.is_mixed else 0
         if self.is_sharded:
-            return held + self.shard.nbytes + (self.whole.nbytes if self.is_present else 0)
+            return held + self.shard.nbytes + (self.whole.nbytes if self.has_whole else 0)
         return held + (self.shard.nbytes if self.is_common else self.whole.nbytes)
 
     @property
@@ -204,6 +227,11 @@ class FlatGroup:
         """Each parameter's elements of a buffer that is laid out like the whole."""
         base, as_strided = int(buffer.storage_offset()), buffer.as_strided
         return [as_strided(shape, strides, base + start) for shape, strides, start in self._places]
+
+    def view(self, place: Place) -> Tensor:
+        """Something of a whole that was gathered and is there."""
+        assert self._buffer is not None
+        return self._buffer.view(place)
 
     def point_at(self, buffer: Tensor) -> None:
         """Makes the parameters views of a buffer that is laid out like the whole."""
@@ -240,12 +268,19 @@ class FlatGroup:
     def to_coming(self, buffer: GatherBuffer) -> None:
         """A gather is about to fill the buffer."""
         self._enter(GroupState.COMING)
-        self._buffer, self.whole = buffer, buffer.whole
+        self._buffer, self.whole, self.numbers = buffer, buffer.whole, buffer.numbers
 
     def to_failed(self) -> GatherBuffer:
         """The gather failed; returns its memory."""
         self._enter(GroupState.ABSENT)
         return self._give_up_whole()
+
+    def to_hidden(self) -> None:
+        """The whole has been filled, for autograd: the parameters are left as they are.
+
+        Nobody can change what is not shown, so to free it again takes little.
+        """
+        self._enter(GroupState.HIDDEN)
 
     def to_present(self, *, is_watched: bool = False) -> None:
         """The whole has been filled: the parameters can be used.
@@ -255,28 +290,32 @@ class FlatGroup:
         self._enter(GroupState.PRESENT)
         assert self._buffer is not None
         self._show(self._buffer.views)
-        self.changes.settle()
+        self.changes.settle_gathered()
         if not is_watched:
             self.stop_watching()
 
     def to_absent(self, gathering: Gathering) -> GatherBuffer:
         """Gives the whole up and returns its memory; a use of the parameters gathers it again."""
+        if self.state is GroupState.HIDDEN:
+            self._enter(GroupState.ABSENT)
+            return self._give_up_whole()
         self.changes.adopt()
         self._enter(GroupState.ABSENT)
         self._show(self._shapes)
+        self.numbers = None
         if self.was_outside_pass:
             assert self._buffer is not None
-            self._buffer.views.clear()  # what is referenced from now on is users'
+            self._buffer.leave()
             self.changes.note_freed()
         self.was_outside_pass = False
         self.watch(gathering)
-        # What autograd saved of them without our hooks must not be taken for their values.
-        torch.autograd.graph.increment_version(self.parameters)
+        self.changes.tell_autograd()
         self.num_freed += 1
         return self._give_up_whole()
 
     def _give_up_whole(self) -> GatherBuffer:
         buffer, self._buffer, self.whole = self._buffer, None, self._nothing
+        self.numbers = None
         assert buffer is not None
         return buffer
 
@@ -303,16 +342,28 @@ class FlatGroup:
 
     def watch(self, gathering: Gathering) -> None:
         """Gives the parameters the class that knows when they are used."""
+        kind = self._absent_class
+        if kind is None:
+            kind = self._absent_class = AbsentParameter.of_group(self, gathering)
         for parameter in self.parameters:
-            parameter.__class__ = AbsentParameter
-            parameter._group, parameter._gathering = self, gathering  # type: ignore[attr-defined]
+            parameter.__class__ = kind
 
     def stop_watching(self) -> None:
         """Gives the parameters their own class back."""
         for parameter, kind in zip(self.parameters, self._classes, strict=True):
-            if type(parameter) is AbsentParameter:
+            if type(parameter) is self._absent_class:
                 parameter.__class__ = kind  # type: ignore[assignment]
-                del parameter._group, parameter._gathering
+
+
+@cache
+def _nothing(dtype: torch.dtype, device: torch.device, shape: torch.Size) -> Tensor:
+    """A shape with one number for all values: the same tensor for all groups, read by nobody."""
+    if shape:
+        return _nothing(dtype, device, torch.Size()).expand(shape)
+    with torch.inference_mode(False):
+        number = torch.empty((), dtype=dtype, device=device)
+        make_worthless(number)
+    return number
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from shoal.comm.accounting import Account
-from shoal.torch_internals.tensors import num_storage_users
-from shoal.torch_support.memory import make_worthless
+from shoal.torch_internals.tensors import num_users, storage_id
+from shoal.torch_support.memory import Glimpse, make_worthless
 
 if TYPE_CHECKING:
     from shoal.strategies.engine.flat_group import FlatGroup
@@ -33,13 +33,20 @@ def fills_freed() -> bool:
     return os.environ.get(FILL_VARIABLE) == "1"
 
 
+Place = tuple[torch.Size, tuple[int, ...], int]
+"""Where a view lies in a buffer: its shape, its strides, and where it begins."""
+
+
 class GatherBuffer:
     """Memory for the whole of a group, and each parameter's view of it."""
 
     def __init__(self, whole: Tensor, group: FlatGroup) -> None:
         """For groups that are laid out like this one."""
         self.whole, self.views = whole, group.views_of(whole)
-        self._num_users = num_storage_users(whole)
+        self.numbers = Glimpse.numbers(whole) if whole.is_cpu else None
+        self.storage_id = storage_id(whole)
+        self._num_users = num_users(self.storage_id)
+        self._others: dict[Place, Tensor] = {}
 
     @classmethod
     def allocate(cls, group: FlatGroup) -> GatherBuffer:
@@ -48,10 +55,24 @@ class GatherBuffer:
         with torch.inference_mode(False):
             return cls(group.shard.new_empty(group.layout.num_elements), group)
 
+    def view(self, place: Place) -> Tensor:
+        """Any view of it; groups that have the memory in turn ask for the same ones."""
+        view = self._others.get(place)
+        if view is None:
+            view = self._others[place] = self.whole.as_strided(*place)
+            self._num_users += 1
+        return view
+
+    def leave(self) -> None:
+        """Drops all views but the whole: what is referenced from now on is users'."""
+        self.numbers = None
+        self.views.clear()
+        self._others.clear()
+
     @property
     def is_referenced(self) -> bool:
         """Whether somebody else has a tensor in this memory."""
-        return num_storage_users(self.whole) != self._num_users
+        return num_users(self.storage_id) != self._num_users
 
 
 class GatherBuffers:

@@ -53,7 +53,9 @@ class Gathering:
         """``backend`` must carry nothing else: the order of its operations is the rounds'."""
         self._groups = {group.index: group for group in groups if group.is_sharded}
         self._backend, self._progress = backend, progress
+        self._here = dict(self._groups)
         self._coming: dict[int, Work[Tensor]] = {}
+        self._operations: dict[int, AllGather] = {}
         self._buffers = GatherBuffers(self._groups.values())
         self._plan = PassPlan(list(self._groups))
         self._round = Round([])
@@ -62,7 +64,7 @@ class Gathering:
         self._keep_all = self._is_in_pass = self._is_backward = False
         self.is_needed = bool(self._groups)
         """Whether anything is gathered at all."""
-        self.saved = SavedParameters(self.need)
+        self.saved = SavedParameters(self.need_whole)
         for group in self._groups.values():
             self.saved.note_whole(group)
         self._what = _OUTSIDE
@@ -77,13 +79,15 @@ class Gathering:
         """
         self._plan, self._is_backward = plan, is_backward
         self._is_in_pass, self._what = True, what
+        for group in self._here.values():
+            self.need(group)  # a backward that failed may have left it hidden
+            if is_backward:
+                group.watch(self)
+            else:
+                group.stop_watching()
         for group in self._groups.values():
-            if group.is_present:
-                if is_backward:
-                    group.watch(self)
-                else:
-                    group.stop_watching()
-            self.adopt_changes(group)
+            if group.is_present or group.changes.referenced:
+                self.adopt_changes(group)
         self._round = Round([])  # the first has to be voted for like any other
         self._seen, self._again = [], set()
 
@@ -98,8 +102,9 @@ class Gathering:
         self._what = _OUTSIDE
         self.free_unless_kept()
         self._buffers.clear()
-        for group in self._groups.values():
-            group.was_outside_pass = group.is_present
+        for group in self._here.values():
+            self.need(group)  # not hidden any more
+            group.was_outside_pass = True
         if not self._plan.is_learned:
             self._learn()
 
@@ -129,7 +134,13 @@ class Gathering:
 
     def need(self, group: FlatGroup) -> None:
         """Has the group's parameters here when it returns."""
-        if group.is_present:
+        self.need_whole(group)
+        if group.state is GroupState.HIDDEN:
+            self._show(group)
+
+    def need_whole(self, group: FlatGroup) -> None:
+        """Has the group's whole here when it returns: in backward, mostly nothing else is used."""
+        if group.has_whole:
             return
         if group.state is GroupState.ABSENT:
             if group.index in self._seen:
@@ -154,7 +165,7 @@ class Gathering:
 
     def _prefetch(self, index: int) -> None:
         for following in self._round.ahead(index, PREFETCH_DISTANCE):
-            if not self._groups[following].is_present:
+            if not self._groups[following].has_whole:
                 self._start_until(following)
 
     def _start(self, group: FlatGroup) -> None:
@@ -166,24 +177,35 @@ class Gathering:
         self._fill(group, self._begin_gather)
 
     def _begin_gather(self, group: FlatGroup) -> None:
-        operation = AllGather(group.shard, group.whole)
-        operation.signature = f"gather of parameter group {group.index}: {operation.signature}"
+        known = self._operations.get(group.index)
+        if known is None:
+            known = AllGather(group.shard, group.whole).again(None)  # it must not keep the whole
+            known.signature = f"gather of parameter group {group.index}: {known.signature}"
+            self._operations[group.index] = known
+        operation = known.again(group.whole)
         self._coming[group.index] = self._backend.run(operation, async_op=True)
 
     def _finish(self, group: FlatGroup) -> None:
         if group.index not in self._coming:
             return
-        self._wait(group)
+        self._fill(group, self._wait)
         del self._coming[group.index]
         if group.state is GroupState.COMING:
-            may_save = torch.is_grad_enabled() or self._is_backward
-            group.to_present(is_watched=may_save and not has_saved_tensors_hooks())
+            self._here[group.index] = group
+            if self._is_backward:
+                group.to_hidden()
+            else:
+                self._show(group)
         if not self._is_in_pass:
             group.was_outside_pass = True
             group.changes.is_doubtful = True
 
+    def _show(self, group: FlatGroup) -> None:
+        may_save = torch.is_grad_enabled() or self._is_backward
+        group.to_present(is_watched=may_save and not has_saved_tensors_hooks())
+
     def _wait(self, group: FlatGroup) -> None:
-        self._fill(group, lambda _: self._coming[group.index].wait())
+        self._coming[group.index].wait()
 
     def _fill(self, group: FlatGroup, task: Callable[[FlatGroup], object]) -> None:
         """Does what fills the whole: no change for autograd, and undone where it fails."""
@@ -202,13 +224,13 @@ class Gathering:
 
     def finish_coming(self) -> None:
         """Nothing is on its way any more: it would arrive with values of before."""
-        for group in self._groups.values():
-            self._finish(group)
+        for index in list(self._coming):
+            self._finish(self._groups[index])
 
     def adopt_changes(self, group: FlatGroup) -> None:
         """What a user did to a group's parameters counts; see [Note: changes by hand]."""
         if group.changes.referenced and group.index in self._coming:
-            self._wait(group)  # what is written now must not be overwritten
+            self._fill(group, self._wait)  # what is written now must not be overwritten
         if group.changes.adopt():
             self.saved.changed((group.index, index) for index in range(len(group.parameters)))
 
@@ -216,7 +238,7 @@ class Gathering:
 
     def free_all(self) -> None:
         """Frees every group that is not in use."""
-        for group in self._groups.values():
+        for group in list(self._here.values()):
             self._free(group)
 
     def free_unless_kept(self) -> None:
@@ -226,17 +248,18 @@ class Gathering:
 
     def _free_others(self, needed: FlatGroup) -> None:
         lasting = self._plan.lasting
-        for index, group in self._groups.items():
-            is_here = group.state is GroupState.PRESENT
-            if is_here and group is not needed and index not in lasting:
+        for index, group in list(self._here.items()):
+            if group is not needed and index not in lasting:
                 self._free(group)
 
     def _free(self, group: FlatGroup) -> None:
-        is_idle = group.state is GroupState.PRESENT and not group.pins
+        is_idle = group.state is not GroupState.EXPOSED and not group.pins
         if is_idle and group.is_sharded and group.index not in self._coming:
             self.saved.forget_whole(group)
             is_private = self._is_in_pass and not group.was_outside_pass
-            self._buffers.give(group, group.to_absent(self), may_reuse=is_private)
+            buffer = group.to_absent(self)
+            del self._here[group.index]
+            self._buffers.give(group, buffer, may_reuse=is_private)
 
     @contextmanager
     def keeping(self) -> Iterator[None]:

@@ -159,7 +159,7 @@ class Passes:
 
     def share_buffers(self) -> None:
         """All ranks have the same buffers; see [Note: buffers that learn]."""
-        buffers = list(self._engine.module.buffers())
+        buffers = self._roster.buffers()
         if buffers:
             averages = self._engine.settings.averages_buffers
             share_buffers(buffers, self._buffer_group, averages=averages)
@@ -173,28 +173,29 @@ class Passes:
         self._begin_pass(self._backward_plan, is_backward=True)
         self._reductions.begin()
         self._gradients.add_to()
-        for gradients in self._gradients.groups:
-            gradients.expect()
+        self._gradients.expect(one_by_one=self._only_adds)
         call_after_backward(self._end_backward)
+
+    @property
+    def _only_adds(self) -> bool:
+        """Between the parts of a batch, gradients are neither averaged nor end a gathering pass."""
+        return self._is_in_parts and not self.auto_sync and not self._gathering.is_needed
 
     def _arrived(self, group: int, index: int) -> None:
         gradients = self._gradients.groups[group]
-        # Between the parts of a batch, gradients are neither averaged nor end a gathering pass.
-        only_adds = self._is_in_parts and not self.auto_sync and not self._gathering.is_needed
-        if only_adds and gradients.was_added(index):
-            return
-        gradients.arrived.append(index)
-        gradients.waiting -= 1
-        if gradients.waiting <= 0:
+        if self._only_adds and gradients.was_added(index):
+            gradients.arrived.pop()
+        elif not gradients.are_missing:
             self._group_arrived(gradients)
 
     def _group_arrived(self, gradients: GroupGradients) -> None:
         if not self._in_backward:
             self._begin_backward()
-            if gradients.waiting > 0:
+            if gradients.are_missing:
                 return
         if self._arrivals.are_stepped:  # by hooks that are yet to come
             return
+        gradients.expect_nothing()
         gradients.collect()
         if self.auto_sync:
             self._reductions.completed(gradients.group.index)
@@ -204,10 +205,10 @@ class Passes:
         self._gathering.end_pass()
         is_alone = self._engine.backend.size == 1
         for gradients in self._gradients.groups:
-            gradients.waiting = 0
+            gradients.expect_nothing()
             gradients.collect()
-            if not is_alone:
-                gradients.check_unchanged()
+        if not is_alone:
+            self._gradients.check_unchanged()
         if self.auto_sync:
             self._complete_round()
         self._gradients.show()
@@ -281,23 +282,25 @@ class Arrivals:
     def watch(self, gradients: GroupGradients) -> list[Any]:
         """Hangs a hook on each parameter of a group that may ever have a gradient."""
         return [
-            self._hang_on(parameter, gradients.group.index, index)
+            self._hang_on(parameter, gradients, index)
             for index, parameter in enumerate(gradients.group.parameters)
             if parameter.is_floating_point() or parameter.is_complex()
         ]
 
-    def _hang_on(self, parameter: nn.Parameter, group: int, index: int) -> Any:
+    def _hang_on(self, parameter: nn.Parameter, gradients: GroupGradients, index: int) -> Any:
         was_trainable = parameter.requires_grad
         # A hook can only be hung on a parameter that is trainable, and it may become so later.
         parameter.requires_grad_(True)
-        owner, tell = self._owner, self._tell
+        owner, tell, group = self._owner, self._tell, gradients.group.index
+        arrived, append = gradients.arrived, gradients.arrived.append
 
-        def arrived(_: Tensor) -> None:
-            if (passes := owner()) is not None:
+        def note(_: Tensor) -> None:
+            append(index)  # mostly that is all: this is called for each parameter in each step
+            if len(arrived) >= arrived.num_worth_telling and (passes := owner()) is not None:
                 tell(passes, group, index)
 
-        arrived.owner = owner  # type: ignore[attr-defined]
-        handle = parameter.register_post_accumulate_grad_hook(arrived)
+        note.owner = owner  # type: ignore[attr-defined]
+        handle = parameter.register_post_accumulate_grad_hook(note)
         self._hooks.append((hooks_after_gradient(parameter), handle.id, vars(parameter)))
         parameter.requires_grad_(was_trainable)
         return handle

@@ -7,8 +7,7 @@ moved into the group's buffer, all with one call, and the parameters drop them.
 
 from __future__ import annotations
 
-from typing import TypeGuard
-
+import torch
 from torch import Tensor
 
 from shoal.comm import Backend, ReduceOp, Work
@@ -20,7 +19,17 @@ from shoal.strategies.gradients.reductions import AverageToAll, AverageToParts, 
 from shoal.strategies.gradients.sharded.owners import GradientOwners
 from shoal.strategies.gradients.sharded.sharded_gradient import ShardedGradient
 from shoal.strategies.gradients.shown import ShownGradients
-from shoal.torch_internals.tensors import as_plain_tensors, foreach_copy_, sum_of_versions
+from shoal.torch_internals.tensors import as_plain_tensors, foreach_copy_
+
+
+class Arrived(list[int]):
+    """Parameters whose gradients are there and not collected yet, by index.
+
+    Autograd's hooks add to it. They know nothing else of a group: see `Arrivals`.
+    """
+
+    num_worth_telling = 0
+    """From how many on a hook tells that it was called."""
 
 
 class GroupGradients:
@@ -50,10 +59,9 @@ class GroupGradients:
         self.group, self._backend, self.is_sharded = group, backend, is_sharded
         self.memory = GradientMemory(group, pool, is_sharded=is_sharded)
         self.exchange = exchange
-        self.arrived: list[int] = []
-        """Parameters whose gradients are there and not collected yet."""
-        self.waiting = 0
-        """How many are still missing in this backward; none outside of one."""
+        self.arrived = Arrived()
+        self.num_expected = 0
+        """How many arrive in this backward; none outside of one."""
         self.collected: set[int] = set()
         """Parameters whose gradients are in the buffer of the whole gradient."""
         self.local: set[int] = set()
@@ -64,7 +72,7 @@ class GroupGradients:
         self._all = frozenset(range(len(group.parameters)))
         self._no_gradients = [None] * len(group.parameters)
         self._reduction: tuple[Flagged, Work[Tensor]] | None = None
-        self._versions = 0
+        self._average: AverageToAll | AverageToParts | None = None
         rank = backend.rank if is_sharded else 0
         shows_parts = is_sharded or is_hidden or group.is_mixed
         self.shown = ShownGradients(self, owners, rank, shows_parts=shows_parts)
@@ -75,31 +83,23 @@ class GroupGradients:
 
     # Backward -----------------------------------------------------------------------------
 
-    def expect(self) -> None:
-        """A backward pass begins: every trainable parameter may get a gradient."""
-        with as_plain_tensors():
-            missing = sum([parameter.requires_grad for parameter in self.group.parameters])
-        self.waiting = missing - len(self.arrived)
-        self._versions = self._sum_versions()
+    def expect(self, *, one_by_one: bool) -> None:
+        """A backward pass begins: every trainable parameter may get a gradient.
 
-    def _sum_versions(self) -> int:
-        """How often the parameters were changed in place."""
+        ``one_by_one``: whether each of them is to be told of, not only the last.
+        """
         with as_plain_tensors():
-            return sum_of_versions(self.group.parameters) - (
-                self.group.num_freed * len(self.group.parameters)
-            )
+            self.num_expected = sum([each.requires_grad for each in self.group.parameters])
+        self.arrived.num_worth_telling = 0 if one_by_one else self.num_expected
 
-    def check_unchanged(self) -> None:
-        """Raises if parameters were changed in place since the backward began."""
-        if self._sum_versions() != self._versions:
-            names = self.group.names
-            which = names[0] if len(names) == 1 else f"one of {names[0]} to {names[-1]}"
-            raise ShoalError(
-                f"{which} was changed while backward ran, by an optimizer that steps in a hook, "
-                "say. Gradients are averaged over the ranks by the end of backward, so each rank "
-                "would step with its own, and the ranks would drift apart: step after backward, "
-                "with the optimizer that shoal.as_distributed(model, optimizer) returned"
-            )
+    def expect_nothing(self) -> None:
+        """What arrives from now on is told of at once: backward has ended, or it comes late."""
+        self.num_expected = self.arrived.num_worth_telling = 0
+
+    @property
+    def are_missing(self) -> bool:
+        """Whether more gradients are expected before any are collected."""
+        return len(self.arrived) < self.num_expected
 
     def add_in_place(self, is_wanted: bool) -> None:
         """Whether autograd itself adds to the buffer: for many backwards with nothing in between.
@@ -127,7 +127,8 @@ class GroupGradients:
         if not self.arrived or self._is_exchanging():
             return
         self.finish_reduction()  # one that comes late adds to what was averaged already
-        arrived, self.arrived = self.arrived, []
+        arrived = list(self.arrived)
+        self.arrived.clear()
         if not self._collect_all(arrived):
             self._collect_some(arrived)
 
@@ -136,7 +137,11 @@ class GroupGradients:
         parameters = self.group.parameters
         if len(arrived) != len(parameters) or self.collected or self.adds_in_place:
             return False
-        gradients = [gradient for gradient in self.group.gradients() if _is_plain(gradient)]
+        gradients = [
+            each
+            for each in self.group.gradients()
+            if type(each) is Tensor and not each.requires_grad and not each.is_sparse
+        ]
         if len(gradients) != len(parameters):
             return False
         self.group.show_gradients(self._no_gradients)
@@ -202,9 +207,8 @@ class GroupGradients:
                 self._reduction = exchange.operation, exchange
                 return
             self.exchange.count_uncompressed()
-        operation = self._make_average(self.memory.take_whole())
+        operation = self._next_average(self.memory.take_whole())
         operation.carry(flags)
-        operation.signature = self._average_text(operation)
         self._reduction = operation, self._backend.start(operation)
 
     def _average_text(self, operation: Flagged) -> str:
@@ -223,12 +227,20 @@ class GroupGradients:
         """
         return self._reduction is not None and isinstance(self._reduction[1], Exchange)
 
-    def _make_average(self, whole: Tensor) -> Flagged:
+    def _next_average(self, whole: Tensor) -> Flagged:
+        if self._average is None:  # it must not keep the whole
+            self._average = self._make_average(torch.empty_like(whole, device="meta"))
+            self._average.signature = self._average_text(self._average)
+        if isinstance(self._average, AverageToAll):
+            return self._average.again(whole)
+        out = self.memory.shard_memory() if self.memory.shard is None else None
+        return self._average.again(whole, out)
+
+    def _make_average(self, whole: Tensor) -> AverageToAll | AverageToParts:
         if not self.is_sharded:
             return AverageToAll(whole, ReduceOp.AVERAGE)
-        position, memory = (self._backend.rank, self._backend.size), self.memory
-        out = memory.shard_memory() if memory.shard is None else None
-        return AverageToParts(whole, ReduceOp.AVERAGE, out, self.group.layout.sizes, position)
+        position = (self._backend.rank, self._backend.size)
+        return AverageToParts(whole, ReduceOp.AVERAGE, None, self.group.layout.sizes, position)
 
     def is_reduced(self) -> bool:
         """Whether `finish_reduction` would not wait."""
@@ -316,10 +328,3 @@ class GroupGradients:
     def num_bytes_held(self) -> int:
         """Bytes of gradients that this rank holds now."""
         return self.memory.num_bytes_held
-
-
-def _is_plain(gradient: Tensor | None) -> TypeGuard[Tensor]:
-    """Whether it is a dense tensor and nothing more."""
-    if type(gradient) is not Tensor:
-        return False
-    return not gradient.requires_grad and not gradient.is_sparse

@@ -13,8 +13,11 @@ from shoal.strategies.engine.flat_group import FlatGroup
 from shoal.strategies.engine.gather_buffers import fills_freed
 from shoal.torch_support.memory import make_worthless
 
-# Of how many buffers a group remembers the views.
+# Of how many buffers the views are remembered.
 _MOST_VIEWS = 8
+
+Views = dict[int, tuple[list[Tensor], Tensor]]
+"""By a buffer's address: the parameters' parts of it, and what lies behind the last of them."""
 
 
 class BufferPool:
@@ -24,7 +27,12 @@ class BufferPool:
         """Nothing in it yet."""
         self._backend, self.account = backend, account
         self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        self._views: dict[object, Views] = {}
         self._fills = fills_freed()
+
+    def views_for(self, group: FlatGroup) -> Views:
+        """The views of groups that are laid out alike and have the buffers in turn."""
+        return self._views.setdefault((group.master_dtype, group.memory_layout), {})
 
     def take(self, like: Tensor, numel: int) -> Tensor:
         """A buffer of at least that length, with any contents."""
@@ -58,7 +66,7 @@ class GradientMemory:
         """This rank's part of the average, where only that is kept."""
         self._buffer: Tensor | None = None
         self._shard_memory: Tensor | None = None
-        self._views: dict[int, tuple[list[Tensor], Tensor]] = {}
+        self._views = pool.views_for(group) if is_sharded else {}
 
     def take_whole(self) -> Tensor:
         """The buffer of the whole gradient; one from the pool if there is none yet."""
@@ -140,8 +148,9 @@ class GradientMemory:
             for index, slot in enumerate(slots):
                 if index not in collected:
                     whole[slot.start : slot.stop].zero_()
-        # Clipping by a norm that is not finite leaves no zeros behind the last slot.
-        self._cut()[1].zero_()
+        if whole.numel() > slots[-1].stop:
+            # Clipping by a norm that is not finite leaves no zeros behind the last slot.
+            self._cut()[1].zero_()
 
     @property
     def num_bytes_held(self) -> int:

@@ -11,6 +11,8 @@ has none. In a plain loop no rank asks.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import operator
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -26,6 +28,7 @@ from shoal.strategies.gradients.group_gradients import GroupGradients
 from shoal.strategies.gradients.memory import BufferPool
 from shoal.strategies.gradients.reductions import Flagged, Flags
 from shoal.strategies.gradients.sharded.owners import GradientOwners
+from shoal.torch_internals.tensors import as_plain_tensors, versions_of
 
 if TYPE_CHECKING:
     from shoal.strategies.engine.engine import Engine
@@ -58,6 +61,10 @@ class ModelGradients:
             )
             for group in engine.groups
         ]
+        self._parameters = [each for group in engine.groups for each in group.parameters]
+        self._names = [name for group in engine.groups for name in group.names]
+        self._group_of = [group.index for group in engine.groups for _ in group.parameters]
+        self._versions: list[int] = []
         self.hand_made = HandMade(self.groups, meeting, engine.ranks.replica_group)
         self.num_averaged = 0
         """How often there were averaged gradients after a reduction, on any rank and so on all."""
@@ -77,6 +84,36 @@ class ModelGradients:
     def __iter__(self) -> Iterator[GroupGradients]:
         """Group by group."""
         return iter(self.groups)
+
+    # Backward -----------------------------------------------------------------------------
+
+    def expect(self, *, one_by_one: bool) -> None:
+        """A backward pass begins; ``one_by_one``: see `GroupGradients.expect`."""
+        for gradients in self.groups:
+            gradients.expect(one_by_one=one_by_one)
+        self._versions = self._read_versions()
+
+    def _read_versions(self) -> list[int]:
+        """How often each parameter was changed in place."""
+        with as_plain_tensors():
+            versions = versions_of(self._parameters)
+        if not self._engine.gathering.is_needed:
+            return versions
+        freed = [gradients.group.num_freed for gradients in self.groups]
+        return list(map(operator.sub, versions, [freed[index] for index in self._group_of]))
+
+    def check_unchanged(self) -> None:
+        """Raises if parameters were changed in place since the backward began."""
+        versions = self._read_versions()
+        if versions != self._versions:
+            changed = map(operator.ne, versions, self._versions)
+            name = next(itertools.compress(self._names, changed))
+            raise ShoalError(
+                f"{name} was changed while backward ran, by an optimizer that steps in a hook, "
+                "say. Gradients are averaged over the ranks by the end of backward, so each rank "
+                "would step with its own, and the ranks would drift apart: step after backward, "
+                "with the optimizer that shoal.as_distributed(model, optimizer) returned"
+            )
 
     # Around reductions --------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ class Flags:
         is_all = len(named) == count
         self.words = _words_of_all(count) if is_all else _words_of(named, count)
         self.union: set[int] = set()
-        self._all = set(range(count)) if is_all else None
+        self._all = set(named) if is_all else None
 
     def unite(self, headers: Sequence[Header]) -> None:
         """Learns from all headers what any rank names."""

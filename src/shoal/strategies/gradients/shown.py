@@ -10,6 +10,7 @@ buffer.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import sys
 import weakref
@@ -98,8 +99,10 @@ class ShownGradients:
         if gradients.adds_in_place:
             return
         there = gradients.used | gradients.collected
-        if len(there) == len(self._parameters) and not self._shows_parts:
-            gradients.group.show_gradients(self._views_of_whole().views())
+        if len(there) == len(self._parameters):
+            gradients.group.show_gradients(
+                self.parts.all() if self._shows_parts else self._views_of_whole().views()
+            )
             return
         everything = range(len(self._parameters))
         views = [self._view(index) if index in there else None for index in everything]
@@ -143,13 +146,14 @@ class ShownGradients:
 
     def _is_as_shown(self) -> bool:
         """Whether every parameter has the gradient that it was shown with."""
-        gradients = self._gradients
+        gradients, shown = self._gradients, self._gradients.group.gradients()
+        if not gradients.used and not gradients.collected:
+            return all(map(operator.is_, shown, itertools.repeat(None)))
         if self._shows_parts:
-            there = gradients.used | gradients.collected
-            return self.parts.are_shown(gradients.group.gradients(), there)
+            return self.parts.are_shown(shown, gradients.used | gradients.collected)
         if self._whole_views is None:
             return False
-        return self._whole_views.are_shown(gradients.group.gradients())
+        return self._whole_views.are_shown(shown)
 
     def _is_own(self, index: int, gradient: Tensor) -> bool:
         """Whether a plain gradient is the buffer's: ``.data = ...`` may have moved it."""
@@ -295,6 +299,15 @@ class PartViews:
         view = self.views[index]
         view.arrived = None
         return view
+
+    def all(self) -> list[ShardedGradient]:
+        """What the parameters show if all have a gradient."""
+        indices = range(len(self._gradients.group.parameters))
+        if len(self.views) < len(indices):
+            return [self.view(index) for index in indices]
+        for view in self.views.values():
+            view.arrived = None
+        return [self.views[index] for index in indices]
 
     def _num_references(self, index: int) -> int:
         """How often a view is referenced, itself and the part that it stands for."""
