@@ -27,7 +27,7 @@ def make_data() -> TensorDataset:
 def build() -> tuple:
     """For `shoal.verify`: what to train, on global batches."""
     model = nn.Sequential(nn.Linear(2, 64), nn.GELU(), nn.Linear(64, 1), nn.Flatten(0))
-    optimizer = AdamW(model.parameters(), lr=1e-2)
+    optimizer = AdamW(model.parameters(), lr=3e-2)
     return model, optimizer, DataLoader(make_data(), 96), F.binary_cross_entropy_with_logits
 
 
@@ -36,7 +36,7 @@ def nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
-def train(every: int = 10, epochs: int = 10, *, is_diloco: bool = False, **options) -> float:
+def train(every: int = 10, epochs: int = 15, *, is_diloco: bool = False, **options) -> float:
     """Returns the loss of the averaged model."""
     torch.manual_seed(0)
     model, optimizer, loader, loss_fn = build()

@@ -172,7 +172,7 @@ def held_state(optimizer: Optimizer, model: nn.Module) -> Iterator[HeldState]:
 
 def own_state(optimizer: Optimizer) -> list[HeldState] | None:
     """This rank's state where every rank has another one; None where all have one between them."""
-    return optimizer.own_state() if isinstance(optimizer, LocalSGDOptimizer) else None
+    return optimizer.own_state() if isinstance(optimizer, ShardedOptimizer) else None
 
 
 def outer_of(optimizer: Optimizer) -> tuple[Optimizer, Mapping[int, str]] | None:

@@ -201,6 +201,10 @@ class ShardedOptimizer(Optimizer):
         """This rank's part of the state, under full names."""
         return self.division.held_state()
 
+    def own_state(self) -> list[HeldState] | None:
+        """This rank's state where every rank has another one; None where they share one."""
+        return None
+
     @torch.inference_mode(mode=False)
     def receive(
         self, saved: Mapping[str, FullState], options: Sequence[Mapping[str, Any]]

@@ -38,6 +38,7 @@ class AsyncOptions(_ReplicaOptions, total=False):
     max_staleness: int
     when_stale: str
     servers: str | Sequence[int]
+    partners: str
 
 
 class _ComparedOptions(_ReplicaOptions, total=False):

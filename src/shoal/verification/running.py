@@ -70,6 +70,8 @@ def _as_replay(experiment: Experiment) -> Experiment:
         )
     if experiment.strategy == "local":
         options = {"every": _EVERY, **options}
+    elif options.get("topology") == "gossip":
+        raise ValueError('shoal.verify replays servers: leave out topology="gossip"')
     elif experiment.backend != "memory":
         raise ValueError(
             "shoal.verify replays the order of updates of strategy 'async', which servers share "

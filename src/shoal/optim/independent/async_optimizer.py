@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.optim import Optimizer
 
+from shoal.optim.independent.average_state import averaged_states, whole_states
 from shoal.optim.independent.served_work import ServedByOne, ServedWork
 from shoal.optim.kinds import Kind
 from shoal.optim.optimizer import ShardedOptimizer
 from shoal.optim.proof.judgement import Judgement
+from shoal.sharding.holding import HeldState
 from shoal.strategies.independent.async_model import AsyncModel
 from shoal.system.rank_names import name_ranks
 
@@ -57,17 +59,20 @@ class AsyncSGDOptimizer(ShardedOptimizer):
         """
         self.staleness: Counter[int] = Counter()
         self.dropped: Counter[int] = Counter()
+        self._averages: list[HeldState] | None = None
         super().__init__(optimizer, model, kind=kind)
 
     @property
     def waited_for(self) -> Counter[int]:
         """How often this rank has waited for a slower one, by rank; only with "wait"."""
-        return self.model.waited_for
+        return self.model.worker.waited_for
 
     def describe(self) -> str:
         """Its kind, and what happens to stale updates."""
         options = self.model.options
         servers = name_ranks([self.model.all_ranks.ranks[each] for each in self.model.servers])
+        if self.model.is_gossip:
+            servers = f"every rank, which averages with {options['partners']} partners"
         limit = f"{options['when_stale']} beyond a staleness of {options['max_staleness']}"
         return f"{super().describe()}; its steps are made on {servers}; {limit}"
 
@@ -78,3 +83,19 @@ class AsyncSGDOptimizer(ShardedOptimizer):
         assert admission is not None
         (self.staleness if admission.factor else self.dropped)[admission.staleness] += 1
         return loss
+
+    # State --------------------------------------------------------------------------------
+
+    def own_state(self) -> list[HeldState] | None:
+        """This rank's, with "gossip"; servers have one state between them."""
+        return whole_states(super().held_state()) if self.model.is_gossip else None
+
+    def average_state(self) -> None:
+        """With "gossip" the next `held_state` is the average; every rank calls it."""
+        own = self.own_state()
+        self._averages = None if own is None else averaged_states(own, self.model.meeting_lane)
+
+    def held_state(self) -> Iterator[HeldState]:
+        """What this rank serves; with "gossip" the average, once `average_state` was called."""
+        averages, self._averages = self._averages, None
+        return super().held_state() if averages is None else iter(averages)

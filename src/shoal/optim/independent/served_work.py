@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from shoal.errors import ShoalError
 from shoal.optim.division.segmented import check_sizes
 from shoal.optim.division.work_division import Closure, WorkDivision
+from shoal.optim.independent.average_state import averaged_states, whole_states
 from shoal.optim.proof.small_copy import similar
 from shoal.optim.state import Reception, held_whole, placed, receive_whole
 from shoal.optim.stepping.kernels import fused_where_free
@@ -147,11 +148,14 @@ class ServedWork(WorkDivision):
                 yield from held_whole(optimizer, names)
 
     def state_dict(self) -> dict[str, Any]:
-        """The servers' parts together; every rank calls it."""
+        """The servers' parts together, or with "gossip" the average; every rank calls it."""
         self.model.meet("state_dict() of an asynchronous optimizer")
+        parts = whole_states(self.held_state())
+        if self.model.is_gossip:
+            parts = averaged_states(parts, self.model.meeting_lane)
         own = [
             [held.name, list(held.extent.shape), dict(held.tensors), dict(held.shared)]
-            for held in self.held_state()
+            for held in parts
         ]
         whole: dict[str, dict[str, Any]] = {}
         for found in self.model.meeting_lane.all_gather_object(own):

@@ -8,13 +8,18 @@ that are pushed, one after the other. It does so in the thread that serves what 
 [Note: lent tensors]), so its own training goes on. The first server also counts versions; see
 [Note: staleness]. Where ranks take turns (`memory`), each pull and each push is one turn: a run
 repeats exactly, and has a definition that one process can replay.
+
+[Note: gossip]
+Without servers every rank serves the parameters of its own replica to itself, and counts their
+versions. After each update it sends them to one other rank. Both go half the way to each other's
+parameters: the receiver at once, in its thread, and the sender by what the receiver answers. What
+one adds the other subtracts, so the average over all ranks stays what it is, whatever else happens
+to either of them meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,20 +28,19 @@ from torch import Tensor, nn
 
 from shoal.comm import Backend, World
 from shoal.comm.operation.whole import Barrier
-from shoal.comm.peer_tensors.lending import Answer, PeerTensors
-from shoal.errors import DeadlockError, PeerError, ShoalError
+from shoal.errors import ShoalError
 from shoal.sharding.extent import Extent
 from shoal.sharding.holding import Held
 from shoal.sharding.layout import balanced_owners
+from shoal.strategies.independent.averaging import average_tensors
 from shoal.strategies.independent.replica_model import ReplicaModel
-from shoal.strategies.independent.shard import Shard, pack, unpack
+from shoal.strategies.independent.shard import Shard
 from shoal.strategies.independent.versions import WHEN_STALE, Admission, Ledger
+from shoal.strategies.independent.worker import Worker
 from shoal.strategies.layers.buffers import share_buffers
-from shoal.system.deadline import Deadline, staleness_text
 from shoal.torch_internals.tensors import sum_of_versions
 
-_TOPOLOGIES = ("server",)
-_POLL_S = 0.002
+_TOPOLOGIES, _PARTNERS = ("server", "gossip"), ("random", "ring")
 
 
 class AsyncModel(ReplicaModel):
@@ -51,17 +55,27 @@ class AsyncModel(ReplicaModel):
     settled = (*ReplicaModel.settled, "compression", "error_feedback", "check_every")
     own_attributes = (
         *ReplicaModel.own_attributes,
-        *("servers", "shard", "peers", "versions", "waited_for", "_seen"),
+        *(
+            "servers",
+            "shard",
+            "peers",
+            "versions",
+            "waited_for",
+            "is_agreed",
+            "_seen",
+            "_generator",
+        ),
     )
     servers: list[int]
     """The ranks that have parameters, the one that counts versions first."""
     shard: Shard
     """What this rank serves."""
-    peers: PeerTensors
+    worker: Worker
+    """What pulls and pushes."""
     versions: list[int] | None
     """What was pulled, for each optimizer; None if nothing is computed with it yet."""
-    waited_for: Counter[int]
-    """How often this rank has waited for another, by rank."""
+    is_agreed: bool
+    """Whether all ranks serve the same values: always, but with "gossip" from `average` on only."""
 
     def __init__(
         self,
@@ -72,6 +86,7 @@ class AsyncModel(ReplicaModel):
         max_staleness: int = 8,
         when_stale: str = "drop",
         servers: str | Sequence[int] = "all",
+        partners: str = "random",
         **options: Any,
     ) -> None:
         """Takes over the module's parameters; every rank starts from rank 0's values.
@@ -79,22 +94,32 @@ class AsyncModel(ReplicaModel):
         Args:
             module: The user's.
             world: The ranks that train it; the current world by default.
-            topology: "server": parameters live on servers.
+            topology: "server": parameters live on servers. "gossip": every rank has its own, and
+                averages them with another rank's after each update.
             max_staleness: How many versions may be made between an update's pull and its push.
             when_stale: What happens to others: "drop" refuses them, "damp" scales them down, "wait"
                 lets nobody make them so stale.
             servers: The ranks that parameters live on, or "all".
+            partners: With "gossip", whom a rank averages with: "random", or the next in a "ring".
             options: See `ShardedModel`.
         """
         _check_choice("topology", topology, _TOPOLOGIES)
         _check_choice("when_stale", when_stale, WHEN_STALE)
+        _check_choice("partners", partners, _PARTNERS)
         super().__init__(module, world, **options)
         self.options |= {
             "topology": topology, "max_staleness": max_staleness, "when_stale": when_stale,
-            "servers": servers,
+            "servers": servers, "partners": partners,
         }  # fmt: skip
         self.servers = _checked_servers(servers, self.all_ranks.size)
-        self.versions, self.waited_for, self._seen = None, Counter(), -1
+        if self.is_gossip and servers != "all":
+            raise ValueError('servers= is for topology="server": with "gossip" there are none')
+        if self.is_gossip:
+            self.servers = [self.all_ranks.rank]
+        self.is_agreed = True
+        self._generator = torch.Generator()
+        self._generator.manual_seed((self.options["seed"] << 20) + self.all_ranks.rank)
+        self.versions, self._seen = None, -1
         owned = {name for name, owner in self._owners().items() if owner == self.all_ranks.rank}
         masters = {held.name: held for held in super().held()}
         self.shard = Shard(
@@ -105,7 +130,12 @@ class AsyncModel(ReplicaModel):
             }
         )
         self.engine.account.add("parameters", sum(p.nbytes for p in self.shard.parameters.values()))
-        self.peers = self.all_ranks.lend(self.shard)
+        self.worker = Worker(self.all_ranks, self.shard, self.servers, self._owners())
+
+    @property
+    def is_gossip(self) -> bool:
+        """Whether every rank has parameters of its own; see [Note: gossip]."""
+        return bool(self.options["topology"] == "gossip")
 
     def _named(self) -> dict[str, nn.Parameter]:
         """What can be trained, by full names."""
@@ -130,34 +160,22 @@ class AsyncModel(ReplicaModel):
         """Calls the module; in training with the newest parameters, until an optimizer steps."""
         is_training = self.module.training and torch.is_grad_enabled()
         if is_training and self.versions is None and not self.engine.passes.is_recomputing():
-            self.peers.hand_over()
             self._pull(begins=True)
         return super().forward(*args, **kwargs)
 
     def pull(self) -> None:
         """Gets the newest parameters, to look at them or to evaluate; no other rank takes part."""
         if self.versions is None:
-            self.peers.hand_over()
             self._pull(begins=False)
 
     def _pull(self, *, begins: bool) -> None:
         self._check_unchanged()
-        found: dict[str, Tensor] = {}
-        for server in self.servers:
-            first = server == self.servers[0]
-            request = {"kind": "pull", "rank": self.all_ranks.rank, "begins": begins and first}
-            answer = self._call_in_turn(server, request)
-            assert answer.values is not None
-            found |= self._unpacked(server, answer.values)
-            if begins and first:
-                self.versions = answer.data["versions"]
+        named, dtypes = self._named(), self.held_dtypes()
+        like = {name: torch.empty_like(p, dtype=dtypes[name]) for name, p in named.items()}
+        found, versions = self.worker.pull(like, begins=begins)
+        if begins:
+            self.versions = versions
         self._take(found)
-
-    def _unpacked(self, server: int, values: Tensor) -> dict[str, Tensor]:
-        named, owners, dtypes = self._named(), self._owners(), self.held_dtypes()
-        names = [name for name in named if owners[name] == server]
-        like = [torch.empty_like(named[name], dtype=dtypes[name]) for name in names]
-        return dict(zip(names, unpack(values, like), strict=True))
 
     def _take(self, values: Mapping[str, Tensor]) -> None:
         """Gives this rank's replica new values."""
@@ -178,35 +196,6 @@ class AsyncModel(ReplicaModel):
                 "returns, and load it with model.load_state_dict() on every rank"
             )
 
-    def _call(self, rank: int, request: dict[str, Any], values: Tensor | None) -> Answer:
-        return self.peers.call(rank, request, values, Deadline(self.all_ranks.timeout))
-
-    def _call_in_turn(self, rank: int, request: dict[str, Any]) -> Answer:
-        """A call that may have to wait for the slowest rank; see [Note: staleness]."""
-        deadline, waiting = Deadline(self.all_ranks.timeout), None
-        while True:
-            answer = self._call(rank, request, None)
-            slowest = answer.data.get("waits_for")
-            if slowest is None:
-                return answer
-            if slowest != waiting:
-                self.waited_for[slowest] += 1
-                waiting = slowest
-            self._await(slowest, deadline)
-
-    def _await(self, slowest: int, deadline: Deadline) -> None:
-        """Waits a little for a rank whose update would become too stale."""
-        rank, other = self.all_ranks.ranks[self.all_ranks.rank], self.all_ranks.ranks[slowest]
-        reason = self.peers.absence(slowest)
-        where = "it has pulled parameters and not pushed since"
-        if reason is not None:
-            raise PeerError(other, reason, staleness_text(0.0, rank, other, where))
-        if not self.peers.hand_over():
-            raise DeadlockError(staleness_text(0.0, rank, other, f"{where}, and cannot go on"))
-        deadline.enforce(staleness_text, rank, other, where)
-        if self.peers.takes_time:
-            time.sleep(_POLL_S)
-
     # Pushing ------------------------------------------------------------------------------
 
     def push(
@@ -218,24 +207,20 @@ class AsyncModel(ReplicaModel):
                 "optimizer.step() without a forward since the last one: under strategy 'async' an "
                 "update is made of gradients that were computed with parameters just pulled"
             )
-        self.peers.hand_over()
-        admission = self._admitted(optimizer, self.versions[optimizer])
-        owners = self._owners()
-        for server in self.servers if admission.factor else ():
-            names = [name for name in gradients if owners[name] == server]
-            if names:
-                request = {
-                    "kind": "push", "optimizer": optimizer, "names": names,
-                    "factor": admission.factor, "options": list(options),
-                }  # fmt: skip
-                self._call(server, request, pack([gradients[name] for name in names]))
-        self.versions = None
+        version, self.versions = self.versions[optimizer], None
+        admission = self.worker.push(optimizer, version, gradients, options)
+        if self.is_gossip:
+            self.is_agreed = False
+            if admission.factor and self.all_ranks.size > 1:
+                self.worker.mix(self._partner())
         return admission
 
-    def _admitted(self, optimizer: int, version: int) -> Admission:
-        rank = self.all_ranks.rank
-        request = {"kind": "admit", "optimizer": optimizer, "rank": rank, "version": version}
-        return Admission(**self._call_in_turn(self.servers[0], request).data)
+    def _partner(self) -> int:
+        size, rank = self.all_ranks.size, self.all_ranks.rank
+        step = 1
+        if self.options["partners"] == "random":
+            step = int(torch.randint(1, size, (), generator=self._generator))
+        return (rank + step) % size
 
     # What all ranks do together -----------------------------------------------------------
 
@@ -248,6 +233,24 @@ class AsyncModel(ReplicaModel):
     def check_ranks(self, doing: str) -> None:
         """Waits until no rank pushes any more; every rank calls it. Steps may differ."""
         self.meet(doing)
+        if not self.is_agreed:
+            raise ShoalError(
+                f'{doing} with topology="gossip", where every rank has other parameters: call '
+                "model.average() on every rank first, which gives all of them the average"
+            )
+        for optimizer in self.optimizers:
+            optimizer.average_state()
+
+    def average(self) -> None:
+        """Gives all ranks the average of their parameters; every rank calls it.
+
+        With servers there is nothing to do: all ranks have theirs.
+        """
+        self.meet("average() of an asynchronous model")
+        if self.is_gossip:
+            served = [parameter.data for parameter in self.shard.parameters.values()]
+            average_tensors(served, self.meeting_lane, "average() of an asynchronous model")
+        self._restart()
 
     def synchronize_buffers(self) -> None:
         """Gives all ranks rank 0's buffers, or the average; every rank calls it."""
@@ -255,12 +258,20 @@ class AsyncModel(ReplicaModel):
         share_buffers(self.module.buffers(), self.meeting_lane, averages=averages)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The servers' parameters, the same on all ranks, which all call it."""
+        """The servers' parameters, the same on all ranks, which all call it.
+
+        With "gossip" it is the average of all ranks' parameters.
+        """
         self.meet("state_dict() of an asynchronous model")
         self.synchronize_buffers()
         self._pull(begins=False)
+        state = super().state_dict(*args, **kwargs)
+        if not self.is_agreed:
+            prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+            served = [state[f"{prefix}{name}"] for name in self._named()]
+            average_tensors(served, self.meeting_lane, "state_dict() of an asynchronous model")
         self.meet("the end of state_dict()")
-        return super().state_dict(*args, **kwargs)
+        return state
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -280,7 +291,7 @@ class AsyncModel(ReplicaModel):
         """The servers have new values; nobody has computed anything with them."""
         for ledger in self.shard.ledgers:
             ledger.reset()
-        self.versions, self._seen = None, -1
+        self.versions, self._seen, self.is_agreed = None, -1, True
         self.meet("new values for an asynchronous model")
         self._pull(begins=False)
         self.meet("new values for an asynchronous model, pulled")

@@ -44,6 +44,9 @@ class Shard:
                 return self._pull(request)
             if kind == "admit":
                 return self._admit(request)
+            if kind == "mix":
+                assert values is not None
+                return self._mix(request, values)
             if kind == "push":
                 assert values is not None
                 return self._push(request, values)
@@ -65,6 +68,37 @@ class Shard:
         if slowest is not None:
             return Answer({"waits_for": slowest})
         return Answer(ledger.admit(rank, request["version"])._asdict())
+
+    def _mix(self, request: Mapping[str, Any], values: Tensor) -> Answer:
+        """Goes half the way to another rank's parameters; answers with what that rank goes."""
+        nobody = -1
+        for ledger in self.ledgers:
+            slowest = ledger.blocking(nobody, "push")
+            if slowest is not None:
+                return Answer({"waits_for": slowest})
+        own = list(self.parameters.values())
+        ways = [(other - each) / 2 for other, each in zip(unpack(values, own), own, strict=True)]
+        for each, way in zip(own, ways, strict=True):
+            each.add_(way)
+        for ledger in self.ledgers:
+            ledger.change(request["rank"], "mix")
+        return Answer({}, pack(ways))
+
+    @torch.no_grad()
+    def copy(self) -> Tensor:
+        """The parameters as they are now."""
+        with self.lock:
+            return pack(list(self.parameters.values()))
+
+    @torch.no_grad()
+    def subtract(self, ways: Tensor) -> None:
+        """Goes a way back, as another rank has gone it forth."""
+        own = list(self.parameters.values())
+        with self.lock:
+            for each, way in zip(own, unpack(ways, own), strict=True):
+                each.sub_(way)
+            for ledger in self.ledgers:
+                ledger.version += 1
 
     def _push(self, request: Mapping[str, Any], values: Tensor) -> Answer:
         named = [(name, self.parameters[name]) for name in request["names"]]

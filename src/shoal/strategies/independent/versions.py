@@ -91,6 +91,11 @@ class Ledger:
         )
         return None if is_free else others[0][0]
 
+    def change(self, rank: int, event: str) -> None:
+        """A version was made by something else than an update of a rank."""
+        self.version += 1
+        self._note(event, rank, 1.0)
+
     def reset(self) -> None:
         """Nobody computes anything now."""
         self._under_way.clear()

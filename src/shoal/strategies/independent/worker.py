@@ -1,0 +1,117 @@
+"""What a worker does to servers: pulls, pushes, and the wait for the slowest rank."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from shoal.comm import Backend
+from shoal.comm.peer_tensors.lending import Answer
+from shoal.errors import DeadlockError, PeerError
+from shoal.strategies.independent.shard import Shard, pack, unpack
+from shoal.strategies.independent.versions import Admission
+from shoal.system.deadline import Deadline, staleness_text
+
+_POLL_S = 0.002
+
+
+class Worker:
+    """One rank's calls to the servers; see [Note: servers and workers].
+
+    Attributes:
+        waited_for: How often this rank has waited for another, by rank.
+    """
+
+    def __init__(
+        self, backend: Backend, shard: Shard, servers: Sequence[int], owners: Mapping[str, int]
+    ) -> None:
+        """``shard`` is what this rank serves, ``owners`` the server of each parameter."""
+        self._backend, self._shard, self._servers, self._owners = backend, shard, servers, owners
+        self._peers = backend.lend(shard)
+        self.waited_for: Counter[int] = Counter()
+
+    def pull(
+        self, like: Mapping[str, Tensor], *, begins: bool
+    ) -> tuple[dict[str, Tensor], list[int]]:
+        """The newest parameters, and their versions if an update ``begins`` with them.
+
+        ``like`` has a tensor of each parameter's shape and dtype.
+        """
+        self._peers.hand_over()
+        found: dict[str, Tensor] = {}
+        versions: list[int] = []
+        for server in self._servers:
+            counts = begins and server == self._servers[0]
+            request = {"kind": "pull", "rank": self._backend.rank, "begins": counts}
+            answer = self._call_in_turn(server, request)
+            assert answer.values is not None
+            names = [name for name in like if self._owners[name] == server]
+            values = unpack(answer.values, [like[name] for name in names])
+            found |= dict(zip(names, values, strict=True))
+            versions = versions or answer.data["versions"]
+        return found, versions
+
+    def push(
+        self,
+        optimizer: int,
+        version: int,
+        gradients: Mapping[str, Tensor],
+        options: Sequence[Mapping[str, Any]],
+    ) -> Admission:
+        """Has the servers make a step of an optimizer with what was computed with a version."""
+        self._peers.hand_over()
+        request = {
+            "kind": "admit", "optimizer": optimizer, "rank": self._backend.rank, "version": version,
+        }  # fmt: skip
+        admission = Admission(**self._call_in_turn(self._servers[0], request).data)
+        for server in self._servers if admission.factor else ():
+            names = [name for name in gradients if self._owners[name] == server]
+            if names:
+                update = {
+                    "kind": "push", "optimizer": optimizer, "names": names,
+                    "factor": admission.factor, "options": list(options),
+                }  # fmt: skip
+                self._call(server, update, pack([gradients[name] for name in names]))
+        return admission
+
+    def mix(self, partner: int) -> None:
+        """Averages this rank's parameters with another's; see [Note: gossip]."""
+        request = {"kind": "mix", "rank": self._backend.rank}
+        answer = self._call_in_turn(partner, request, self._shard.copy)
+        assert answer.values is not None
+        self._shard.subtract(answer.values)
+
+    def _call(self, rank: int, request: dict[str, Any], values: Tensor | None) -> Answer:
+        return self._peers.call(rank, request, values, Deadline(self._backend.timeout))
+
+    def _call_in_turn(
+        self, rank: int, request: dict[str, Any], values: Callable[[], Tensor] | None = None
+    ) -> Answer:
+        """A call that may have to wait for the slowest rank; see [Note: staleness]."""
+        deadline, waiting = Deadline(self._backend.timeout), None
+        while True:
+            answer = self._call(rank, request, None if values is None else values())
+            slowest = answer.data.get("waits_for")
+            if slowest is None:
+                return answer
+            if slowest != waiting:
+                self.waited_for[slowest] += 1
+                waiting = slowest
+            self._await(slowest, deadline)
+
+    def _await(self, slowest: int, deadline: Deadline) -> None:
+        """Waits a little for a rank whose update would become too stale."""
+        rank, other = self._backend.ranks[self._backend.rank], self._backend.ranks[slowest]
+        reason = self._peers.absence(slowest)
+        where = "it has pulled parameters and not pushed since"
+        if reason is not None:
+            raise PeerError(other, reason, staleness_text(0.0, rank, other, where))
+        if not self._peers.hand_over():
+            raise DeadlockError(staleness_text(0.0, rank, other, f"{where}, and cannot go on"))
+        deadline.enforce(staleness_text, rank, other, where)
+        if self._peers.takes_time:
+            time.sleep(_POLL_S)
