@@ -182,6 +182,7 @@ def test_hybrid(capsys, first_use):
     assert "Mesh(pipeline=2, tensor=2)" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_tensor_launched():
     text = output_of(SHOAL, "launch", "-n", "2", str(EXAMPLES / "tensor.py"))
     assert "tensor parallel over 2 ranks: 8 layers split" in text

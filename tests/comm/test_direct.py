@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -103,9 +104,18 @@ def differences(lengths: list[int], place: str, is_direct: bool) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("is_direct", [True, False])
-@pytest.mark.parametrize("place", ["plain", "own", "mixed"])
-@pytest.mark.parametrize("ranks", [2, 3])
+PLACES = ("plain", "own", "mixed")
+# Each number of ranks in each place, one of the two ways; the other one in the full run.
+DIRECT = {(2, "plain"), (2, "mixed"), (3, "own")}
+
+
+def cases() -> Iterator[object]:
+    for ranks, place, is_direct in itertools.product((2, 3), PLACES, (True, False)):
+        marks = [] if is_direct == ((ranks, place) in DIRECT) else [pytest.mark.full]
+        yield pytest.param(ranks, place, is_direct, marks=marks)
+
+
+@pytest.mark.parametrize(("ranks", "place", "is_direct"), list(cases()))
 def test_every_length_in_every_place(ranks: int, place: str, is_direct: bool) -> None:
     lengths = [length * KIB for length in (33, 300, 600, 1500, 2100, 5000)]
     lengths = [length - length % 6 + 6 for length in lengths]

@@ -20,7 +20,8 @@ CALLS = [
 
 def make_wrong_calls(name: str) -> dict[str, str]:
     world = shoal.world()
-    more: dict[str, Any] = {"send": {"dst": 1 - world.rank}, "recv": {"src": 1 - world.rank}}
+    other = (world.rank + 1) % world.size
+    more: dict[str, Any] = {"send": {"dst": other}, "recv": {"src": other}}
     said = {}
     for kind, value in WRONG.items():
         with pytest.raises(TypeError) as caught:
@@ -34,8 +35,8 @@ def make_wrong_calls(name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_type_error_says_what_it_takes(pair: Team, name: str) -> None:
-    for said in pair.run(make_wrong_calls, name):
+def test_a_type_error_says_what_it_takes(team: Team, name: str) -> None:
+    for said in team.run(make_wrong_calls, name):
         assert said["list"].startswith(f"{name}() takes a tensor; got list [1, 2]. Make one with")
         assert "got float 3.0" in said["number"]
         assert "got ndarray array([1., 1.])" in said["array"]
@@ -43,9 +44,11 @@ def test_a_type_error_says_what_it_takes(pair: Team, name: str) -> None:
         assert "all_gather_object()" in said["list"]
 
 
-@pytest.fixture(params=["memory", "shm", "gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
-def pair(request: pytest.FixtureRequest) -> Team:
-    return Team(request.param, 2)
+@pytest.fixture(
+    params=[("memory", 2), ("shm", 2), ("gloo", 2), pytest.param(("mpi", 3), marks=pytest.mark.mpi)]
+)
+def team(request: pytest.FixtureRequest) -> Team:
+    return Team(*request.param)
 
 
 def give_none(name: str) -> str:

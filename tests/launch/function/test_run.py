@@ -16,12 +16,15 @@ from typing import Any
 
 import cloudpickle
 import pytest
+import torch
 
 import leaks
 import shoal
 from launch import worker
 from shoal.errors import LaunchError, RemoteError
-from shoal.launch.function.forkserver.forkserver import fork_server
+from shoal.launch.function import call as calls
+from shoal.launch.function import outcome as outcomes_of_ranks
+from shoal.launch.function.forkserver.forkserver import ForkServer, fork_server
 from shoal.launch.function.outcome import Outcome
 from shoal.launch.function.run import run_processes
 
@@ -186,34 +189,42 @@ except Mine as error:
 """
 
 
-LEARNING = """
-import importlib, sys
-from shoal.launch.function.forkserver import forkserver
-from shoal.launch.function.run import run_processes
-had = lambda: "torch._dynamo" in sys.modules  # before the call
-def optimizer_or_not():
-    return "torch._dynamo" in sys.modules
-
-def run(fn, *args):
-    outcomes = run_processes(fn, args, 1, entry="worker_of_test:main", env_for=lambda rank: {})
-    return outcomes[0].value
-
-print(run(had))
-run(importlib.import_module, "torch._dynamo")
-print(run(had), "learned")
-forkserver.shutdown()
-print(run(optimizer_or_not), "guessed")  # its name says it
-"""
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[ForkServer]:
+    """The servers that are asked to load torch's compiler."""
+    servers: list[ForkServer] = []
+    monkeypatch.setattr(ForkServer, "load_compiler", lambda server: servers.append(server))
+    monkeypatch.setattr(calls, "COMPILER", "no_such_module")  # this process may have it
+    return servers
 
 
-def test_compiler_is_loaded_once_for_all_ranks(tmp_path: Path) -> None:
-    script = tmp_path / "learning.py"
-    script.write_text(LEARNING)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([SOURCE, str(tmp_path)])}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=150
-    )
-    assert done.stdout == "False\nTrue learned\nTrue guessed\n", done.stderr
+def say_whether_there_is(module: str) -> None:
+    """At the end of this rank, in place of the compiler."""
+    outcomes_of_ranks.COMPILER = module
+
+
+def name_an_optimizer() -> None:
+    """As a function does that makes one."""
+
+
+def test_compiler_is_loaded_once_a_rank_has_used_it(asked: list[ForkServer]) -> None:
+    run(say_whether_there_is, "no_such_module")
+    assert asked == []
+    run(say_whether_there_is, "sys")
+    assert asked == [fork_server()]
+
+
+def test_compiler_is_loaded_where_an_optimizer_is_named(asked: list[ForkServer]) -> None:
+    run(name_an_optimizer)
+    assert asked[0] is fork_server()
+
+
+def test_compiler_is_loaded_if_the_caller_has_it(
+    asked: list[ForkServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "COMPILER", "sys")
+    run(rank)
+    assert asked[0] is fork_server()
 
 
 def textwrap_dedent() -> Callable[..., Any]:
@@ -221,6 +232,17 @@ def textwrap_dedent() -> Callable[..., Any]:
     import textwrap
 
     return textwrap.dedent
+
+
+def modules_of_first_use() -> list[str]:
+    before = set(sys.modules)
+    shoal.world().all_reduce(torch.ones(1))
+    return [name for name in sys.modules if name.startswith("shoal.") and name not in before]
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_no_rank_has_to_import_shoal(backend: str) -> None:
+    assert shoal.run(modules_of_first_use, 2, backend) == [[], []]
 
 
 class TestSurroundings:
