@@ -298,16 +298,68 @@ def test_what_travels_is_counted() -> None:
 # What is found and refused ----------------------------------------------------------------
 
 
-def test_changes_by_hand_are_not_lost_without_a_word() -> None:
+def write_in_place(model: Any) -> None:
+    with torch.no_grad():
+        model[0].weight.clamp_(-0.01, 0.01)
+
+
+def write_to_data(model: Any) -> None:
+    """Leaves no trace in the counts of writes."""
+    model[0].weight.data.copy_(model[0].weight.data.flip(0))
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+@pytest.mark.parametrize("write", [write_in_place, write_to_data])
+@pytest.mark.parametrize("then", ["train", "state_dict", "save"])
+def test_changes_by_hand_are_not_lost_without_a_word(
+    write: Callable[[Any], None], then: str, num_steps: int, tmp_path: Any
+) -> None:
     def go() -> None:
         model, optimizer = made()
-        train(model, optimizer, range(1))
-        with torch.no_grad():
-            model[0].weight.clamp_(-0.01, 0.01)
-        train(model, optimizer, range(1))
+        train(model, optimizer, range(num_steps))
+        write(model)
+        if then == "train":
+            train(model, optimizer, range(1))
+        elif then == "state_dict":
+            model.state_dict()
+        else:
+            shoal.save(str(tmp_path), model, optimizer)
 
     with pytest.raises(ShoalError, match="changed by hand"):
         on_ranks(go, ranks=2)
+
+
+def test_two_optimizers_take_turns() -> None:
+    """Each has versions of its own, and one forward serves both."""
+
+    def go() -> tuple[int, State]:
+        module = build()
+        both = [SGD(module[0].parameters(), lr=0.1), SGD(module[2].parameters(), lr=0.1)]
+        model, (first, second) = shoal.as_distributed(module, both, strategy="async")
+        for step in range(3):
+            inputs, targets = data(step, 0)
+            F.mse_loss(model(inputs), targets).backward()
+            first.step()
+            second.step()
+            model.zero_grad()
+        return first.staleness.total() + second.staleness.total(), model.state_dict()
+
+    plain = build()
+    optimizer = SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        inputs, targets = data(step, 0)
+        optimizer.zero_grad()
+        F.mse_loss(plain(inputs), targets).backward()
+        optimizer.step()
+    ((num_updates, found),) = on_ranks(go, ranks=1)
+    assert num_updates == 6
+    for name, values in plain.state_dict().items():
+        torch.testing.assert_close(found[name], values)
+
+
+def test_an_optimizer_that_computes_the_loss_itself() -> None:
+    with pytest.raises(TypeError, match="LBFGS calls a closure that computes the loss again"):
+        on_ranks(lambda: made(torch.optim.LBFGS, servers=[0]), ranks=2)
 
 
 def test_a_step_without_a_forward() -> None:
@@ -359,11 +411,12 @@ def test_wrong_options(options: Any, text: str) -> None:
 
 
 def test_an_optimizer_that_couples_parameters_needs_one_server() -> None:
-    def lbfgs(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(parameters, max_iter=1)
+    def go() -> None:
+        module = build()
+        AsyncSGDOptimizer(momentum(module.parameters()), AsyncModel(module), kind="global")
 
     with pytest.raises(ValueError, match=r"servers=\[0\]"):
-        on_ranks(lambda: made(lbfgs), ranks=2)
+        on_ranks(go, ranks=2)
 
 
 def test_wrong_partners() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
@@ -37,7 +38,13 @@ class ServedWork(WorkDivision):
 
     @classmethod
     def admit(cls, optimizer: Optimizer, model: ShardedModel) -> None:
-        """Refuses what could not be damped."""
+        """Refuses what could not be damped, and what computes the loss itself."""
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise TypeError(
+                f"{type(optimizer).__name__} calls a closure that computes the loss again, several "
+                "times in a step; under strategy 'async' servers make the steps, without any data"
+            )
         wants_rate = model.options["when_stale"] == "damp"
         if wants_rate and not all("lr" in group for group in optimizer.param_groups):
             raise ValueError(

@@ -38,7 +38,7 @@ from shoal.strategies.independent.shard import Shard
 from shoal.strategies.independent.versions import WHEN_STALE, Admission, Ledger
 from shoal.strategies.independent.worker import Worker
 from shoal.strategies.layers.buffers import share_buffers
-from shoal.torch_internals.tensors import sum_of_versions
+from shoal.torch_support.fingerprint import fingerprint
 
 _TOPOLOGIES, _PARTNERS = ("server", "gossip"), ("random", "ring")
 
@@ -63,6 +63,7 @@ class AsyncModel(ReplicaModel):
             "waited_for",
             "is_agreed",
             "_seen",
+            "_has_stepped",
             "_generator",
         ),
     )
@@ -72,7 +73,7 @@ class AsyncModel(ReplicaModel):
     """What this rank serves."""
     worker: Worker
     """What pulls and pushes."""
-    versions: list[int] | None
+    versions: list[int | None] | None
     """What was pulled, for each optimizer; None if nothing is computed with it yet."""
     is_agreed: bool
     """Whether all ranks serve the same values: always, but with "gossip" from `average` on only."""
@@ -112,6 +113,8 @@ class AsyncModel(ReplicaModel):
             "servers": servers, "partners": partners,
         }  # fmt: skip
         self.servers = _checked_servers(servers, self.all_ranks.size)
+        if not self.is_gossip and partners != "random":
+            raise ValueError('partners= is for topology="gossip": with "server" there are none')
         if self.is_gossip and servers != "all":
             raise ValueError('servers= is for topology="server": with "gossip" there are none')
         if self.is_gossip:
@@ -119,7 +122,8 @@ class AsyncModel(ReplicaModel):
         self.is_agreed = True
         self._generator = torch.Generator()
         self._generator.manual_seed((self.options["seed"] << 20) + self.all_ranks.rank)
-        self.versions, self._seen = None, -1
+        self.versions, self._has_stepped = None, False
+        self._seen = self._fingerprint()
         owned = {name for name, owner in self._owners().items() if owner == self.all_ranks.rank}
         masters = {held.name: held for held in super().held()}
         self.shard = Shard(
@@ -159,14 +163,18 @@ class AsyncModel(ReplicaModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module; in training with the newest parameters, until an optimizer steps."""
         is_training = self.module.training and torch.is_grad_enabled()
-        if is_training and self.versions is None and not self.engine.passes.is_recomputing():
+        if is_training and self._is_behind() and not self.engine.passes.is_recomputing():
             self._pull(begins=True)
         return super().forward(*args, **kwargs)
 
     def pull(self) -> None:
         """Gets the newest parameters, to look at them or to evaluate; no other rank takes part."""
-        if self.versions is None:
+        if self._is_behind():
             self._pull(begins=False)
+
+    def _is_behind(self) -> bool:
+        """Whether there may be newer parameters that no gradient under way depends on."""
+        return self.versions is None or self._has_stepped
 
     def _pull(self, *, begins: bool) -> None:
         self._check_unchanged()
@@ -174,7 +182,7 @@ class AsyncModel(ReplicaModel):
         like = {name: torch.empty_like(p, dtype=dtypes[name]) for name, p in named.items()}
         found, versions = self.worker.pull(like, begins=begins)
         if begins:
-            self.versions = versions
+            self.versions, self._has_stepped = list(versions), False
         self._take(found)
 
     def _take(self, values: Mapping[str, Tensor]) -> None:
@@ -184,15 +192,18 @@ class AsyncModel(ReplicaModel):
             for held in super().held():
                 if held.name in values:
                     held.memory.copy_(values[held.name].reshape(-1))
-        self._seen = sum_of_versions(parameters)
+        self._seen = self._fingerprint()
+
+    def _fingerprint(self) -> str:
+        """Of this rank's copies: writes to ``.data`` leave no other trace."""
+        return fingerprint([each.data for each in self.module.parameters()], None)
 
     def _check_unchanged(self) -> None:
-        changes = sum_of_versions(list(self.module.parameters()))
-        if self._seen not in (-1, changes):
-            self._seen = -1
+        if self._seen not in ("", self._fingerprint()):
+            self._seen = ""
             raise ShoalError(
-                "parameters were changed by hand on this rank. Under strategy 'async' they are the "
-                "servers', and the next pull would undo the change: change what model.state_dict() "
+                "parameters were changed by hand on this rank. Under strategy 'async' they are "
+                "copies, and the next pull would undo the change: change what model.state_dict() "
                 "returns, and load it with model.load_state_dict() on every rank"
             )
 
@@ -202,12 +213,13 @@ class AsyncModel(ReplicaModel):
         self, optimizer: int, gradients: Mapping[str, Tensor], options: Sequence[Mapping[str, Any]]
     ) -> Admission:
         """Has the servers make a step; ``options`` are those of each parameter group."""
-        if self.versions is None:
+        version = None if self.versions is None else self.versions[optimizer]
+        if self.versions is None or version is None:
             raise ShoalError(
                 "optimizer.step() without a forward since the last one: under strategy 'async' an "
                 "update is made of gradients that were computed with parameters just pulled"
             )
-        version, self.versions = self.versions[optimizer], None
+        self.versions[optimizer], self._has_stepped = None, True
         admission = self.worker.push(optimizer, version, gradients, options)
         if self.is_gossip:
             self.is_agreed = False
@@ -232,6 +244,7 @@ class AsyncModel(ReplicaModel):
 
     def check_ranks(self, doing: str) -> None:
         """Waits until no rank pushes any more; every rank calls it. Steps may differ."""
+        self._check_unchanged()
         self.meet(doing)
         if not self.is_agreed:
             raise ShoalError(
@@ -262,6 +275,7 @@ class AsyncModel(ReplicaModel):
 
         With "gossip" it is the average of all ranks' parameters.
         """
+        self._check_unchanged()
         self.meet("state_dict() of an asynchronous model")
         self.synchronize_buffers()
         self._pull(begins=False)
@@ -291,7 +305,7 @@ class AsyncModel(ReplicaModel):
         """The servers have new values; nobody has computed anything with them."""
         for ledger in self.shard.ledgers:
             ledger.reset()
-        self.versions, self._seen, self.is_agreed = None, -1, True
+        self.versions, self._seen, self.is_agreed = None, "", True
         self.meet("new values for an asynchronous model")
         self._pull(begins=False)
         self.meet("new values for an asynchronous model, pulled")
