@@ -133,7 +133,10 @@ class ProcessPeerTensors(PeerTensors):
             deadline.enforce(fetch_text, control.rank, what, holder, control.whereabouts)
 
         watch()
-        return self._clients[rank].ask({"lending": self._number, **request}, watch, values)
+        answer = self._clients[rank].ask({"lending": self._number, **request}, watch, values)
+        if "closed" in answer[0]:
+            watch()  # a rank that leaves says so before it closes what it lends
+        return answer
 
     def _on_device(self, values: Tensor, kind: str) -> Tensor:
         """Where the holder has it: on the same kind of device here."""
