@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.strategies.independent.versions import Ledger
+from shoal.strategies.independent.versions import VersionCount
 
 
 @settings(deadline=None)
@@ -16,7 +16,7 @@ from shoal.strategies.independent.versions import Ledger
 )
 def test_any_order_of_ranks(most: int, when_stale: str, order: list[int]) -> None:
     """Each rank pulls and pushes in turn, in any order of ranks."""
-    ledger, pulled, counted = Ledger(most, when_stale), dict[int, int](), 0
+    ledger, pulled, counted = VersionCount(most, when_stale), dict[int, int](), 0
     for rank in [*order, *range(5), *range(5), *range(5)]:
         event = "push" if rank in pulled else "pull"
         waits_for = ledger.blocking(rank, event)
@@ -46,7 +46,7 @@ def test_any_order_of_ranks(most: int, when_stale: str, order: list[int]) -> Non
 
 
 def test_a_staleness_of_zero_is_one_rank_at_a_time() -> None:
-    ledger = Ledger(0, "wait")
+    ledger = VersionCount(0, "wait")
     ledger.begin(0)
     assert ledger.blocking(1, "pull") == 0
     ledger.admit(0, 0)
@@ -54,7 +54,7 @@ def test_a_staleness_of_zero_is_one_rank_at_a_time() -> None:
 
 
 def test_events_are_kept_where_they_are_wanted() -> None:
-    ledger = Ledger(0, "drop")
+    ledger = VersionCount(0, "drop")
     ledger.begin(0)
     ledger.events = []
     ledger.begin(1)

@@ -35,7 +35,7 @@ from shoal.sharding.layout import balanced_owners
 from shoal.strategies.independent.averaging import average_tensors
 from shoal.strategies.independent.replica_model import ReplicaModel
 from shoal.strategies.independent.shard import Shard
-from shoal.strategies.independent.versions import WHEN_STALE, Admission, Ledger
+from shoal.strategies.independent.versions import WHEN_STALE, Admission, VersionCount
 from shoal.strategies.independent.worker import Worker
 from shoal.strategies.layers.buffers import share_buffers
 from shoal.torch_support.fingerprint import fingerprint
@@ -155,7 +155,9 @@ class AsyncModel(ReplicaModel):
 
     def add_ledger(self) -> int:
         """For one more optimizer; returns its number."""
-        self.shard.ledgers.append(Ledger(self.options["max_staleness"], self.options["when_stale"]))
+        self.shard.ledgers.append(
+            VersionCount(self.options["max_staleness"], self.options["when_stale"])
+        )
         return len(self.shard.ledgers) - 1
 
     # Pulling ------------------------------------------------------------------------------

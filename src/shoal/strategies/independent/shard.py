@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.peer_tensors.lending import Answer, Lent
-from shoal.strategies.independent.versions import Ledger
+from shoal.strategies.independent.versions import VersionCount
 
 Apply = Callable[[Mapping[str, Tensor], float, Sequence[Mapping[str, Any]]], None]
 """Makes a step with gradients by name, a factor of the learning rate, and each group's options."""
@@ -23,7 +23,7 @@ class Shard:
         """``parameters`` are copies of the model's, in memory of their own."""
         self.parameters = dict(parameters)
         self.lock = threading.Lock()
-        self.ledgers: list[Ledger] = []
+        self.ledgers: list[VersionCount] = []
         """One for each optimizer; the first server's count."""
         self.apply: list[Apply] = []
         """What makes the step of each optimizer."""

@@ -33,11 +33,11 @@ class Admission(NamedTuple):
 
 
 @dataclass
-class Ledger:
+class VersionCount:
     """The versions of one set of parameters; see [Note: staleness].
 
     Example:
-        >>> ledger = Ledger(max_staleness=0, when_stale="drop")
+        >>> ledger = VersionCount(max_staleness=0, when_stale="drop")
         >>> ledger.begin(rank=0), ledger.begin(rank=1)
         (0, 0)
         >>> ledger.admit(0, 0), ledger.admit(1, 0)
