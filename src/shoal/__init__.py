@@ -57,7 +57,8 @@ if not TYPE_CHECKING:  # type checkers would take any name for one that is here
         if name in _MODULES:
             return import_module(f"shoal.{name}")
         if name in __all__:
-            return getattr(import_module("shoal.api"), name)
+            found = globals()[name] = getattr(import_module("shoal.api"), name)
+            return found
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
 
 

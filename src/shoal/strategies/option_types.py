@@ -12,11 +12,11 @@ import torch
 
 from shoal.comm.mesh import Mesh
 from shoal.compression import Codec
+from shoal.strategies.data_parallel import DataParallelStrategy as DataParallelStrategy
 from shoal.strategies.independent.local_model import Outer
 from shoal.strategies.recomputation.policy import Policy
 from shoal.strategies.tensor.plan.tensor_plan import TensorPlan
 
-DataParallelStrategy = Literal["auto", "ddp", "zero1", "zero2", "zero3", "fsdp"]
 Strategy = Literal[DataParallelStrategy, "tensor", "pipeline", "hybrid", "local", "async"]
 
 

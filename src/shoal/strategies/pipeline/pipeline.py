@@ -27,7 +27,7 @@ from shoal.strategies.pipeline.learning.route import Route, example_of, structur
 from shoal.strategies.pipeline.runner import Runner
 from shoal.strategies.pipeline.schedules import SCHEDULES, Pass, Span, Tick, make_ticks
 from shoal.strategies.pipeline.stage import Stage
-from shoal.strategies.recomputation.peer_store import PeerStore
+from shoal.strategies.recomputation.stores.peer_store import PeerStore
 from shoal.strategies.training import LossFunction, call_module, count_items
 from shoal.torch_internals.trees import tree_flatten, tree_map, tree_unflatten
 from shoal.torch_support.random_state import RandomState

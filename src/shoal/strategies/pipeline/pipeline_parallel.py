@@ -26,9 +26,9 @@ from shoal.strategies.pipeline.schedules import (
 )
 from shoal.strategies.pipeline.stage import Stage
 from shoal.strategies.pipeline.units import cut_chain, find_units
-from shoal.strategies.recomputation.keepers import Keepers
 from shoal.strategies.recomputation.policy import Policy
 from shoal.strategies.recomputation.recomputation import stop_caching
+from shoal.strategies.recomputation.stores.keepers import Keepers
 from shoal.strategies.settings import LEVELS, Ownership
 from shoal.strategies.training import LossFunction
 from shoal.torch_internals.modules import IncompatibleKeys

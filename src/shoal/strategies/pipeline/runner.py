@@ -29,7 +29,7 @@ from shoal.strategies.pipeline.stage import Stage
 
 if TYPE_CHECKING:
     from shoal.strategies.engine.passes import Passes
-    from shoal.strategies.recomputation.peer_store import PeerStore
+    from shoal.strategies.recomputation.stores.peer_store import PeerStore
 
 
 class LinkMessage(IntEnum):

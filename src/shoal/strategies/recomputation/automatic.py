@@ -25,7 +25,7 @@ from shoal.comm.accounting import Watermark
 from shoal.strategies.recomputation.choice import Cost, choose
 from shoal.strategies.recomputation.kept_products import KeepingProducts, ReusingProducts
 from shoal.strategies.recomputation.replay import BlockReplay
-from shoal.strategies.recomputation.stores import Counting
+from shoal.strategies.recomputation.stores.store import Counting
 from shoal.torch_internals.autograd import is_in_backward
 from shoal.torch_internals.modules import compiled_call
 from shoal.torch_internals.tensors import storage_id

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.strategies.recomputation.stores import Store
+from shoal.strategies.recomputation.stores.store import Store
 from shoal.torch_internals.tensors import DispatchMode, detached_below_autograd, version_of
 
 # Products with weights take the most time for the memory of their results. Those of attention

@@ -28,7 +28,7 @@ from shoal.strategies.recomputation.kept_memory import KeptMemory
 from shoal.strategies.recomputation.kept_products import KeepingProducts, ReusingProducts
 from shoal.strategies.recomputation.policy import Policy
 from shoal.strategies.recomputation.replay import BlockReplay
-from shoal.strategies.recomputation.stores import Moved, Moving, Store, own_storages
+from shoal.strategies.recomputation.stores.store import Moved, Moving, Store, own_storages
 from shoal.torch_internals.modules import CALL, COMPILED_CALL, compiled_call
 from shoal.torch_internals.trees import tree_flatten, tree_unflatten
 

@@ -13,7 +13,7 @@ from shoal.comm import Backend, Mesh, World
 from shoal.sharding.split import Split
 from shoal.strategies.layers.materialization import share_values
 from shoal.strategies.model import ShardedModel, ranks_for
-from shoal.strategies.recomputation.keepers import Keepers
+from shoal.strategies.recomputation.stores.keepers import Keepers
 from shoal.strategies.settings import LEVELS
 from shoal.strategies.tensor.layers.vocabulary import vocabulary_cross_entropy
 from shoal.strategies.tensor.parallelize import parallelize

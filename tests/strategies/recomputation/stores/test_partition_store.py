@@ -15,8 +15,8 @@ import shoal
 from pools import Team
 from shoal.activations import Policy
 from shoal.errors import MismatchError
-from shoal.strategies.recomputation.partition_store import PartitionStore
-from shoal.strategies.recomputation.stores import Moved
+from shoal.strategies.recomputation.stores.partition_store import PartitionStore
+from shoal.strategies.recomputation.stores.store import Moved
 from strategies.recomputation.recomputed import FOUR, assert_equal_states, compare, seed_all
 
 pytestmark = pytest.mark.timeout(120)

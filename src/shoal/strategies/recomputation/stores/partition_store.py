@@ -8,7 +8,7 @@ from torch import Tensor
 from shoal.comm import Backend
 from shoal.comm.operation.partition import offsets, split_sizes
 from shoal.errors import MismatchError
-from shoal.strategies.recomputation.stores import Moved, MovedMemory, MovingStore
+from shoal.strategies.recomputation.stores.store import Moved, MovedMemory, MovingStore
 from shoal.torch_support.fingerprint import checksum
 
 _SUM_BYTES = 8

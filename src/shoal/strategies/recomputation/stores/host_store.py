@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.strategies.recomputation.stores import MovedMemory, MovingStore
+from shoal.strategies.recomputation.stores.store import MovedMemory, MovingStore
 from shoal.torch_internals.tensors import version_of
 
 # Pinned memory has a price for each piece; less than this is not worth it.

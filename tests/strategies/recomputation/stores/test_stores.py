@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.activations import Policy
-from shoal.strategies.recomputation.host_store import HostStore
-from shoal.strategies.recomputation.stores import Moved, MovedMemory, Moving, MovingStore
+from shoal.strategies.recomputation.stores.host_store import HostStore
+from shoal.strategies.recomputation.stores.store import Moved, MovedMemory, Moving, MovingStore
 from strategies.recomputation.recomputed import (
     FOUR,
     DropBlock,
@@ -121,13 +121,13 @@ def test_on_a_cpu_nothing_moves_and_that_is_said() -> None:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_on_a_gpu_memory_moves_and_gradients_are_the_same(recompute: str) -> None:
     def gradients(activations: Any) -> tuple[list[Tensor], int]:
-        torch.manual_seed(0)
+        seed_all(0)
         module = nn.Sequential(*(DropBlock(512) for _ in range(4))).cuda()
         model = shoal.as_distributed(module, strategy="ddp", activations=activations)
         x = torch.randn(1024, 512, device="cuda")
         for _ in range(2):  # once to warm up
             model.zero_grad()
-            torch.manual_seed(1)
+            seed_all(1)
             before = torch.cuda.memory_allocated()
             output = model(x)
             torch.cuda.synchronize()

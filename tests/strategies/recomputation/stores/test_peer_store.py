@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import shoal
 from pools import Team
 from shoal.activations import Policy
-from shoal.strategies.recomputation.peer_store import PeerStore
+from shoal.strategies.recomputation.stores.peer_store import PeerStore
 from strategies.recomputation.recomputed import FOUR, DropBlock, compare, seed_all
 
 pytestmark = pytest.mark.timeout(120)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from shoal.comm import Backend
-from shoal.strategies.recomputation.host_store import HostStore
-from shoal.strategies.recomputation.partition_store import PartitionStore
-from shoal.strategies.recomputation.peer_store import PeerStore
 from shoal.strategies.recomputation.policy import Policy
-from shoal.strategies.recomputation.stores import Store
+from shoal.strategies.recomputation.stores.host_store import HostStore
+from shoal.strategies.recomputation.stores.partition_store import PartitionStore
+from shoal.strategies.recomputation.stores.peer_store import PeerStore
+from shoal.strategies.recomputation.stores.store import Store
 
 
 @dataclass(frozen=True)

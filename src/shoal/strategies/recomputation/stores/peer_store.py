@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.comm import Backend
 from shoal.comm.peer_tensors.lending import Answer
 from shoal.comm.peer_tensors.shelf import Shelf
-from shoal.strategies.recomputation.stores import MovedMemory, MovingStore
+from shoal.strategies.recomputation.stores.store import MovedMemory, MovingStore
 from shoal.system.deadline import Deadline
 
 

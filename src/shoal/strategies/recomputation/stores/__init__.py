@@ -1,0 +1,1 @@
+"""Where what blocks keep for backward lies: a store for each place."""
