@@ -26,7 +26,8 @@ TOKEN = f"SHOAL_TEST_RUN={os.getpid()}-{time.monotonic_ns()}"
 
 # Of "7f00-7f01 rw-s 00000000 00:01 77 /memfd:x": the inode and the name.
 SHARED_MAPPING = re.compile(r"s [0-9a-f]{8,} \S+ (\d+) +(.*)")
-UNCOUNTED_FILES = ("/proc/", "/usr/", "/dev/nvidia", "/dev/urandom")
+# Pinned host memory, which torch keeps for the next use, is a mapping of /dev/zero.
+UNCOUNTED_FILES = ("/proc/", "/usr/", "/dev/nvidia", "/dev/urandom", "/dev/zero")
 # The last two are set by libraries that transformers imports where it finds them.
 UNCOUNTED_VARIABLES = {"PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
 

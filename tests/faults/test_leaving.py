@@ -28,7 +28,7 @@ from faults.worlds import (
 from shoal.comm.shm import segments
 from shoal.comm.world import World
 from shoal.errors import ClosedError
-from shoal.system.threads import stack
+from shoal.system.public_call import stack
 
 WAITS = ["barrier", "all_reduce", "recv", "send", "async"]
 

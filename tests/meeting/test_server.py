@@ -23,7 +23,6 @@ from shoal.comm.bootstrap import bootstrap as bootstrapping
 from shoal.comm.bootstrap.bootstrap import MeetingBootstrap, find_server
 from shoal.errors import DeadlineError, LaunchError, PeerError
 from shoal.meeting import address as places
-from shoal.meeting import server as serving
 from shoal.meeting.client import MeetingClient, MeetingGone, NotThereYet, report_failure
 from shoal.meeting.handshake import TOKEN_VARIABLE
 from shoal.meeting.server import MeetingServer
@@ -321,7 +320,7 @@ def test_a_crowd_of_strangers_costs_nothing(
             assert run_stranger(GARBAGE, *of_stranger(server), str(CROWD), timeout=100) == "done\n"
             meet(server)
         after = used()
-        assert after[0] - before[0] <= serving.MOST_UNPROVEN + 8
+        assert after[0] - before[0] <= MeetingServer.most_unproven + 8
         assert (after[1] - before[1]) * os.sysconf("SC_PAGE_SIZE") < 16 << 20
     assert len(caplog.records) == 1
     assert "dropped a connection" in caplog.text

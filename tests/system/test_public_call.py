@@ -1,4 +1,4 @@
-"""The public call of a thread, from its stack."""
+"""The line of the user's code where a thread is, and the public call made there."""
 
 from __future__ import annotations
 
@@ -13,10 +13,29 @@ import torch
 
 import shoal
 from faults.worlds import site_of
-from shoal.system.public_call import call_of, near_origin, origin, place_of, public_call, told
+from shoal.system.public_call import (
+    call_of,
+    call_site,
+    near_origin,
+    origin,
+    place_of,
+    public_call,
+    told,
+)
 
 PACKAGE = os.path.dirname(shoal.__file__)
 TORCH = os.path.dirname(torch.__file__)
+
+
+def test_a_call_site_is_the_users() -> None:
+    assert call_site().startswith(f"{__file__}:")
+
+
+def test_what_torch_calls_for_the_user_is_the_users_call() -> None:
+    """A hook in backward: the line of ``loss.backward()`` helps, one of torch does not."""
+    of_torch: dict[str, Any] = {"call_site": call_site}
+    exec(compile("def hook(): return call_site()", torch.__file__, "exec"), of_torch)
+    assert of_torch["hook"]().startswith(f"{__file__}:")
 
 
 def function(name: str, file: str, calls: Any) -> Any:

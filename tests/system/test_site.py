@@ -1,20 +1,17 @@
-"""Where in the user's code a call came from."""
+"""Whose a file of code is."""
 
 from __future__ import annotations
 
-from typing import Any
+import threading
 
-import torch
+import pytest
 
-from shoal.system.site import call_site
-
-
-def test_a_call_site_is_the_users() -> None:
-    assert call_site().startswith(f"{__file__}:")
+from shoal.system.site import is_installed, is_stdlib
 
 
-def test_what_torch_calls_for_the_user_is_the_users_call() -> None:
-    """A hook in backward: the line of ``loss.backward()`` helps, one of torch does not."""
-    of_torch: dict[str, Any] = {"call_site": call_site}
-    exec(compile("def hook(): return call_site()", torch.__file__, "exec"), of_torch)
-    assert of_torch["hook"]().startswith(f"{__file__}:")
+@pytest.mark.parametrize("file", [threading.__file__, "<frozen runpy>"])
+def test_files_of_python_itself(file: str) -> None:
+    assert is_stdlib(file)
+    assert not is_stdlib(__file__)
+    assert not is_stdlib(pytest.__file__)
+    assert is_installed(pytest.__file__)

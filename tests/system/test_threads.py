@@ -7,10 +7,8 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
-
 from shoal.system.deadline import wait_until
-from shoal.system.threads import busy_threads, is_installed, is_stdlib
+from shoal.system.threads import busy_threads
 
 
 def is_busy(act: Callable[[], object], end: Callable[[], object], patience: float = 0.5) -> bool:
@@ -73,11 +71,3 @@ def test_what_may_call_the_users_code_is_busy() -> None:
 def test_the_calling_thread_is_busy_unless_it_is_excused() -> None:
     assert threading.get_ident() in busy_threads(lambda thread, name, frame: False)
     assert threading.get_ident() not in look({threading.get_ident()})
-
-
-@pytest.mark.parametrize("file", [threading.__file__, "<frozen runpy>"])
-def test_files_of_python_itself(file: str) -> None:
-    assert is_stdlib(file)
-    assert not is_stdlib(__file__)
-    assert not is_stdlib(pytest.__file__)
-    assert is_installed(pytest.__file__)

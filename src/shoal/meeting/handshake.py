@@ -83,6 +83,11 @@ def session_key(key: bytes, transcript: bytes) -> bytes:
     return _prove(key, b"session", transcript)
 
 
+def frame_key(key: bytes, transcript: bytearray, *, is_one_host: bool) -> bytes | None:
+    """Proves frames between hosts; on one host nobody else can write to the socket."""
+    return None if is_one_host else session_key(key, bytes(transcript))
+
+
 def _prove(key: bytes, side: bytes, transcript: bytes) -> bytes:
     return hmac.digest(key, side + b"\0" + transcript, "sha256")
 

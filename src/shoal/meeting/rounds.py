@@ -1,26 +1,8 @@
-"""Who is at the place where ranks meet, and what they have brought to one round."""
+"""What ranks have brought to one round of a meeting, and who waits for the others."""
 
 from __future__ import annotations
 
-import socket
-
-from shoal.meeting.handshake import Handshake
-from shoal.meeting.wire import Wire
-
-
-class Guest:
-    """One connection: a stranger until ``wire`` is there."""
-
-    def __init__(self, sock: socket.socket, name: str) -> None:
-        self.socket, self.name = sock, name
-        self.wire: Wire | None = None
-        self.handshake: Handshake | None = None
-        self.transcript = bytearray()
-        self.unsent = bytearray()
-
-    def fileno(self) -> int:
-        """For the selector."""
-        return self.socket.fileno()
+from shoal.meeting.server_thread import Guest
 
 
 class GatherRound:

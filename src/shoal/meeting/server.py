@@ -14,35 +14,18 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import logging
-import os
 import secrets
-import selectors
 import socket
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 from shoal.meeting import address as places
-from shoal.meeting.handshake import (
-    Handshake,
-    HandshakeError,
-    answer,
-    make_key,
-    session_key,
-)
-from shoal.meeting.rounds import GatherRound, Guest
-from shoal.meeting.wire import LONGEST_REQUEST_BYTES, Wire, WireError
+from shoal.meeting.handshake import make_key
+from shoal.meeting.rounds import GatherRound
+from shoal.meeting.server_thread import Guest, ServerThread
 
-logger = logging.getLogger("shoal")
-
-ANSWER_S = 5.0
-MOST_UNPROVEN = 256
 # The guest's number in the handshake is above the server's, which is 0.
 GUEST, SERVER, _NUM_SIDES = 1, 0, 2
-_READ_BYTES = 1 << 16
-_FULL_PAUSE_S = 0.05
 
 
 def token_key(token: str) -> bytes:
@@ -57,7 +40,7 @@ def secret_of(token: str, nonce: str) -> bytes | None:
     return hmac.digest(token_key(token), b"secret of run " + nonce.encode(), "sha256")
 
 
-class MeetingServer:
+class MeetingServer(ServerThread):
     """A thread that serves the ranks of one run, and ends with `close`.
 
     Example:
@@ -69,28 +52,17 @@ class MeetingServer:
         self, listener: socket.socket, address: str, token: str | None, generation: int = 0
     ) -> None:
         """``token`` is None on one host. ``generation`` is the only one served, or 0 for all."""
-        self.address = address
-        self._listener, self._token, self._generation = listener, token, generation
+        super().__init__(listener, address, "at the place where ranks meet")
+        self._generation = generation
         self._nonce = secrets.token_hex(32)
         self._rounds: dict[tuple[int, int], GatherRound] = {}
         self._complete: dict[tuple[int, int], GatherRound] = {}
         self._failure: dict[str, Any] | None = None
         self._joined: dict[int, set[int]] = {}
         self._ended: set[int] = set()
-        self._guests: set[Guest] = set()
-        self._unproven: dict[Guest, float] = {}
-        self._has_warned = False
         self._changed = threading.Condition()
-        self._tasks: list[Callable[[], None]] = []
-        self._selector = selectors.DefaultSelector()
-        self._alarm, self._bell = socket.socketpair()
-        self._is_closing = False
-        for sock in (listener, self._alarm, self._bell):
-            sock.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._selector.register(self._alarm, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, name="shoal-meeting", daemon=True)
-        self._thread.start()
+        key = None if token is None else token_key(token)
+        self._start("shoal-meeting", key, SERVER, _NUM_SIDES)
 
     @classmethod
     def on_one_host(cls, address: str | None = None, generation: int = 0) -> MeetingServer:
@@ -137,120 +109,11 @@ class MeetingServer:
         with self._changed:
             return len(self._ended)
 
-    def close(self) -> None:
-        """Hangs up on all. Twice is fine."""
-        self._is_closing = True
-        self._ring()
-        self._thread.join()
+    # Requests ---------------------------------------------------------------------------------
 
-    def _do(self, task: Callable[[], None]) -> None:
-        self._tasks.append(task)
-        self._ring()
-
-    def _ring(self) -> None:
-        with contextlib.suppress(OSError):  # full: it rings already
-            self._bell.send(b"\0")
-
-    # The thread -------------------------------------------------------------------------------
-
-    def _serve(self) -> None:
-        try:
-            while not self._is_closing:
-                self._turn()
-            while self._tasks:  # the last words of a rank that gives up
-                self._tasks.pop(0)()
-        finally:
-            for guest in list(self._guests):
-                guest.socket.close()
-            self._listener.close()
-            self._alarm.close()
-            self._bell.close()
-            self._selector.close()
-            places.remove(self.address)
-
-    def _turn(self) -> None:
-        timeout = None
-        if self._unproven:
-            timeout = max(0.0, min(self._unproven.values()) - time.monotonic())
-        for key, events in self._selector.select(timeout):
-            if key.fileobj is self._listener:
-                self._accept()
-            elif key.fileobj is self._alarm:
-                self._alarm.recv(4096)
-            elif key.data in self._guests:
-                self._look_at(key.data, events)
-        while self._tasks:
-            self._tasks.pop(0)()
-        now = time.monotonic()
-        for guest in [each for each, end in self._unproven.items() if end <= now]:
-            self._drop(guest, "it took too long to say who it is")
-
-    def _accept(self) -> None:
-        try:
-            sock, peer = self._listener.accept()
-        except OSError:  # it has gone again, or descriptors are short: those of others will end
-            time.sleep(_FULL_PAUSE_S)
-            return
-        sock.setblocking(False)
-        guest = Guest(sock, f"{peer[0]} port {peer[1]}" if self._token is not None else "this host")
-        if self._token is None:
-            uid = places.peer_uid(sock)
-            if uid != os.geteuid():
-                sock.close()
-                self._warn(f"a process of uid {uid}", "it is another user's")
-                return
-            self._guests.add(guest)
-            self._selector.register(guest, selectors.EVENT_READ, guest)
-            self._welcome(guest, None)
-            return
-        if len(self._unproven) >= MOST_UNPROVEN:  # the oldest has had the most time
-            self._drop(next(iter(self._unproven)), "too many strangers call at once")
-        steps = answer(token_key(self._token), SERVER, _NUM_SIDES, guest.transcript)
-        deadline = time.monotonic() + ANSWER_S
-        guest.handshake = Handshake(sock, steps, guest.name, deadline, is_call=False)
-        self._guests.add(guest)
-        self._unproven[guest] = deadline
-        self._selector.register(guest, selectors.EVENT_READ, guest)
-        self._look_at(guest, selectors.EVENT_READ)
-
-    def _look_at(self, guest: Guest, events: int) -> None:
-        try:
-            if events & selectors.EVENT_WRITE:
-                self._send_rest(guest)
-            if events & selectors.EVENT_READ:
-                if guest.wire is None:
-                    self._shake_hands(guest)
-                else:
-                    self._hear(guest, guest.wire)
-        except (OSError, HandshakeError, WireError) as error:
-            self._drop(guest, str(error))
-
-    def _shake_hands(self, guest: Guest) -> None:
-        assert guest.handshake is not None
-        assert self._token is not None
-        if guest.handshake.go_on() is not None:
-            del self._unproven[guest]
-            key = session_key(token_key(self._token), bytes(guest.transcript))
-            self._welcome(guest, key)
-
-    def _welcome(self, guest: Guest, key: bytes | None) -> None:
-        guest.wire = Wire("server", LONGEST_REQUEST_BYTES, key)
+    def _welcome(self, guest: Guest) -> None:
         # On one host the random number is the secret itself; between hosts the token is missing.
         self._tell(guest, {"nonce": self._nonce, "generation": self._generation})
-
-    def _hear(self, guest: Guest, wire: Wire) -> None:
-        try:
-            data = guest.socket.recv(_READ_BYTES)
-        except BlockingIOError:
-            return
-        if not data:
-            self._forget(guest)
-            return
-        for message in wire.feed(data):
-            try:
-                self._serve_request(guest, message)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise WireError(f"it asks for what there is not: {error!r}") from error
 
     def _serve_request(self, guest: Guest, message: dict[str, Any]) -> None:
         kind = message["kind"]
@@ -320,39 +183,13 @@ class MeetingServer:
             self._tell(guest, {"failure": self._failure})
         found.waiting.clear()
 
-    # Sending, and strangers -------------------------------------------------------------------
-
     def _tell(self, guest: Guest, message: Any) -> None:
         if guest in self._guests and guest.wire is not None:
-            guest.unsent += guest.wire.encode(message)
+            self._say(guest, message)
             with contextlib.suppress(OSError):  # what is wrong shows when it is read from
                 self._send_rest(guest)
-
-    def _send_rest(self, guest: Guest) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while guest.unsent:
-                del guest.unsent[: guest.socket.send(guest.unsent)]
-        writing = selectors.EVENT_WRITE if guest.unsent else 0
-        self._selector.modify(guest, selectors.EVENT_READ | writing, guest)
-
-    def _drop(self, guest: Guest, why: str) -> None:
-        if guest.wire is None:
-            self._warn(guest.name, why)
-        self._forget(guest)
-
-    def _warn(self, who: str, why: str) -> None:
-        """Once: strangers may come by the thousand."""
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "dropped a connection from %s at the place where ranks meet: %s. More of them are "
-                "dropped without a word.", who, why
-            )  # fmt: skip
 
     def _forget(self, guest: Guest) -> None:
         for found in self._rounds.values():
             found.leave(guest)
-        self._selector.unregister(guest)
-        self._guests.discard(guest)
-        self._unproven.pop(guest, None)
-        guest.socket.close()
+        super()._forget(guest)

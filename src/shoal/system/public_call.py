@@ -1,18 +1,18 @@
-"""Which public call of shoal's a thread is in, and from which line of the user's code."""
+"""Where in the user's code a thread is: the line, and the public call of shoal's made there."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from functools import lru_cache
 from types import FrameType
 from typing import NamedTuple
 
-from shoal.system.site import call_frame, is_ours, is_torch
-from shoal.system.threads import is_stdlib, stack
+from shoal.system.site import PACKAGE, is_ours, is_stdlib, is_torch
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # What users call an object whose class is in a folder or file of the package; the first that fits.
 _OWNERS = (
     ("api.py", "shoal"),
@@ -49,6 +49,37 @@ _RUNS_BACKWARD = "_engine_run_backward"
 _TAB = "\t"
 _MOST_PLACE = 160
 _USER, _TORCH, _STDLIB, _STARTER, _OURS = range(5)
+
+
+def stack(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those that called it, from the inside out."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+# Every operation asks where it came from, so the answer for a file must be quick.
+@lru_cache(maxsize=4096)
+def _is_in_between(filename: str) -> bool:
+    """Whether a file is shoal's, or of those that call shoal for the user: hooks, backward."""
+    return is_ours(filename) or is_torch(filename) or filename == contextlib.__file__
+
+
+def call_frame() -> FrameType | None:
+    """The innermost frame that is the user's own."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_in_between(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def call_site() -> str:
+    """File and line of the innermost frame that is the user's own."""
+    frame = call_frame()
+    return "<shoal>" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+# Public calls -----------------------------------------------------------------------------------
 
 
 class PublicCall(NamedTuple):
@@ -95,7 +126,7 @@ def _kind(file: str) -> int:
     if is_torch(file):
         return _TORCH
     if is_ours(file):
-        return _STARTER if file.removeprefix(_PACKAGE).startswith(_STARTERS) else _OURS
+        return _STARTER if file.removeprefix(PACKAGE).startswith(_STARTERS) else _OURS
     return _STDLIB if is_stdlib(file) else _USER
 
 
@@ -115,7 +146,7 @@ def _call(file: str, name: str, between: list[str], group: str) -> str | None:
     if name in _TENSOR_USES:
         use = between[0].rpartition(":")[2] if between else ""
         return f"{use}()" if use else "a use of a parameter or gradient"
-    inside = file.removeprefix(_PACKAGE)
+    inside = file.removeprefix(PACKAGE)
     owner = next((owner for begin, owner in _OWNERS if inside.startswith(begin)), group)
     if owner == "loader" and name not in _OF_LOADERS:
         name = "__iter__"  # or a generator that it gave

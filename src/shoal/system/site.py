@@ -1,13 +1,11 @@
-"""Where in the user's code a call or an error came from, and an error as text with that place."""
+"""Whose a file of code is, and an error as text, with the place in the user's code."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
-import sys
 from functools import lru_cache
-from types import FrameType, TracebackType
+from types import TracebackType
 
 from shoal.errors import PeerError
 
@@ -16,12 +14,14 @@ _SPEC = importlib.util.find_spec("torch")
 assert _SPEC is not None
 assert _SPEC.origin is not None
 TORCH = os.path.dirname(os.path.abspath(_SPEC.origin)) + os.sep
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_STDLIB = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
 def is_ours(filename: str) -> bool:
     """Whether a file belongs to shoal itself."""
-    return filename.startswith(_PACKAGE)
+    return filename.startswith(PACKAGE)
 
 
 def is_torch(filename: str) -> bool:
@@ -29,25 +29,18 @@ def is_torch(filename: str) -> bool:
     return filename.startswith(TORCH)
 
 
-# Every operation asks where it came from, so the answer for a file must be quick.
 @lru_cache(maxsize=4096)
-def _is_in_between(filename: str) -> bool:
-    """Whether a file is shoal's, or of those that call shoal for the user: hooks, backward."""
-    return is_ours(filename) or is_torch(filename) or filename == contextlib.__file__
+def is_stdlib(filename: str) -> bool:
+    """Whether a file belongs to Python itself."""
+    if filename.startswith("<frozen "):
+        return True
+    return filename.startswith(_STDLIB) and not is_installed(filename)
 
 
-def call_frame() -> FrameType | None:
-    """The innermost frame that is the user's own."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_in_between(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
-
-
-def call_site() -> str:
-    """File and line of the innermost frame that is the user's own."""
-    frame = call_frame()
-    return "<shoal>" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+@lru_cache(maxsize=4096)
+def is_installed(filename: str) -> bool:
+    """Whether a file belongs to a package that was installed: a library, not a script."""
+    return any(folder in filename for folder in _INSTALLED)
 
 
 def error_site(traceback: TracebackType | None) -> str:

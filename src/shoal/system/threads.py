@@ -5,38 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from functools import lru_cache
+from collections.abc import Callable
 from types import FrameType
 
-from shoal.system.site import is_ours
+from shoal.system.public_call import stack
+from shoal.system.site import is_installed, is_ours, is_stdlib
 
-_STDLIB = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _POOL_FILE = os.path.join("concurrent", "futures", "thread.py")
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 # Waits of the standard library: by function, what its ``timeout`` is if there is no limit.
 _UNLIMITED: dict[str, object] = {"wait": None, "join": None, "_wait_for_tstate_lock": -1}
-
-
-@lru_cache(maxsize=4096)
-def is_stdlib(filename: str) -> bool:
-    """Whether a file belongs to Python itself."""
-    if filename.startswith("<frozen "):
-        return True
-    return filename.startswith(_STDLIB) and not is_installed(filename)
-
-
-@lru_cache(maxsize=4096)
-def is_installed(filename: str) -> bool:
-    """Whether a file belongs to a package that was installed: a library, not a script."""
-    return any(folder in filename for folder in _INSTALLED)
-
-
-def stack(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame and those that called it, from the inside out."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def waits_for_a_thread(frame: FrameType) -> bool:

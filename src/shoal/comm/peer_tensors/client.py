@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from shoal.comm.peer_tensors.server import frame_key, server_key
+from shoal.comm.peer_tensors.server import server_key
 from shoal.comm.peer_tensors.values import READY, check_digest, description, room_for
 from shoal.errors import PeerError, ShoalError
 from shoal.meeting import address as places
-from shoal.meeting.handshake import HandshakeError, call
+from shoal.meeting.handshake import HandshakeError, call, frame_key
 from shoal.meeting.wire import LONGEST_REPLY_BYTES, Wire, WireError
 from shoal.torch_support.memory import as_memory
 

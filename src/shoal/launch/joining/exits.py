@@ -12,7 +12,7 @@ from typing import NamedTuple, NoReturn
 
 from shoal.errors import PeerError
 from shoal.launch.joining.environment import discover
-from shoal.system.site import call_site
+from shoal.system.public_call import call_site
 
 
 class NotedExit(NamedTuple):
