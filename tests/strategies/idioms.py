@@ -194,6 +194,26 @@ def swap(model: Any, others: list[Tensor]) -> None:
         other.copy_(mine)
 
 
+def evaluate_in_other_memory(wrap: Wrap, batch: Batch) -> Any:
+    """Gives parameters the memory of an average for a while, and then their own again."""
+    model, optimizer = wrap(seeded())
+    average = [parameter.detach().clone() for parameter in model.parameters()]
+    outputs = {}
+    for step in range(STEPS):
+        one_step(model, optimizer, batch(step))
+        own = [parameter.data for parameter in model.parameters()]
+        for mean, parameter in zip(average, model.parameters(), strict=True):
+            mean.lerp_(parameter.data, 0.3)
+        for mean, parameter in zip(average, model.parameters(), strict=True):
+            parameter.data = mean
+        with torch.no_grad():
+            outputs[f"output {step}"] = model(torch.ones(2, 7, dtype=torch.double))
+        for memory, parameter in zip(own, model.parameters(), strict=True):
+            parameter.data = memory
+        del own
+    return whole_state(model) | outputs
+
+
 def climb_and_return(wrap: Wrap, batch: Batch) -> Any:
     """As SAM: the gradient is that of a neighbouring point."""
     model, optimizer = wrap(seeded())
@@ -256,5 +276,6 @@ class Constrained(nn.Module):
 IDIOMS: list[Callable[[Wrap, Batch], Any]] = [
     clip_weights, normalise, reset_rows, reset_layer, as_vector, prune, other_memory, clip_spectrum,
     all_at_once, mean_of_all, in_full_parameters, loaded, between_backward_and_step, follow,
-    follow_wrapped, evaluate_average, climb_and_return, tied, inside_forward,
+    follow_wrapped, evaluate_average, evaluate_in_other_memory, climb_and_return, tied,
+    inside_forward,
 ]  # fmt: skip

@@ -165,6 +165,45 @@ def test_memory_of_before_a_step_cannot_be_written_to(strategy: str) -> None:
         assert "ask for .data anew after each step" in message
 
 
+def step_in_other_memory(strategy: str, is_referenced: bool) -> str:
+    model, optimizer = wrapped(strategy)
+    for parameter in list(model.parameters())[:1]:  # cuts what the optimizer steps
+        parameter.requires_grad_(False)
+        one_step(model, optimizer, local(0))
+        parameter.requires_grad_(True)
+    old = [parameter.data for parameter in model.parameters()] if is_referenced else []
+    other_memory(model)
+    with pytest.raises(ShoalError) if old else contextlib.nullcontext() as refused:
+        one_step(model, optimizer, local(1))
+    return str(refused.value) if old else ""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_memory_that_is_stepped_is_not_overwritten_behind_a_reference(strategy: str) -> None:
+    for message in run(step_in_other_memory, strategy, True):
+        assert "Copy instead: old = p.detach().clone()" in message
+    assert set(run(step_in_other_memory, strategy, False)) == {""}
+
+
+def write_to_given_memory(strategy: str) -> str:
+    """Without shoal the step would have changed that memory, and it the parameter."""
+    model, optimizer = wrapped(strategy)
+    given = [0.9 * parameter.data for parameter in model.parameters()]
+    for parameter, memory in zip(model.parameters(), given, strict=True):
+        parameter.data = memory
+    one_step(model, optimizer, local(0))
+    given[0].mul_(0.5)
+    with pytest.raises(ShoalError) as refused:
+        model.state_dict()
+    return str(refused.value)
+
+
+@each
+def test_memory_that_was_given_before_a_step_cannot_be_written_to(strategy: str) -> None:
+    for message in run(write_to_given_memory, strategy):
+        assert "ask for .data anew after each step" in message
+
+
 class Constrained(nn.Module):
     """Keeps its weights small, inside of forward."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -138,6 +138,16 @@ def write_late(loop: Loop, number: int) -> None:
     memory.mul_(0.9)
 
 
+def swap(loop: Loop, number: int) -> None:
+    """Evaluates with other weights, and goes back."""
+    before = [parameter.data for parameter in loop.model.parameters()]
+    for parameter in loop.model.parameters():
+        parameter.data = 0.9 * parameter.data
+    predict(loop, number)
+    for parameter, memory in zip(loop.model.parameters(), before, strict=True):
+        parameter.data = memory
+
+
 def load(loop: Loop, number: int) -> None:
     state = loop.model.state_dict()
     loop.model.load_state_dict({name: 0.9 * value for name, value in state.items()})
@@ -157,6 +167,7 @@ CHANGES: dict[str, Deed] = {
     "follow": follow,
     "follow at once": follow_at_once,
     "write late": write_late,
+    "swap": swap,
     "load": load,
     "draw anew": draw_anew,
 }
@@ -294,8 +305,21 @@ def on_rank(strategy: str, steps: Any) -> State:
     return train(model, optimizer, local, steps)
 
 
+# What once went wrong.
+LATE_WRITE: Any = [([], [], []), ([], [("write late", 15)], []), ([], [], [])]
+REPLACED: Any = [
+    ([], [], []),
+    ([], [("replace data", 63)], [("from vector", 0)]),
+    ([], [("replace data", 63)], [("from vector", 0), ("follow at once", 0)]),
+]
+SWAPPED: Any = [([], [], [("swap", 0)]), ([], [], [("swap", 1), ("follow", 0)]), ([], [], [])]
+
+
 @each
 @given(steps=STEPS)
+@example(steps=LATE_WRITE)
+@example(steps=REPLACED)
+@example(steps=SWAPPED)
 @settings(suppress_health_check=[HealthCheck.too_slow])
 def test_whatever_users_do_in_between(strategy: str, steps: Any) -> None:
     model = seeded(Student)

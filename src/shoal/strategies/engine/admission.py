@@ -21,13 +21,8 @@ from torch.nn.parameter import is_lazy
 from shoal.comm import Backend
 from shoal.comm.operation.base import spec
 from shoal.errors import MismatchError, ShoalError
-from shoal.torch_internals.autograd import is_forward_mode, transforms
-from shoal.torch_internals.modules import (
-    buffers_of,
-    children_of,
-    parameters_of,
-    surrounding_ddp,
-)
+from shoal.torch_internals.autograd import is_forward_mode, surrounding_ddp, transforms
+from shoal.torch_internals.modules import buffers_of, children_of, parameters_of
 from shoal.torch_internals.tensors import hooks_after_gradient
 
 

@@ -10,6 +10,15 @@ elsewhere that would mean to wait for them). A whole that was gathered outside o
 user's own purposes, is taken over in any case. Where ranks share memory, see [Note: changes of
 common memory].
 
+[Note: swapped parameters]
+``old = p.data; p.data = averaged`` and later ``p.data = old`` evaluates with other weights and goes
+back. What users gave a parameter is copied into the whole, so users who reference the whole are
+left with it as it was, and the group gets another. What they write to the memory that they gave
+counts as well, until the parameter is given something else. After a step of an optimizer, which
+would have changed that memory, writing to it is an error. A whole that is stepped itself, because
+nothing is gathered, cannot be left to users: if they still reference it when values have to be
+taken over, that is an error.
+
 [Note: freed memory that users reference]
 ``q.data.copy_(p.data)`` asks for q's memory first and then for p's, and if p is in another group,
 gathering it has freed q's whole by the time it is written to. So if users reference a whole when
@@ -22,6 +31,7 @@ there, and writing to the old one is the same error.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -30,12 +40,16 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from shoal.errors import ShoalError
+from shoal.sharding.layout import Slot
+from shoal.system.deadline import wait_until
 from shoal.torch_internals.tensors import as_plain_tensors, num_storage_users, sum_of_versions
 from shoal.torch_support.memory import Glimpse, PrivateView
 
 if TYPE_CHECKING:
     from shoal.strategies.engine.flat_group import FlatGroup
 
+# How long threads that carry out transfers may take to let go of memory.
+_LET_GO_S = 0.2
 # How many elements of each parameter are looked at.
 _NUM_SEEN = 4
 
@@ -46,7 +60,7 @@ class Changes:
     def __init__(self, group: FlatGroup) -> None:
         """The parameters are right now."""
         self._group = group
-        self.referenced: list[FreedWhole | ReplacedView] = []
+        self.referenced: list[FreedWhole | ReplacedData | ReplacedView] = []
         """Memory that the parameters had and users still reference."""
         self._starts = [slot.start for slot in group.layout.slots]
         self._base, self._addresses = -1, [-1]
@@ -90,8 +104,11 @@ class Changes:
         group = self._group
         if group.exposed is not None or group.is_common:
             return False
-        is_seen = self._adopt_referenced() if self.referenced else False
+        had_referenced = bool(self.referenced)
+        is_seen = self._adopt_referenced() if had_referenced else False
         if not group.is_present:
+            if had_referenced and self._is_watched:  # writing to it counts as a version as well
+                self._versions = self._sum_versions()
             return is_seen
         is_changed = self.take_back() or (self._is_watched and self._are_there())
         if is_changed or self.is_doubtful:
@@ -130,17 +147,55 @@ class Changes:
             if found == addresses:
                 return False
             moved = [
-                (slot, parameter)
+                (slot, parameter, parameter.data)
                 for slot, parameter, here, address in zip(
                     group.layout.slots, group.parameters, found, addresses, strict=True
                 )
                 if here != address and parameter.numel()
             ]
-            for slot, parameter in moved:
+            if moved and group.exposed is None:
+                self._check_replicated([slot for slot, *_ in moved])
+                buffer = self._leave_whole([slot for slot, *_ in moved])
+            for slot, parameter, theirs in moved:
                 view = buffer[slot.start : slot.stop].view(slot.shape)
-                view.copy_(parameter.data)
+                view.copy_(theirs)
                 parameter.data = view
+                if group.exposed is None:
+                    self._follow(ReplacedData(group, slot, theirs))
         return bool(moved)
+
+    def _follow(self, given: ReplacedData) -> None:
+        """Looks at memory that a parameter was given, instead of what it was given before."""
+        self.referenced = [each for each in self.referenced if not given.succeeds(each)]
+        if given.is_referenced:
+            self.referenced.append(given)
+
+    def count_own_views(self, change: int) -> None:
+        """An optimizer has so many parts of the masters more: what is beyond these is users'."""
+        if not (self._group.is_sharded or self._group.is_common or self._group.is_mixed):
+            self._num_own_views += change
+
+    def _check_replicated(self, moved: Sequence[Slot]) -> None:
+        """A whole that is stepped stays where it is, so users' views of it would be overwritten."""
+        group = self._group
+        if group.is_sharded or group.is_common or group.is_part:
+            return
+        num_own = self._num_own_views - len(moved)
+        if num_references(group.whole) > num_own and not _is_let_go_of(group.whole, num_own):
+            raise ShoalError(
+                f"parameters ({moved[0].name}) were given other memory (p.data = ...), while what "
+                "they had is still referenced, as by old = p.data: shoal keeps parameters in "
+                "memory of its own, which would be overwritten now. Copy instead: old = "
+                "p.detach().clone(), then p.data.copy_(other)"
+            )
+
+    def _leave_whole(self, moved: Sequence[Slot]) -> Tensor:
+        """Leaves a gathered whole to users who reference it: see [Note: swapped parameters]."""
+        group = self._group
+        if group.is_sharded and group.is_whole_referenced(len(moved)):
+            before = group.replace_whole()
+            self.referenced.append(FreedWhole(group, before, moved))
+        return group.whole
 
     def _addresses_in(self, buffer: Tensor) -> list[int]:
         """Where the parameters are that show a buffer."""
@@ -185,12 +240,25 @@ class Changes:
         if group.whole.dim():  # it was gathered again in the meantime
             group.whole.copy_(torch.where(is_new, buffer, group.whole))
 
+    def overwrite_one(self, slot: Slot, is_new: Tensor, values: Tensor) -> None:
+        """Takes some elements of one parameter over."""
+        group, here = self._group, slice(slot.start, slot.stop)
+        if group.is_sharded:
+            buffer = group.shard.new_zeros(group.layout.num_elements)
+            everywhere = torch.zeros_like(buffer, dtype=torch.bool)
+            everywhere[here], buffer[here] = is_new.reshape(-1), values.reshape(-1)
+            self.overwrite(everywhere, buffer)
+            return
+        part = group.whole[here].view(slot.shape)
+        part.copy_(torch.where(is_new, values, part))
+        self.keep()
+
     # Memory that users reference; see [Note: freed memory that users reference] -----------
 
     def note_freed(self) -> None:
         """The whole is about to be dropped, and the parameters do not show it any more."""
         if num_references(self._group.whole) > 1:
-            self.referenced.append(FreedWhole(self._group))
+            self.referenced.append(FreedWhole(self._group, self._group.whole))
 
     def age(self) -> None:
         """The optimizer has made a step: what users took before is old."""
@@ -236,10 +304,10 @@ class Changes:
 class FreedWhole:
     """One whole of a group, and what was in it when it was freed."""
 
-    def __init__(self, group: FlatGroup) -> None:
-        """The group still has it, and its parameters do not."""
-        self._group, self._whole = group, group.whole
-        self._before = group.whole.clone()
+    def __init__(self, group: FlatGroup, whole: Tensor, moved: Sequence[Slot] = ()) -> None:
+        """The group's parameters do not show it; those of ``moved`` had left it before."""
+        self._group, self._whole, self._moved = group, whole, moved
+        self._before = whole.clone()
         self.is_old = False
 
     @property
@@ -249,8 +317,10 @@ class FreedWhole:
 
     def adopt(self) -> bool:
         """Makes what was written to it count, and returns whether anything was."""
-        now, before = self._whole, self._before
-        is_new = (now != before) & ~(now.isnan() & before.isnan())
+        now = self._whole
+        is_new = _differs(now, self._before)
+        for slot in self._moved:
+            is_new[slot.start : slot.stop] = False
         if not is_new.any():
             return False
         self._before = now.clone()  # one error is enough
@@ -258,6 +328,40 @@ class FreedWhole:
             raise _written_late(self._group.names)
         self._group.changes.overwrite(is_new, now)
         return True
+
+
+class ReplacedData:
+    """Memory that users gave to a parameter (``p.data = ...``) and still reference."""
+
+    def __init__(self, group: FlatGroup, slot: Slot, memory: Tensor) -> None:
+        """The parameter at ``slot`` has its values, and its own memory again."""
+        self._group, self._slot, self._memory = group, slot, memory
+        self._before = memory.clone()
+        self.is_old = False
+
+    def succeeds(self, other: object) -> bool:
+        """Whether it was given to the same parameter, which has left the other one by that."""
+        return isinstance(other, ReplacedData) and other._slot is self._slot
+
+    @property
+    def is_referenced(self) -> bool:
+        """Whether users can still write to it."""
+        return num_references(self._memory) > 1
+
+    def adopt(self) -> bool:
+        """Makes what was written to it count, and returns whether anything was."""
+        is_new = _differs(self._memory, self._before)
+        if not is_new.any():
+            return False
+        self._before = self._memory.clone()  # one error is enough
+        if self.is_old:
+            raise _written_late([self._slot.name])
+        self._group.changes.overwrite_one(self._slot, is_new, self._memory)
+        return True
+
+
+def _differs(now: Tensor, before: Tensor) -> Tensor:
+    return (now != before) & ~(now.isnan() & before.isnan())
 
 
 class ReplacedView:
@@ -290,10 +394,16 @@ def num_references(memory: Tensor) -> int:
     return num_storage_users(memory) - 1
 
 
+def _is_let_go_of(memory: Tensor, num_own: int) -> bool:
+    """Whether all other references were Python's garbage, or those of a thread that is ending."""
+    gc.collect()
+    return wait_until(lambda: num_references(memory) <= num_own, _LET_GO_S, poll_s=0.001)
+
+
 def _written_late(names: Sequence[str]) -> ShoalError:
     which = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
     return ShoalError(
-        f"memory of {which} that was taken (with .data or .detach()) before the optimizer's last "
-        "step was written to after it: parameters are spread over the ranks, so ask for .data anew "
-        "after each step"
+        f"memory of {which} that was taken (with .data or .detach()) or given (p.data = ...) before "
+        "the optimizer's last step was written to after it: parameters are in memory of shoal's own, "
+        "so ask for .data anew after each step"
     )
