@@ -1,4 +1,4 @@
-"""Tensors on a GPU: threads as ranks, processes over Gloo, and NCCL at world size one."""
+"""Tensors on a GPU: threads as ranks, processes over Gloo, and NCCL."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import pytest
 import torch
 
 import shoal
-from shoal.comm import Mesh
+from gpus import over_nccl
+from shoal.comm import Mesh, ReduceOp
 from shoal.comm import differentiable as d
+from shoal.comm.operation import AllReduce
+from shoal.errors import MismatchError
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,7 +26,7 @@ def collectives(dtype_name):
     backend = shoal.world().backend
     rank, size = backend.rank, backend.size
     dtype = getattr(torch, dtype_name)
-    device = torch.device("cuda", 0)
+    device = backend.device if backend.name == "nccl" else torch.device("cuda", 0)
     values = [torch.arange(7, device=device).to(dtype) + r for r in range(size)]
     total = torch.stack(values).sum(0)
     x = values[rank].clone()
@@ -73,6 +76,12 @@ def test_nccl_alone():
     assert shoal.run(collectives, ranks=1, backend="nccl", args=("float32",)) == ["ok"]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=over_nccl(n)) for n in (2, 3)])
+def test_nccl(dtype, ranks):
+    assert shoal.run(collectives, ranks=ranks, backend="nccl", args=(dtype,)) == ["ok"] * ranks
+
+
 def test_nccl_refuses_cpu_tensors():
     def refused():
         with pytest.raises(TypeError, match="nccl"):
@@ -80,6 +89,110 @@ def test_nccl_refuses_cpu_tensors():
         return "refused"
 
     assert shoal.run(refused, ranks=1, backend="nccl") == ["refused"]
+
+
+def long_work(device):
+    """Something that keeps the GPU busy far longer than launching takes."""
+    x = torch.randn(4096, 4096, device=device)
+    for _ in range(200):
+        x = x @ x * 1e-3
+    return x
+
+
+def wait_on_the_stream():
+    """Twice: to load kernels that are used for the first time holds up the host."""
+    return [_wait_on_the_stream(shoal.world().backend) for _ in range(2)][1]
+
+
+def _wait_on_the_stream(backend):
+    device, stream = backend.device, torch.cuda.current_stream(backend.device)
+    x = torch.ones(1000, device=device)
+    x += long_work(device)[0, 0] * 0
+    work = backend.all_reduce(x, async_op=True)
+    assert work.wait() is x
+    was_busy = not stream.query()
+    assert x.unique().tolist() == [backend.size]
+    assert work.is_done()
+    assert work.wait() is x
+    return was_busy
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=over_nccl(n)) for n in (1, 2)])
+def test_waiting_is_the_streams_business(ranks):
+    assert shoal.run(wait_on_the_stream, ranks=ranks, backend="nccl") == [True] * ranks
+
+
+def let_go_of_memory(wait):
+    backend = shoal.world().backend
+    device = backend.device
+    for _ in range(3):
+        x = torch.ones(1 << 22, device=device)
+        long_work(device)
+        work = backend.all_reduce(x, async_op=True)
+        if wait:
+            work.wait()
+        del x, work
+        # What is made now may get the memory of x, if that is free.
+        others = [torch.zeros(1 << 22, device=device) for _ in range(4)]
+        torch.cuda.synchronize()
+        assert not any(other.any() for other in others)
+    return "ok"
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@over_nccl(2)
+def test_memory_of_an_operation_is_not_given_away_before_its_end(wait):
+    assert shoal.run(let_go_of_memory, ranks=2, backend="nccl", args=(wait,)) == ["ok"] * 2
+
+
+def make_results_on_the_side():
+    """New tensors of operations in the background, dropped while they are in use."""
+    backend = shoal.world().backend
+    totals = []
+    for number in range(30):
+        given = torch.full((1 << 18,), float(number), device=backend.device)
+        joined = backend.all_gather(given, async_op=True).wait()
+        totals.append((joined.double() * 2).sum())
+        del joined
+    return [total.item() for total in totals]
+
+
+@over_nccl(2)
+def test_results_that_are_dropped_while_in_use():
+    expected = [number * 4.0 * (1 << 18) for number in range(30)]
+    assert shoal.run(make_results_on_the_side, ranks=2, backend="nccl") == [expected] * 2
+
+
+def foresee(is_right):
+    """Two operations that were compared twice are taken to be the same the third time."""
+    backend = shoal.world().backend
+
+    def run(length):
+        operation = AllReduce(torch.ones(length, device=backend.device), ReduceOp.SUM)
+        operation.is_foreseeable = True
+        return backend.run(operation, async_op=True)
+
+    for length in (1000, 2000) * 3:
+        assert run(length).wait().unique().tolist() == [backend.size]
+    first = run(1000 if is_right or backend.rank else 2000)
+    if is_right:
+        return first.wait().sum().item()
+    with pytest.raises(MismatchError, match="start again from the last checkpoint"):
+        first.confirm()
+    with pytest.raises(MismatchError, match=r"rank 0: (.*\n)*.*2000"):
+        first.wait()
+    with pytest.raises(MismatchError):
+        run(1000)
+    with pytest.raises(MismatchError):
+        shoal.world().all_gather_object(1)
+    return "known"
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=over_nccl(n)) for n in (2, 3)])
+def test_foreseen_operations(ranks):
+    right = shoal.run(foresee, ranks=ranks, backend="nccl", args=(True,))
+    assert right == [ranks * 1000.0] * ranks
+    assert shoal.run(foresee, ranks=ranks, backend="nccl", args=(False,)) == ["known"] * ranks
 
 
 DRAWING = """

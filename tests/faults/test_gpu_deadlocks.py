@@ -11,6 +11,7 @@ from torch import nn
 
 import shoal
 from faults.worlds import outcomes, site_of
+from gpus import over_nccl, own_device
 from shoal.comm.control.deadlock import watch
 from shoal.errors import DeadlockError
 
@@ -19,13 +20,11 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-BACKENDS = ["gloo", pytest.param("nccl", marks=needs_two)]
+BACKENDS = ["gloo", pytest.param("nccl", marks=over_nccl(2))]
 
 
 def train_and_save_on_one_rank(strategy: str, folder: str) -> None:
-    world = shoal.world()
-    device = torch.device("cuda", world.rank % torch.cuda.device_count())
+    world, device = shoal.world(), own_device()
     plain: Any = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).to(device)
     adam = torch.optim.AdamW(plain.parameters())
     model, optimizer = shoal.as_distributed(plain, adam, strategy=strategy)

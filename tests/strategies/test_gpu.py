@@ -1,4 +1,4 @@
-"""Parity on a GPU: threads as ranks, processes over Gloo, and NCCL at world size one."""
+"""Parity on a GPU: threads as ranks, processes over Gloo, and NCCL."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
+from gpus import over_nccl
 from strategies.models import OWN, TASKS, Batch, moved
 from strategies.training import OPTIMIZERS, STRATEGIES
 
@@ -103,6 +104,17 @@ def test_nccl_alone(strategy: str) -> None:
     assert report.equal, str(report)
 
 
+@over_nccl(2)
+@each
+@pytest.mark.parametrize("task", OWN)
+def test_nccl(strategy: str, task: str) -> None:
+    tolerance = max(1e-9, TASKS[task].tolerance)
+    reference = TASKS[task].reference
+    options: Any = {"tolerance": tolerance, "min_group_bytes": 1000}
+    report = shoal.verify(built(task), strategy, 2, "nccl", STEPS, reference, **options)
+    assert report.equal, str(report)
+
+
 def build_narrow() -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 33), nn.GELU(), nn.LayerNorm(33), nn.Linear(33, 8)).cuda()
@@ -112,13 +124,14 @@ def build_narrow() -> Any:
 
 
 @each
+@pytest.mark.parametrize("backend", ["memory", pytest.param("nccl", marks=over_nccl(2))])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_mixed_precision(strategy: str, dtype: str) -> None:
+def test_mixed_precision(strategy: str, backend: str, dtype: str) -> None:
     report = shoal.verify(
         build_narrow,
         strategy,
         2,
-        "memory",
+        backend,
         STEPS,
         "split",
         tolerance=1e-6,

@@ -53,7 +53,9 @@ def nccl_group_of_one() -> list[float]:
     process_groups.set_timeout(group, timedelta(days=1))
     whole = torch.zeros(2, device="cuda")
     process_groups.all_gather_flat(group, whole, torch.ones(2, device="cuda")).wait()
-    numbers: list[float] = whole.tolist()
+    own, op = torch.zeros(2, device="cuda"), dist.ReduceOp.SUM
+    process_groups.reduce_scatter_flat(group, own, whole + 1, op, timedelta(days=1)).wait()
+    numbers: list[float] = [*whole.tolist(), *own.tolist()]
     return numbers
 
 
@@ -61,4 +63,4 @@ def nccl_group_of_one() -> list[float]:
 def test_an_nccl_group_takes_options() -> None:
     # In a process of its own: NCCL keeps sockets open until its process ends.
     (numbers,) = shoal.run(nccl_group_of_one, ranks=1)
-    assert numbers == [1, 1], needs("an NCCL group of our own options works")
+    assert numbers == [1, 1, 2, 2], needs("an NCCL group of our own options works")

@@ -30,9 +30,9 @@ from shoal.comm.operation.base import Header, check_equal, decode
 from shoal.comm.work import WorkQueue
 from shoal.comm.world_state import WorldState, closed_error
 from shoal.errors import DeadlineError, MismatchError, PeerError, ShoalError, TransportError
-from shoal.system.public_call import told
+from shoal.system.public_call import call_site, told
 from shoal.system.rank_names import name_ranks
-from shoal.system.site import call_site, describe
+from shoal.system.site import describe
 
 # How long to wait for the news of a rank's death after the transport already failed over it.
 _NEWS_S = 3.0
@@ -177,6 +177,25 @@ class Coordination:
         payload = operation.prepare(headers, self._rank)
         payload.wires = wires
         return payload
+
+    def foreseen(self, mine: bytes) -> Sequence[bytes] | None:
+        """What all ranks showed when this rank last showed a header, if it ever did."""
+        known = self._compared.get(mine)
+        return None if known is None else known[0]
+
+    def confirm(
+        self,
+        operation: Operation,
+        number: int,
+        mine: bytes,
+        foreseen: Sequence[bytes],
+        shown: Sequence[bytes],
+    ) -> None:
+        """Compares headers of an operation that was prepared with others, which were foreseen."""
+        if shown != foreseen:
+            headers, _ = self._compare(operation, number, mine, shown)
+            expected = [decode(header) for header in foreseen]
+            operation.reconsider(headers, expected, self._channel.ranks)
 
     def _compare(
         self, operation: Operation, number: int, mine: bytes, shown: Sequence[bytes]

@@ -84,9 +84,18 @@ class ProcessBackend(Backend):
     def _check_tensor(self, tensor: Tensor) -> None:
         """Refuses tensors that the transport cannot carry."""
 
-    def _ordered(self, task: Callable[[], Any], eager: bool) -> Callable[[], Any]:
-        """A task that comes after what the caller has queued on a device, in any thread."""
-        return task
+    def _begin(self, operation: Operation, number: int, site: str) -> Work[Any]:
+        """Begins an operation that the queue's thread will carry out."""
+        perform = partial(self._perform, operation, number, site, eager=False)
+        return self._coordination.start_queue().put(self._queued_work(operation, perform))
+
+    def _queued_work(self, operation: Operation, task: Callable[[], Any]) -> ThreadedWork[Any]:
+        """For the queue's thread: it comes after what the caller has put into a device's queue."""
+        return ThreadedWork(task, operation.signature)
+
+    def _message_work(self, operation: Operation, task: Callable[[], Any]) -> ThreadedWork[Any]:
+        """The same for the thread of a message."""
+        return ThreadedWork(task, operation.signature)
 
     def become_lane(self) -> None:
         """Users know a lane by what it is for."""
@@ -122,19 +131,22 @@ class ProcessBackend(Backend):
             coordination.number += 1
             is_inline = not async_op and coordination.is_idle()
             site = origin(operation.signature, coordination.called)
-            perform = partial(self._perform, operation, coordination.number, site, is_inline)
-            task = self._ordered(perform, is_inline)
             if is_inline:
-                return task()
-            work = coordination.start_queue().put(ThreadedWork(task, operation.signature))
+                return self._perform(operation, coordination.number, site, eager=True)
+            work = self._begin(operation, coordination.number, site)
         finally:
             coordination.leave()
         return work if async_op else work.wait()
 
-    def _perform(self, operation: Operation, number: int, site: str, eager: bool) -> Any:
+    def _check_stuck(self) -> None:
+        """Raises where operations of all ranks cannot go on any more."""
+        stuck = self._stuck or self._state.mismatch
+        if stuck is not None:
+            raise stuck
+
+    def _perform(self, operation: Operation, number: int, site: str, *, eager: bool) -> Any:
         begin, coordination = time.perf_counter(), self._coordination
-        if self._stuck is not None:
-            raise self._stuck
+        self._check_stuck()
         patience = coordination.begin(operation.signature, number, site, eager=eager)
         wire = self._expose(operation)
         mine = encode(Header(operation.signature, operation.meta, wire, site))
@@ -156,10 +168,9 @@ class ProcessBackend(Backend):
         key = self._message_key(operation, peer, tag)
         site = origin(operation.signature, self._coordination.called)
         deliver = partial(self._deliver, operation, peer, key, site, not async_op)
-        task = self._ordered(deliver, not async_op)
         if not async_op:
-            return task()
-        return self._start_message_thread(ThreadedWork(task, operation.signature))
+            return deliver()
+        return self._start_message_thread(self._message_work(operation, deliver))
 
     def _message_key(self, operation: Operation, peer: int, tag: int) -> tuple[int, int]:
         # Both sides count the messages of a tag, so the n-th send meets the n-th receive

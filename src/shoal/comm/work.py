@@ -6,6 +6,7 @@ import os
 import queue
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -15,6 +16,8 @@ from shoal.errors import ClosedError
 from shoal.system.deadline import under_way_error
 
 T = TypeVar("T")
+
+_LATER_S = 0.2
 
 
 class Work(ABC, Generic[T]):
@@ -31,6 +34,8 @@ class Work(ABC, Generic[T]):
     def wait(self, timeout: float | None = None) -> T:
         """Returns the result once it is there.
 
+        On a GPU that may be later: what the caller puts into its queue next comes after it.
+
         Args:
             timeout: Seconds to wait at most; then `DeadlineError` is raised, the operation
                 goes on, and `wait` may be called again.
@@ -38,7 +43,18 @@ class Work(ABC, Generic[T]):
 
     @abstractmethod
     def is_done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Whether it is over: the result is there, or an error."""
+
+    def would_block(self) -> bool:
+        """Whether `wait` would hold up this thread. On a GPU it may hold up a stream instead."""
+        return not self.is_done()
+
+    def is_done_soon(self) -> bool:
+        """Whether it is over, perhaps after a moment in which a GPU may catch up."""
+        return self.is_done()
+
+    def confirm(self) -> None:
+        """Waits until headers have been compared, where that comes later than the operation."""
 
 
 class ThreadedWork(Work[T]):
@@ -96,30 +112,64 @@ class WorkQueue:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._queue: queue.SimpleQueue[ThreadedWork[Any] | None] = queue.SimpleQueue()
+        self._works: deque[ThreadedWork[Any] | None] = deque()
+        self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._last: ThreadedWork[Any] | None = None
+        self._is_last_done: threading.Event | None = None  # a work would keep its result
+        self._has_later = False
+        self.is_called = False
+        """Whether somebody waits for what is carried out now."""
 
     def is_idle(self) -> bool:
         """Whether everything given so far has been carried out."""
-        return self._last is None or self._last.is_done()
+        return self._is_last_done is None or self._is_last_done.is_set()
 
     def put(self, work: ThreadedWork[T]) -> ThreadedWork[T]:
         """Queues the work."""
+        self._append(work)
+        self.call()
+        return work
+
+    def put_later(self, work: ThreadedWork[T]) -> ThreadedWork[T]:
+        """Queues work that nobody waits for yet: it has time until other work, or a call, comes.
+
+        So the thread need not wake up, and take the interpreter from one that computes.
+        """
+        self._append(work)
+        if not self._has_later:
+            self._has_later = True
+            self.call()
+        return work
+
+    def call(self) -> None:
+        """Somebody waits for what was queued."""
+        self._calls.put(None)
+
+    def _append(self, work: ThreadedWork[Any]) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        self._last = work
-        self._queue.put(work)
-        return work
+        self._is_last_done = work._done
+        self._works.append(work)
 
     def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            work.carry_out()
+        while True:
+            try:
+                self._calls.get(timeout=_LATER_S if self._has_later else None)
+                self.is_called = True
+            except queue.Empty:
+                self.is_called = False
+            while self._works:
+                work = self._works.popleft()
+                if work is None:
+                    return
+                work.carry_out()
+                del work  # and its result, while there is nothing to do
 
     def close(self) -> None:
         """Ends the thread once what was queued is through."""
         if self._thread is not None:
-            self._queue.put(None)
+            self._works.append(None)
+            self.call()
             self._thread.join()
             self._thread = None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from shoal.comm.accounting import Statistics
 from shoal.comm.control.exit_records import ExitRecords
-from shoal.errors import ClosedError
+from shoal.errors import ClosedError, MismatchError
 
 if TYPE_CHECKING:
     from shoal.comm.backend import Backend
@@ -39,6 +39,7 @@ class WorldState:
         next_lending: The next number of lent tensors that this rank has not used.
         lendings: What this rank lends and borrows now, see [Note: lent tensors].
         tensor_server: Serves what this rank lends, once it has lent something.
+        mismatch: What was found too late to be harmless; no group can be used any more.
         is_closed: Whether the world was shut down.
         is_forked: Whether this process is a child of the rank's, which the others know nothing of.
     """
@@ -54,6 +55,7 @@ class WorldState:
     next_lending: int = 0
     lendings: list[PeerTensors] = field(default_factory=list)
     tensor_server: TensorServer | None = None
+    mismatch: MismatchError | None = None
     is_closed: bool = False
     is_forked: bool = False
 

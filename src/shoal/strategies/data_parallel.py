@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from shoal.strategies.model import ShardedModel
 from shoal.strategies.settings import LEVELS
+
+DataParallelStrategy = Literal["auto", "ddp", "zero1", "zero2", "zero3", "fsdp"]
+"""What type checkers know of them."""
 
 __all__ = ["DDPModel", "FSDPModel", "ZeRO1Model", "ZeRO2Model", "ZeRO3Model"]
 

@@ -33,10 +33,10 @@ from shoal.strategies.layers.materialization import materialize
 from shoal.strategies.layers.precision import parse_precision
 from shoal.strategies.options import check_options
 from shoal.strategies.recomputation.automatic import Automatic, Surroundings
-from shoal.strategies.recomputation.keepers import Keepers, make_store
 from shoal.strategies.recomputation.kept_memory import KeptMemory
 from shoal.strategies.recomputation.policy import Policy, parse_bytes, parse_policy
 from shoal.strategies.recomputation.recomputation import Recomputation, stop_caching
+from shoal.strategies.recomputation.stores.keepers import Keepers, make_store
 from shoal.strategies.settings import Compression, Ranks, Settings, Sharding
 from shoal.strategies.training import LossFunction, call_module, count_items, weighted_backward
 from shoal.strategies.wrapper import ModuleWrapper
@@ -96,8 +96,8 @@ class ShardedModel(ModuleWrapper):
         Args:
             module: The user's; what it has on the meta device is initialised here.
             world: The ranks that train it; the current world by default.
-            min_group_bytes: See `ParameterAnalyzer`; by default 1 MiB between threads and
-                4 MiB between processes, and more where only gradients travel.
+            min_group_bytes: See `ParameterAnalyzer`; by default 1 MiB between threads, 4 MiB
+                between processes and 24 MiB over NCCL, and more where only gradients travel.
             auto_sync: Whether each backward averages the gradients over the ranks.
             sync_batchnorm: Whether BatchNorm sees the rows of all ranks instead of this one's.
             average_buffers: Whether floating buffers that forward changes become the average over
@@ -220,7 +220,9 @@ class ShardedModel(ModuleWrapper):
             return _IN_PLACE_BYTES
         if self.sharding.parameters:
             return backend.worthwhile_bytes
-        return _SHARDED_BUCKET_BYTES if self.sharding.gradients else _BUCKET_BYTES
+        if self.sharding.gradients:
+            return max(_SHARDED_BUCKET_BYTES, backend.worthwhile_bytes)
+        return _BUCKET_BYTES
 
     def keep_whole(self, parameters: Sequence[nn.Parameter]) -> None:
         """Lays the memory out anew so that these parameters are not cut between ranks."""

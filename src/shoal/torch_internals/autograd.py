@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import nn
 from torch._guards import CompileContext
 from torch.autograd import forward_ad
+from torch.nn.parallel import DistributedDataParallel
 
 from shoal.torch_internals.compiler_module import COMPILER
 
@@ -66,6 +68,12 @@ def transforms() -> list[str]:
 def is_forward_mode() -> bool:
     """Whether a level of `torch.autograd.forward_ad` is open, in any thread."""
     return forward_ad._current_level >= 0
+
+
+def surrounding_ddp() -> nn.Module | None:
+    """The `DistributedDataParallel` whose forward is under way."""
+    active: nn.Module | None = DistributedDataParallel._active_ddp_module
+    return active
 
 
 def is_tracing() -> bool:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.dropout import _DropoutNd as Dropout
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.stateless import _reparametrize_module
 
 __all__ = ["BatchNorm", "Dropout", "IncompatibleKeys"]
@@ -22,12 +21,6 @@ RESETS = ("reset_parameters", "_reset_parameters")
 OWN_PARAMETERS = "_parameters"
 CALL = "_call_impl"  # the method behind `module(...)`, unless the module is compiled
 COMPILED_CALL = "_compiled_call_impl"  # and that of a module that was compiled in place
-
-
-def surrounding_ddp() -> nn.Module | None:
-    """The `DistributedDataParallel` whose forward is under way."""
-    active: nn.Module | None = DistributedDataParallel._active_ddp_module
-    return active
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:

@@ -41,3 +41,13 @@ def all_gather_flat(group: Any, whole: torch.Tensor, own: torch.Tensor) -> Work:
     """Gathers parts of equal size into one tensor."""
     work: Work = group._allgather_base(whole, own)
     return work
+
+
+def reduce_scatter_flat(
+    group: Any, own: torch.Tensor, whole: torch.Tensor, op: Any, timeout: timedelta
+) -> Work:
+    """Reduces one tensor over the ranks, of which each keeps its part; parts are of equal size."""
+    options = dist.ReduceScatterOptions()
+    options.reduceOp, options.timeout = op, timeout
+    work: Work = group._reduce_scatter_base(own, whole, options)
+    return work

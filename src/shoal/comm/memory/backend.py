@@ -30,9 +30,9 @@ from shoal.comm.work import Work
 from shoal.comm.world_state import WorldState
 from shoal.errors import DeadlineError, DeadlockError, PeerError, ShoalError
 from shoal.system.deadline import Deadline, abandoned_error, turn_text
-from shoal.system.public_call import origin, told
+from shoal.system.public_call import call_site, origin, told
 from shoal.system.rank_names import name_ranks
-from shoal.system.site import call_site, describe, is_ours
+from shoal.system.site import describe, is_ours
 from shoal.torch_internals.autograd import is_tracing
 from shoal.torch_support.random_state import RandomState
 

@@ -22,6 +22,7 @@ from shoal.torch_support.dtypes import dtype_number, dtype_numbered
 
 # Calls of a training step, which a rank may want to leave out.
 _OF_STEPS = {"loss.backward()", "optimizer.step()", "scaler.step()"}
+NOTHING_MOVED = "; nothing was moved"
 _LENGTHS = struct.Struct("<HHHH")
 _MOST_SHOWN = 40
 _MAX_SITE_BYTES = 400
@@ -98,6 +99,11 @@ class Operation(ABC):
     """The flat data of this rank, known before headers are exchanged."""
     sink: Tensor | None = None
     """Where a rank that has no data gets some, if others may write there."""
+    is_foreseeable = False
+    """Whether the other ranks' headers may be taken to be those of last time, and compared later.
+
+    See [Note: foreseen operations].
+    """
 
     def check(self, headers: Sequence[Header], ranks: Sequence[int]) -> None:
         """Raises `MismatchError` for what the signature alone does not show.
@@ -105,9 +111,21 @@ class Operation(ABC):
         It looks at the headers only, so every rank comes to the same verdict.
         """
 
+    @property
+    def makes_result(self) -> bool:
+        """Whether the result will be a new tensor."""
+        return False
+
     @abstractmethod
     def prepare(self, headers: Sequence[Header], rank: int) -> Payload:
         """What the transport is to move, now that all headers are known."""
+
+    def reconsider(
+        self, headers: Sequence[Header], foreseen: Sequence[Header], ranks: Sequence[int]
+    ) -> None:
+        """Headers fit together but are not those that the payload was prepared with."""
+        if [header.meta for header in headers] != [header.meta for header in foreseen]:
+            raise mismatch(headers, ranks, "the sizes on some ranks are not those of last time")
 
     @abstractmethod
     def result(self) -> Tensor | None:
@@ -191,7 +209,7 @@ def mismatch(headers: Sequence[Header], ranks: Sequence[int], problem: str) -> M
     callers: dict[tuple[str, str], list[int]] = {}
     for rank, header in zip(ranks, headers, strict=True):
         callers.setdefault((header.signature, header.site), []).append(rank)
-    lines = [f"{problem}; nothing was moved:"]
+    lines = [f"{problem}{NOTHING_MOVED}:"]
     for (signature, site), members in callers.items():
         call, inside = told_apart(signature, site)
         lines.append(f"  {name_ranks(members)}: {call}")

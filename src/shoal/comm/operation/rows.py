@@ -32,6 +32,11 @@ class _IntoOut(Operation):
     _out: Tensor | None
     _target: Tensor
 
+    @property
+    def makes_result(self) -> bool:
+        """Where the caller gave no ``out``."""
+        return self._out is None
+
     def result(self) -> Tensor | None:
         assert self._out is not None
         write_back(self._target, self._out)

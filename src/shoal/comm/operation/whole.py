@@ -119,6 +119,11 @@ class Broadcast(Operation):
         self.meta = encode_spec(tensor) if tensor is not None else ()
         self.signature = f"broadcast(root={root})"
 
+    @property
+    def makes_result(self) -> bool:
+        """Where the caller gave no tensor."""
+        return self._tensor is None
+
     def check(self, headers: Sequence[Header], ranks: Sequence[int]) -> None:
         """A rank that gave a tensor gave one like the root's."""
         expected = headers[self._root].meta

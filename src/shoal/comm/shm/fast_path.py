@@ -29,8 +29,7 @@ from shoal.comm.shm.exposure import Exposer
 from shoal.comm.shm.pending import PendingOperations
 from shoal.comm.shm.routing import NOTHING, SMALL_BYTES, ShmRoute, Shown, Way, decode_shown
 from shoal.comm.shm.transfers import Transfers
-from shoal.system.public_call import near_origin, told
-from shoal.system.site import call_frame
+from shoal.system.public_call import call_frame, near_origin, told
 from shoal.torch_support.dtypes import PLAIN
 from shoal.torch_support.memory import copy
 from shoal.torch_support.process_memory import read_into

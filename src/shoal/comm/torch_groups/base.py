@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 # A process group that kept a deadline of its own would fail without naming a rank.
 NEVER = timedelta(days=30)
 
-_REDUCE_OPS = {
+REDUCE_OPS = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
     ReduceOp.AVERAGE: dist.ReduceOp.SUM,
     ReduceOp.MIN: dist.ReduceOp.MIN,
@@ -51,13 +51,6 @@ _REDUCE_OPS = {
     ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
 }
 _EXTREMES = (ReduceOp.MIN, ReduceOp.MAX)
-
-
-class Origin(NamedTuple):
-    """Where on a GPU an operation was called: its inputs are there once the event is."""
-
-    stream: torch.cuda.Stream
-    event: torch.cuda.Event
 
 
 class ProcessGroupBackend(ProcessBackend):
@@ -129,24 +122,13 @@ class ProcessGroupBackend(ProcessBackend):
     def _abort(self, reason: BaseException) -> None:
         """Ends all transfers of this group, for good."""
 
-    @abstractmethod
-    def _on_worker(self, origin: Origin, task: Callable[[], Any]) -> Any:
-        """Runs a task in a thread that is not the caller's, as if on the caller's stream."""
-
-    def _ordered(self, task: Callable[[], Any], eager: bool) -> Callable[[], Any]:
-        """What is not eager runs in a thread of its own, which has other streams."""
-        if eager or not torch.cuda.is_initialized():
-            return task
-        stream = torch.cuda.current_stream(self.device if self.device.type == "cuda" else None)
-        return partial(self._on_worker, Origin(stream, stream.record_event()), task)
-
     # Collectives ----------------------------------------------------------------------------
 
     def _all_reduce(self, payload: Payload, patience: Patience) -> None:
         target = payload.gotten
         if self._can_reduce(payload.op, target.dtype):
             options = _timed(dist.AllreduceOptions())
-            options.reduceOp = _REDUCE_OPS[payload.op]
+            options.reduceOp = REDUCE_OPS[payload.op]
             self._carry_one(lambda: self._group.allreduce([target], options), patience)
             finish(payload.op, target, self.size)
         else:

@@ -17,11 +17,10 @@ from shoal.comm.control.addresses import usable_loopback
 from shoal.comm.control.page.control import PageControl
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Control, Message
-from shoal.comm.operation import Payload
+from shoal.comm.operation import Operation, Payload
 from shoal.comm.process_backend import by_host_memory
 from shoal.comm.torch_groups.base import (
     NEVER,
-    Origin,
     ProcessGroupBackend,
     byte_view,
     in_bytes,
@@ -29,6 +28,7 @@ from shoal.comm.torch_groups.base import (
 from shoal.comm.torch_groups.groups import Maker, ProcessGroup
 from shoal.comm.torch_groups.port import Port
 from shoal.comm.torch_groups.watchdog import Flight
+from shoal.comm.work import ThreadedWork
 from shoal.comm.world_state import WorldState
 from shoal.errors import BackendUnavailableError
 from shoal.torch_internals.process_groups import gloo_options, set_timeout
@@ -137,9 +137,10 @@ class GlooBackend(ProcessGroupBackend):
     def _mover(self, kind: str) -> Callable[..., None]:
         return by_host_memory(super()._mover(kind))
 
-    def _on_worker(self, origin: Origin, task: Callable[[], Any]) -> Any:
-        with torch.cuda.stream(origin.stream):
-            return task()
+    def _queued_work(self, operation: Operation, task: Callable[[], Any]) -> ThreadedWork[Any]:
+        return ThreadedWork(_on_stream_of_caller(task), operation.signature)
+
+    _message_work = _queued_work
 
     # Waiting --------------------------------------------------------------------------------
 
@@ -170,6 +171,19 @@ class GlooBackend(ProcessGroupBackend):
                 with contextlib.suppress(RuntimeError):
                     late = self._group.recv([torch.empty(1)], peer, _ABORT_TAG)
                     late.wait(timedelta(milliseconds=1))
+
+
+def _on_stream_of_caller(task: Callable[[], Any]) -> Callable[[], Any]:
+    """A thread begins with another stream; copies to host memory come after the caller's work."""
+    if not torch.cuda.is_initialized():
+        return task
+    stream = torch.cuda.current_stream()
+
+    def run() -> Any:
+        with torch.cuda.stream(stream):
+            return task()
+
+    return run
 
 
 def _await_end(works: Iterable[Work]) -> None:

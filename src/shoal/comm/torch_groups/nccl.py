@@ -4,8 +4,9 @@
 A collective that was called (not ``async_op``) returns once it is in the GPU's queue: what the
 caller puts there next waits for it, the host does not. The watchdog aborts what cannot end any
 more; the GPU then goes on, with results that mean nothing, and the next operation raises why.
-An asynchronous operation runs on a stream of its own, beside what the caller computes, and its
-`Work` is done when the result is there.
+An asynchronous operation runs on a stream of its own, beside what the caller computes. A thread
+compares headers with the others and then launches it, so the caller's thread seldom waits for
+anything; `Work.wait` makes the caller's stream wait.
 
 [Note: pair groups]
 NCCL pairs sends with receives by their order alone, and messages of several tags may be under
@@ -22,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,17 +34,27 @@ from shoal.comm.bootstrap.bootstrap import Bootstrap
 from shoal.comm.control.connect import host_id
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Channel, Message
-from shoal.comm.operation import Payload
-from shoal.comm.torch_groups.base import NEVER, Origin, ProcessGroupBackend, byte_view
+from shoal.comm.operation import Barrier, Operation, Payload
+from shoal.comm.operation.reduction import finish
+from shoal.comm.torch_groups.base import NEVER, REDUCE_OPS, byte_view
+from shoal.comm.torch_groups.foreseeing import ForeseeingBackend
 from shoal.comm.torch_groups.groups import Links, Maker, ProcessGroup, exchange_between_two
 from shoal.comm.torch_groups.port import Port
+from shoal.comm.torch_groups.streams import SideStream
 from shoal.comm.torch_groups.watchdog import Flight
+from shoal.comm.work import ThreadedWork, Work
 from shoal.comm.world_state import WorldState
 from shoal.errors import BackendUnavailableError
-from shoal.torch_internals.process_groups import all_gather_flat, nccl_options, set_timeout
+from shoal.torch_internals.process_groups import (
+    all_gather_flat,
+    nccl_options,
+    reduce_scatter_flat,
+    set_timeout,
+)
 
 if TYPE_CHECKING:
-    from torch.distributed import Store, Work
+    from torch.distributed import Store
+    from torch.distributed import Work as TorchWork
 
 _POLL_S = 0.002
 # For NCCL 2.30 and later: several ranks on one GPU, as in tests.
@@ -58,7 +70,7 @@ _LEAVE_ERRORS_TO_US = {
 _PAIR_TAG = 1 << 40
 
 
-class NCCLBackend(ProcessGroupBackend):
+class NCCLBackend(ForeseeingBackend):
     """Collectives between GPUs, one for each rank.
 
     Example:
@@ -70,6 +82,7 @@ class NCCLBackend(ProcessGroupBackend):
     """
 
     name = "nccl"
+    worthwhile_bytes = 24 << 20
     _proves = False
 
     def __init__(
@@ -84,7 +97,7 @@ class NCCLBackend(ProcessGroupBackend):
         super().__init__(state, channel, ranks, links, group)
         self._device = local_device(links.control.rank)
         self._coordination.is_through_at_once = False
-        self._side: torch.cuda.Stream | None = None
+        self._side: SideStream | None = None
         self._verdict: BaseException | None = None
         self._num_begun = self._coordination.num_settled
         self._pair_groups: dict[tuple[int, int, int], ProcessGroup] = {}
@@ -108,6 +121,22 @@ class NCCLBackend(ProcessGroupBackend):
         return rank == 0
 
     # Collectives ----------------------------------------------------------------------------
+
+    def _all_gather(self, payload: Payload, patience: Patience) -> None:
+        if len(set(payload.counts)) > 1:
+            super()._all_gather(payload, patience)
+            return
+        whole, own = byte_view(payload.gotten), byte_view(payload.given)
+        self._carry_one(lambda: all_gather_flat(self._group, whole, own), patience)
+
+    def _reduce_scatter(self, payload: Payload, patience: Patience) -> None:
+        source, target, op = payload.given, payload.gotten, payload.op
+        if len(set(payload.counts)) > 1 or not self._can_reduce(op, source.dtype):
+            super()._reduce_scatter(payload, patience)
+            return
+        start = partial(reduce_scatter_flat, self._group, target, source, REDUCE_OPS[op], NEVER)
+        self._carry_one(start, patience)
+        finish(op, target, self.size)
 
     def _spread(self, target: Tensor, counts: Sequence[int], patience: Patience) -> None:
         if len(set(counts)) > 1:
@@ -147,36 +176,58 @@ class NCCLBackend(ProcessGroupBackend):
 
     # Streams --------------------------------------------------------------------------------
 
-    def _on_worker(self, origin: Origin, task: Callable[[], Any]) -> Any:
-        if self._side is None:
-            self._side = torch.cuda.Stream(self._device)
-        with torch.cuda.device(self._device), torch.cuda.stream(self._side):
-            self._side.wait_event(origin.event)
-            result = task()
-            self._side.synchronize()
-            self._check_verdict()
-        if isinstance(result, Tensor) and result.is_cuda:
-            result.record_stream(origin.stream)  # made on the side, it must outlast its use there
-        return result
+    def _launch(
+        self, operation: Operation, move: Callable[[], Any], confirmation: Work[None]
+    ) -> Work[Any]:
+        return self._side_stream().launch(operation, move, confirmation)
 
-    def _carry(self, works: Iterable[Work], patience: Patience, peer: int | None = None) -> None:
+    def _side_stream(self) -> SideStream:
+        if self._side is None:
+            self._side = SideStream(self._device, self._check_verdict)
+        return self._side
+
+    def _queued_work(self, operation: Operation, task: Callable[[], Any]) -> ThreadedWork[Any]:
+        if isinstance(operation, Barrier):  # nothing of it is on the GPU
+            return super()._queued_work(operation, task)
+        return self._side_stream().work(operation, task)
+
+    def _message_work(self, operation: Operation, task: Callable[[], Any]) -> ThreadedWork[Any]:
+        """It ends on the host: on streams, messages could wait for each other in a circle."""
+        caller = torch.cuda.current_stream(self._device)
+        begin = caller.record_event()
+
+        def deliver() -> Any:
+            stream = torch.cuda.Stream(self._device)
+            with torch.cuda.device(self._device), torch.cuda.stream(stream):
+                stream.wait_event(begin)
+                result = task()
+                stream.synchronize()
+                self._check_verdict()
+            if isinstance(result, Tensor):
+                result.record_stream(caller)  # made on the side, it must outlast its use there
+            return result
+
+        return ThreadedWork(deliver, operation.signature)
+
+    def _carry(
+        self, works: Iterable[TorchWork], patience: Patience, peer: int | None = None
+    ) -> None:
         """See [Note: the host does not wait]."""
         self._check_verdict()
-        begun = list(works)
-        for work in begun:
+        for work in list(works):  # which begins all of them
             work.wait()  # the stream does
         is_common = peer is None
         self._num_begun += is_common
-        flight = Flight(
-            patience, self._needed(peer), self._abort, lambda: self._is_over(begun, is_common)
-        )
-        self._links.watchdog.watch(flight)
+        # A work of torch's would keep its memory, until the watchdog looks.
+        end = torch.cuda.current_stream(self._device).record_event()
+        is_over = partial(self._is_over, end, is_common)
+        self._links.watchdog.watch(Flight(patience, self._needed(peer), self._abort, is_over))
 
-    def _is_over(self, works: Sequence[Work], is_common: bool) -> bool:
+    def _is_over(self, end: torch.cuda.Event, is_common: bool) -> bool:
         """Asked by the watchdog, until it is so."""
         try:
-            is_over = all(work.is_completed() for work in works)
-        except RuntimeError:  # aborted
+            is_over = bool(end.query())
+        except RuntimeError:  # of the GPU; whoever uses it next is told
             is_over = True
         if is_over and is_common:
             self._coordination.settle()
@@ -269,11 +320,11 @@ def _maker(kind: Any, device: torch.device) -> Maker:
     return make
 
 
-def _broadcast_to_receiver(group: ProcessGroup, data: Tensor) -> Work:
+def _broadcast_to_receiver(group: ProcessGroup, data: Tensor) -> TorchWork:
     """In a pair group, whose rank 0 sends. A send would make connections of its own."""
     options = dist.BroadcastOptions()
     options.rootRank, options.timeout = 0, NEVER
-    work: Work = group.broadcast([data], options)
+    work: TorchWork = group.broadcast([data], options)
     return work
 
 

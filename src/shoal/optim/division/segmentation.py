@@ -11,6 +11,7 @@ gradient and others have not, it is cut there, its state with it, and stays so.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -167,6 +168,9 @@ class Segmentation:
 
     def adopt(self, segments: list[list[ParameterSegment]]) -> None:
         """Has the optimizer step these from now on."""
+        for change, by_group in ((-1, self._by_group), (1, segments)):
+            for segment in itertools.chain.from_iterable(by_group):
+                segment.group.changes.count_own_views(change)
         self._by_group = segments
 
     @contextlib.contextmanager
@@ -239,6 +243,7 @@ class Segmentation:
         own = self._by_group[which]
         index = own.index(segment)
         own[index : index + 1] = parts
+        segment.group.changes.count_own_views(len(parts) - 1)
         return parts
 
     # State --------------------------------------------------------------------------------

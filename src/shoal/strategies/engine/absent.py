@@ -124,6 +124,7 @@ class SavedParameters:
         """``need`` gathers the whole of a group."""
         self._need = need
         self._by_storage: dict[int, FlatGroup] = {}
+        self._storages: dict[int, int] = {}
         self._ranges: dict[int, tuple[int, int]] = {}
         self._generation = self._all_changed = 0
         self._changed: dict[tuple[int, int], int] = {}
@@ -136,15 +137,24 @@ class SavedParameters:
         )
 
     def note_whole(self, group: FlatGroup) -> None:
-        """The group has a whole, whose memory is known from now on."""
+        """The group has a whole, whose memory is known from now on, and no other."""
+        before = self._storages.get(group.index)
+        if before != group.storage_id:
+            self._forget_storage(group)
+            self._storages[group.index] = group.storage_id
         self._by_storage[group.storage_id] = group
         begin = group.whole.data_ptr()
         self._ranges[group.index] = begin, begin + group.whole.nbytes
 
     def forget_whole(self, group: FlatGroup) -> None:
         """The group's whole is about to be freed."""
-        self._by_storage.pop(group.storage_id, None)
+        self._forget_storage(group)
         self._ranges.pop(group.index, None)
+
+    def _forget_storage(self, group: FlatGroup) -> None:
+        storage = self._storages.pop(group.index, None)
+        if storage is not None and self._by_storage.get(storage) is group:
+            del self._by_storage[storage]
 
     def changed(self, parameters: Iterable[tuple[int, int]]) -> None:
         """Some parameters, by group and index in it, have new values."""

@@ -128,7 +128,9 @@ class Grouping:
 
     def _storage(self, parameter: nn.Parameter) -> GroupStorage:
         dtype = self._engine.precision.dtype_of(parameter)
-        return GroupStorage(self._residence(parameter), self._engine.sharding.optimizer, dtype)
+        engine, residence = self._engine, self._residence(parameter)
+        is_part = engine.settings.hides_gradients
+        return GroupStorage(residence, engine.sharding.optimizer, dtype, is_part)
 
     def _residence(self, parameter: nn.Parameter) -> Residence:
         """Sharded parameters are gathered, unless the ranks of one host share their memory."""

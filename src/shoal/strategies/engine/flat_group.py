@@ -86,6 +86,7 @@ class GroupStorage:
     residence: Residence  # where the whole lives
     owns_part: bool  # whether the optimizer on this rank steps a part only
     dtype: torch.dtype | None = None  # what the parameters are computed with; None for their own
+    is_part: bool = False  # whether parameters are parts of others', which have views of their own
 
 
 class FlatGroup:
@@ -106,6 +107,8 @@ class FlatGroup:
         self._num_elements = layout.num_elements
         self._places = [(slot.shape, _strides(slot.shape), slot.start) for slot in layout.slots]
         self.residence, self.owns_part = storage.residence, storage.owns_part
+        self.is_part = storage.is_part
+        """Whether parameters are parts of others, of which not only the engine has views."""
         self.is_sharded = storage.residence is Residence.SHARDED
         """Whether the whole is gathered and freed."""
         self.is_common = storage.residence is Residence.COMMON
@@ -318,6 +321,22 @@ class FlatGroup:
         self.numbers = None
         assert buffer is not None
         return buffer
+
+    def is_whole_referenced(self, num_moved: int) -> bool:
+        """Whether users have a gathered whole, of which so many parameters show nothing."""
+        assert self._buffer is not None
+        return self._buffer.num_others > len(self.parameters) - num_moved
+
+    def replace_whole(self) -> Tensor:
+        """Copies a gathered whole to memory that nobody has; returns the old one."""
+        old = self._buffer
+        assert old is not None
+        self._buffer = GatherBuffer.allocate(self)
+        self._buffer.whole.copy_(old.whole)
+        old.leave()
+        self.whole, self.numbers = self._buffer.whole, self._buffer.numbers
+        self._show(self._buffer.views)
+        return old.whole
 
     def to_exposed(self, masters: Tensor) -> None:
         """Lets the parameters show a copy of all masters, in their dtype."""

@@ -72,7 +72,12 @@ class GatherBuffer:
     @property
     def is_referenced(self) -> bool:
         """Whether somebody else has a tensor in this memory."""
-        return num_users(self.storage_id) != self._num_users
+        return self.num_others != 0
+
+    @property
+    def num_others(self) -> int:
+        """How many tensors of somebody else there are in this memory."""
+        return num_users(self.storage_id) - self._num_users
 
 
 class GatherBuffers:

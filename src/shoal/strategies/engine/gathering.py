@@ -170,17 +170,22 @@ class Gathering:
 
     def _start(self, group: FlatGroup) -> None:
         self._finish(group)
-        group.changes.adopt()
-        if group.state is GroupState.ABSENT:  # else another rank needs it again: take part
+        if group.changes.adopt() and group.is_present:
+            self.saved.note_whole(group)
+        is_shown = group.is_present  # another rank needs it, or a group that comes after it
+        if group.state is GroupState.ABSENT:
             group.to_coming(self._buffers.take(group))
             self.saved.note_whole(group)
         self._fill(group, self._begin_gather)
+        if is_shown and not self._is_in_pass:
+            self._finish(group)  # what users write from here on must not be overwritten
 
     def _begin_gather(self, group: FlatGroup) -> None:
         known = self._operations.get(group.index)
         if known is None:
             known = AllGather(group.shard, group.whole).again(None)  # it must not keep the whole
             known.signature = f"gather of parameter group {group.index}: {known.signature}"
+            known.is_foreseeable = True
             self._operations[group.index] = known
         operation = known.again(group.whole)
         self._coming[group.index] = self._backend.run(operation, async_op=True)
@@ -233,6 +238,8 @@ class Gathering:
             self._fill(group, self._wait)  # what is written now must not be overwritten
         if group.changes.adopt():
             self.saved.changed((group.index, index) for index in range(len(group.parameters)))
+            if group.is_sharded and group.is_present:
+                self.saved.note_whole(group)  # it may be another: [Note: swapped parameters]
 
     # Freeing ----------------------------------------------------------------------------
 

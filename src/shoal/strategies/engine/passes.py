@@ -228,6 +228,7 @@ class Passes:
         if engine.input_watch.rounds_left:
             engine.input_watch.compare()
         self._gradients.note_averaged()
+        self._gradients.pool.release()
 
     # Outside of backward ------------------------------------------------------------------
 

@@ -7,6 +7,8 @@ moved into the group's buffer, all with one call, and the parameters drop them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -72,6 +74,7 @@ class GroupGradients:
         self._all = frozenset(range(len(group.parameters)))
         self._no_gradients = [None] * len(group.parameters)
         self._reduction: tuple[Flagged, Work[Tensor]] | None = None
+        self._unread: tuple[Flags, Callable[[], None]] | None = None
         self._average: AverageToAll | AverageToParts | None = None
         rank = backend.rank if is_sharded else 0
         shows_parts = is_sharded or is_hidden or group.is_mixed
@@ -243,22 +246,31 @@ class GroupGradients:
         return AverageToParts(whole, ReduceOp.AVERAGE, None, self.group.layout.sizes, position)
 
     def is_reduced(self) -> bool:
-        """Whether `finish_reduction` would not wait."""
-        return self._reduction is None or self._reduction[1].is_done()
+        """Whether `take_average` would hold up neither this thread nor the GPU."""
+        return self._reduction is None or self._reduction[1].is_done_soon()
 
-    def finish_reduction(self) -> None:
-        """Waits for the average."""
+    def take_average(self) -> None:
+        """Waits for the average, not for who used what."""
         if self._reduction is None:
             return
         (operation, work), self._reduction = self._reduction, None
-        result, memory, used = work.wait(), self.memory, operation.flags.union
-        self.used |= used
+        result, memory = work.wait(), self.memory
+        self._unread = operation.flags, work.confirm
         if self.is_sharded:
             memory.shard = result if memory.shard is None else memory.shard.add_(result)
             memory.drop_whole()
             self.collected.clear()
-        else:  # what others used is in the buffer as well, to be added to
-            self.collected |= used
+
+    def finish_reduction(self) -> None:
+        """Waits for the average, and for who used what."""
+        self.take_average()
+        if self._unread is None:
+            return
+        (flags, confirm), self._unread = self._unread, None
+        confirm()
+        self.used |= flags.union
+        if not self.is_sharded:  # what others used is in the buffer as well, to be added to
+            self.collected |= flags.union
 
     def average_over(self, replicas: Backend) -> None:
         """The other copies of the shards take part too."""
@@ -320,7 +332,7 @@ class GroupGradients:
         self.shown.clear()
         for indices in (self.used, self.collected, self.local, self.arrived):
             indices.clear()
-        self.memory.shard = None
+        self.memory.drop_shard()
         if self.is_sharded:
             self.memory.drop_whole()
 

@@ -53,6 +53,15 @@ class BufferPool:
             make_worthless(buffer)
         self._free[buffer.dtype, buffer.device].append(buffer)
 
+    def release(self) -> None:
+        """Backward is over. A GPU's free memory serves forward until then, and costs no time."""
+        for (_, device), free in self._free.items():
+            if device.type == "cuda":
+                self.account.add("gradients", -sum(buffer.nbytes for buffer in free))
+                free.clear()
+                for views in self._views.values():
+                    views.clear()
+
 
 class GradientMemory:
     """The buffers of one group's gradients on one rank."""
@@ -107,8 +116,15 @@ class GradientMemory:
         self._buffer = self.whole = None
         return left
 
+    def drop_shard(self) -> None:
+        """Forgets this rank's part; its memory is not kept on a GPU, where a fresh one is cheap."""
+        self.shard = None
+        if self._shard_memory is not None and self._shard_memory.is_cuda:
+            self.pool.account.add("gradients", -self._shard_memory.nbytes)
+            self._shard_memory = None
+
     def shard_memory(self) -> Tensor:
-        """Memory for the shard, the same in every step: fresh pages cost more than the sum."""
+        """Memory for the shard, in every step: on a CPU fresh pages cost more than the sum."""
         if self._shard_memory is None:
             self._shard_memory = torch.empty_like(self._group.master)
             self.pool.account.add("gradients", self._shard_memory.nbytes)

@@ -43,7 +43,7 @@ class ModelGradients:
         self._engine, self._meeting = engine, meeting
         settings, shard_group = engine.settings, engine.shard_group
         is_sharded = engine.sharding.gradients and shard_group.size > 1
-        pool = BufferPool(shard_group, engine.account)
+        self.pool = BufferPool(shard_group, engine.account)
         self.owners = GradientOwners(engine, meeting if is_sharded else None)
         self.exchanges: ExchangeQueue | None = None
         """Where gradients travel compressed."""
@@ -52,7 +52,7 @@ class ModelGradients:
         self.groups = [
             GroupGradients(
                 group,
-                pool,
+                self.pool,
                 reduce_group,
                 self.owners,
                 is_sharded,

@@ -45,6 +45,7 @@ class Flags:
         if self._all is not None:
             self.union = self._all
             return
+        self.union = set()
         for word in range(len(self.words)):
             union = 0
             for header in headers:
@@ -69,6 +70,7 @@ class Flagged(Operation):
     """An operation in whose headers flags are united."""
 
     flags: Flags
+    is_foreseeable = True
 
     def carry(self, flags: Flags) -> None:
         """The operation's headers are flags."""
@@ -78,6 +80,12 @@ class Flagged(Operation):
         """Reads the flags."""
         self.flags.unite(headers)
         return super().prepare(headers, rank)  # type: ignore[safe-super]
+
+    def reconsider(
+        self, headers: Sequence[Header], foreseen: Sequence[Header], ranks: Sequence[int]
+    ) -> None:
+        """The flags of others do not change what is moved."""
+        self.flags.unite(headers)
 
 
 class AverageToAll(Flagged, AllReduce):
@@ -160,12 +168,13 @@ class Reductions:
             while len(self._in_flight) > self._most:
                 if not self._may_wait and not self._in_flight[0].is_reduced():
                     break
-                self._in_flight.popleft().finish_reduction()
+                self._in_flight.popleft().take_average()
 
     def finish(self) -> None:
         """Waits for everything."""
-        while self._in_flight:
-            self._in_flight.popleft().finish_reduction()
+        self._in_flight.clear()
+        for index in self._order:
+            self._gradients[index].finish_reduction()
 
     def average_over(self, replicas: Backend) -> None:
         """The other copies of the shards take part too."""

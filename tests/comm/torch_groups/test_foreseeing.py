@@ -1,0 +1,139 @@
+"""Operations that are launched before headers are compared, over Gloo: NCCL needs GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal
+from shoal.comm import ReduceOp
+from shoal.comm.operation import AllGather, AllReduce, Operation
+from shoal.comm.operation.base import Header
+from shoal.comm.torch_groups import gloo
+from shoal.comm.torch_groups.foreseeing import ForeseeingBackend
+from shoal.comm.work import Work
+from shoal.errors import MismatchError
+from shoal.launch.function.forkserver.forkserver import fork_server
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks_are_forked() -> None:
+    """From a process that stays."""
+    fork_server()
+
+
+class Done(Work[Any]):
+    """An operation whose headers may not have been compared yet."""
+
+    def __init__(self, result: Any, confirmation: Work[None]) -> None:
+        self._result, self._confirmation = result, confirmation
+
+    def wait(self, timeout: float | None = None) -> Any:
+        return self._result
+
+    def is_done(self) -> bool:
+        return True
+
+    def confirm(self) -> None:
+        self._confirmation.wait()
+
+
+class ForeseeingGloo(ForeseeingBackend, gloo.GlooBackend):
+    """Gloo that carries out what was foreseen in the caller's thread."""
+
+    num_foreseen = 0
+    moves = True
+
+    def _launch(
+        self, operation: Operation, move: Callable[[], Any], confirmation: Work[None]
+    ) -> Work[Any]:
+        type(self).num_foreseen += 1
+        return Done(move() if self.moves else None, confirmation)
+
+
+def foreseeing(fn: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function in a world that foresees."""
+    usual, gloo.GlooBackend = gloo.GlooBackend, ForeseeingGloo  # type: ignore[misc]
+    shoal.world().shutdown()
+    try:
+        with shoal.init("gloo", 30.0):
+            return fn(*args), ForeseeingGloo.num_foreseen
+    finally:
+        gloo.GlooBackend = usual  # type: ignore[misc]
+
+
+class Branches(nn.Module):
+    """Each rank uses another branch now and then, so the flags of reductions differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.last = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return self.last(torch.relu(self.branches[which](x)))
+
+
+def train(strategy: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    plain: Any = Branches()
+    adam = torch.optim.AdamW(plain.parameters(), lr=0.05)
+    model, optimizer = shoal.as_distributed(plain, adam, strategy=strategy, min_group_bytes=64)
+    rank = shoal.world().rank
+    is_apart = strategy != "zero3"  # gathers would come before reductions here, after them there
+    for step in range(8):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        model(x, (step + rank * is_apart * (step > 3)) % 3).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_training_is_the_same(strategy: str) -> None:
+    expected = shoal.run(train, 2, "gloo", args=(strategy,))[0]
+    for state, num_foreseen in shoal.run(foreseeing, 2, "gloo", args=(train, strategy)):
+        assert num_foreseen > 10
+        assert all(torch.equal(state[name], value) for name, value in expected.items())
+
+
+def run(length: int, rank: int = -1) -> Work[Any]:
+    """An operation that may be foreseen."""
+    backend = shoal.world().backend
+    operation = AllReduce(torch.ones(length + (backend.rank == rank)), ReduceOp.SUM)
+    operation.is_foreseeable = True
+    return backend.run(operation, async_op=True)
+
+
+def differ() -> str:
+    backend = shoal.world().backend
+    for length in (10, 11) * 2:
+        assert run(length).wait().tolist() == [backend.size] * length
+    ForeseeingGloo.moves = False  # Gloo ends a process over sizes that do not fit
+    with pytest.raises(MismatchError, match="start again"):
+        run(10, rank=0).confirm()
+    with pytest.raises(MismatchError, match=r"rank 0: (.*\n)+.*start again from the last check"):
+        backend.barrier()
+    with pytest.raises(MismatchError):
+        shoal.world().all_gather_object(1)
+    return "known"
+
+
+def test_what_was_foreseen_wrongly_ends_the_world() -> None:
+    assert [value for value, _ in shoal.run(foreseeing, 2, "gloo", args=(differ,))] == ["known"] * 2
+
+
+def test_other_numbers_of_rows_than_last_time_are_a_mismatch() -> None:
+    operation = AllGather(torch.ones(3), None)
+    shown = [header_of(operation, rows) for rows in (3, 3)]
+    operation.reconsider(shown, shown, range(2))
+    with pytest.raises(MismatchError, match="not those of last time"):
+        operation.reconsider([header_of(operation, rows) for rows in (3, 4)], shown, range(2))
+
+
+def header_of(operation: Operation, rows: int) -> Header:
+    return Header(operation.signature, (rows, *operation.meta[1:]), b"", "")
