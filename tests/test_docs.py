@@ -16,6 +16,12 @@ def test_page_is_in_order(page):
     assert list(check_docs.problems(page)) == []
 
 
+def test_the_map_lists_every_note():
+    text = (check_docs.ROOT / "docs" / "architecture.md").read_text()
+    listed = set(re.findall(r"^\| \[Note: ([^\]]+)\] \|", text, re.M))
+    assert listed == check_docs.notes_in(check_docs.ROOT)
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [

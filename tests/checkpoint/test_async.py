@@ -7,30 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 import shoal
+from checkpoint.replicas import State, made, run, train
 
 pytestmark = pytest.mark.timeout(60)
-
-State = dict[str, Tensor]
-
-
-def made(strategy: str, **options: Any) -> tuple[Any, Any]:
-    torch.manual_seed(1)
-    module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-    return shoal.as_distributed(module, optimizer, strategy=strategy, **options)
-
-
-def train(model: Any, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        generator = torch.Generator().manual_seed(10 * step + shoal.world().rank)
-        optimizer.zero_grad()
-        inputs = torch.randn(4, 6, generator=generator)
-        F.mse_loss(model(inputs), inputs[:, :3]).backward()
-        optimizer.step()
 
 
 def moments(optimizer: Any) -> State:
@@ -57,10 +38,6 @@ def load(path: Path) -> Any:
     train(model, optimizer, range(4, 6))
     model.state_dict()
     return saved, kept
-
-
-def run(fn: Any, ranks: int, *args: Any) -> list[Any]:
-    return shoal.run(fn, ranks, "memory", args=args, timeout=40)
 
 
 def assert_equal(found: State, expected: State) -> None:

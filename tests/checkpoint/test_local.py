@@ -7,36 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 from torch.optim import SGD
 
 import shoal
+from checkpoint.replicas import State, made, run, train
 from shoal.errors import ShoalError
 
 pytestmark = pytest.mark.timeout(60)
 
-State = dict[str, Tensor]
-
 
 def nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
-
-
-def made(strategy: str, **options: Any) -> tuple[Any, Any]:
-    torch.manual_seed(1)
-    module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-    return shoal.as_distributed(module, optimizer, strategy=strategy, **options)
-
-
-def train(model: Any, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        generator = torch.Generator().manual_seed(10 * step + shoal.world().rank)
-        optimizer.zero_grad()
-        inputs = torch.randn(4, 6, generator=generator)
-        F.mse_loss(model(inputs), inputs[:, :3]).backward()
-        optimizer.step()
 
 
 def states_of(optimizer: Any) -> dict[str, State]:
@@ -61,10 +43,6 @@ def load_and_go_on(path: Path, options: Any) -> Any:
     own = states_of(optimizer)
     train(model, optimizer, range(6, 12))
     return model.state_dict(), own
-
-
-def run(fn: Any, ranks: int, *args: Any) -> list[Any]:
-    return shoal.run(fn, ranks, "memory", args=args, timeout=40)
 
 
 @pytest.mark.parametrize(

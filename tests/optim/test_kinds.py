@@ -33,6 +33,7 @@ def test_a_kind_that_a_strategy_cannot_divide_is_refused(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("strategy", PAIRS)
 def test_every_kind_is_divided_by_every_strategy(strategy: str) -> None:
     divisions = PAIRS[strategy].optimizer.divisions
-    assert divisions.keys() == set(Kind)
+    assert divisions.keys() >= {Kind.ELEMENT_WISE, Kind.PER_PARAMETER, Kind.GLOBAL}
+    assert DIVISIONS.keys() == set(Kind)  # others may refuse a new one
     for kind, division in divisions.items():  # servers make whole steps, whatever the kind
         assert issubclass(division, WorkDivision if strategy == "async" else DIVISIONS[kind])

@@ -289,6 +289,10 @@ def compare(case: Case, states: Sequence[State], *, is_exact: bool = True) -> No
         name: (value.double() - expected[name].double()).abs().max().item()
         for name, value in states[0].items()
     }
+    if case.optimizer in AMPLIFYING:  # attention does not depend on the bias of its keys
+        for name in [name for name in differences if name.endswith("in_proj_bias")]:
+            assert differences.pop(name) <= max(tolerance, _AMPLIFIED), name
+            tolerance = max(tolerance, TASKS[case.task].tolerance)  # others feel its last bits
     worst = max(differences, key=lambda name: differences[name])
     assert differences[worst] <= tolerance, f"{worst} is off by {differences[worst]:.3g}"
     assert all(torch.isfinite(value).all() for value in expected.values())

@@ -16,43 +16,20 @@ import shoal
 from shoal.errors import DeadlockError, PeerError, ShoalError
 from shoal.optim import AsyncSGDOptimizer
 from shoal.strategies import AsyncModel, DDPModel
+from strategies.independent.replicas import RANKS, State, assert_equal, build, data, on_ranks, train
 
 pytestmark = pytest.mark.timeout(60)
 
-RANKS = 3
 STEPS = 5
-State = dict[str, Tensor]
-
-
-def build() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3))
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
     return SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def data(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(4, 5, generator=generator), torch.randn(4, 3, generator=generator)
-
-
-def train(model: Any, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        inputs, targets = data(step, shoal.world().rank)
-        optimizer.zero_grad()
-        F.mse_loss(model(inputs), targets).backward()
-        optimizer.step()
-
-
 def made(make: Callable[..., Any] = momentum, **options: Any) -> tuple[Any, Any]:
     module = build()
     return shoal.as_distributed(module, make(module.parameters()), strategy="async", **options)
-
-
-def on_ranks(fn: Callable[..., Any], ranks: int = RANKS) -> list[Any]:
-    return shoal.run(fn, ranks, "memory", timeout=40)
 
 
 def replayed(events: Any, make: Callable[..., Any] = momentum) -> State:
@@ -77,12 +54,6 @@ def replayed(events: Any, make: Callable[..., Any] = momentum) -> State:
             optimizer.param_groups[0]["lr"] = rate * factor
             optimizer.step()
     return server.state_dict()
-
-
-def assert_equal(found: State, expected: State) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
 
 
 # The definition ---------------------------------------------------------------------------

@@ -15,41 +15,18 @@ from torch.optim import SGD
 import pools
 import shoal
 from shoal.errors import ShoalError
+from strategies.independent.replicas import RANKS, State, build, data, on_ranks, train
 
 pytestmark = pytest.mark.timeout(60)
 
-RANKS = 3
 STEPS = 5
-State = dict[str, Tensor]
 Events = list[tuple[str, int, float]]
-
-
-def build() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3))
-
-
-def data(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(4, 5, generator=generator), torch.randn(4, 3, generator=generator)
-
-
-def train(model: Any, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        inputs, targets = data(step, shoal.world().rank)
-        optimizer.zero_grad()
-        F.mse_loss(model(inputs), targets).backward()
-        optimizer.step()
 
 
 def made(**options: Any) -> tuple[Any, Any]:
     module = build()
     optimizer = SGD(module.parameters(), lr=0.1, momentum=0.9)
     return shoal.as_distributed(module, optimizer, strategy="async", topology="gossip", **options)
-
-
-def on_ranks(fn: Any, ranks: int = RANKS, *args: Any) -> list[Any]:
-    return shoal.run(fn, ranks, "memory", args=args, timeout=40)
 
 
 def replayed(events: list[Any]) -> list[State]:

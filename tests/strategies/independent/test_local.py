@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,33 +14,13 @@ import shoal
 from shoal.errors import MismatchError, PeerError, ShoalError
 from shoal.optim import GradientCompressionOptimizer, LocalSGDOptimizer
 from shoal.strategies import DDPModel, LocalModel
+from strategies.independent.replicas import RANKS, State, assert_equal, build, data, on_ranks, train
 
 pytestmark = pytest.mark.timeout(60)
-
-RANKS = 3
-State = dict[str, Tensor]
 
 
 def nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
-
-
-def build() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3))
-
-
-def data(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(4, 5, generator=generator), torch.randn(4, 3, generator=generator)
-
-
-def train(model: Any, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        inputs, targets = data(step, shoal.world().rank)
-        optimizer.zero_grad()
-        F.mse_loss(model(inputs), targets).backward()
-        optimizer.step()
 
 
 def made(**options: Any) -> tuple[Any, Any]:
@@ -79,16 +58,6 @@ def replayed(num_steps: int, every: int, outer: Any = None, ranks: int = RANKS) 
                     each.copy_(start)
     names = [name for name, _ in models[0].named_parameters()]
     return {name: each.detach() for name, each in zip(names, agreed, strict=True)}
-
-
-def on_ranks(fn: Callable[..., Any], ranks: int = RANKS) -> list[Any]:
-    return shoal.run(fn, ranks, "memory", timeout=40)
-
-
-def assert_equal(found: State, expected: State) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
 
 
 # The definition ---------------------------------------------------------------------------
