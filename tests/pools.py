@@ -30,6 +30,7 @@ from shoal.launch.function.forkserver.forkserver import fork_server
 # A rank that hangs must become an error, with the place named, before its test is timed out.
 TIMEOUT_S = 40.0
 _LENGTH = struct.Struct("<Q")
+_CREDENTIALS = struct.Struct("=3i")  # process, user, group
 
 
 class Pool:
@@ -67,8 +68,11 @@ class Pool:
         while len(channels) < self.size:
             with contextlib.suppress(TimeoutError):
                 channel, _ = listener.accept()
-                channel.settimeout(None)
-                channels[_receive(channel)] = channel
+                hello = _receive_bytes(channel) if _is_ours(channel) else None
+                if hello is None:  # a rank that died, or a test next door that plays a stranger
+                    channel.close()
+                else:
+                    channels[pickle.loads(hello)] = channel
             if not self.is_alive:
                 for channel in channels.values():
                     channel.close()
@@ -134,6 +138,12 @@ def _serve(address: str) -> None:
                 _send(channel, cloudpickle.dumps((False, None)))
                 raise
             _send(channel, answer)
+
+
+def _is_ours(channel: socket.socket) -> bool:
+    channel.settimeout(None)
+    peer = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(peer)[1] == os.getuid()
 
 
 def _send(channel: socket.socket, data: bytes) -> None:
