@@ -271,3 +271,13 @@ def test_payloads_lie_one_behind_the_other() -> None:
             start += payload.num_bytes
             again = Payload(part, payload.shape, payload.dtype)
             assert torch.equal(codec.decode(again), codec.decode(payload))
+
+
+def test_low_rank_does_not_depend_on_the_default_dtype():
+    tensor, before = torch.randn(8, 6), torch.get_default_dtype()
+    wanted = LowRank(2).decode(LowRank(2).encode(tensor))
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(LowRank(2).decode(LowRank(2).encode(tensor)), wanted)
+    finally:
+        torch.set_default_dtype(before)

@@ -285,3 +285,35 @@ def predict() -> tuple[Tensor, Tensor]:
 def test_predictions_are_everywhere() -> None:
     for expected, found in shoal.run(predict, 4, "memory"):
         torch.testing.assert_close(found, expected)
+
+
+class UnevenLayers(nn.Module):
+    """Layers of a size that two ranks cannot share equally, so that each weighs them otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.fc3 = nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc3(torch.tanh(self.fc2(torch.tanh(self.fc1(x)))))
+
+
+def test_all_ranks_cut_the_same_stages() -> None:
+    def train(*, is_wrapped: bool) -> Tensor:
+        torch.manual_seed(0)
+        model: Any = UnevenLayers()
+        optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
+        x, y = torch.randn(8, 5), torch.randn(8, 3)
+        if is_wrapped:
+            model, optimizer = shoal.as_distributed(
+                model, optimizer, strategy="hybrid", tensor=2, pipeline=2, micro_batches=2
+            )
+            model.train_step(x, y, F.mse_loss)
+        else:
+            F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        return torch.cat([value.flatten() for value in model.state_dict().values()])
+
+    wanted = train(is_wrapped=False)
+    for found in shoal.run(lambda: train(is_wrapped=True), 4, "memory"):
+        torch.testing.assert_close(found, wanted)

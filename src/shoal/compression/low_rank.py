@@ -79,7 +79,8 @@ class LowRank(Codec):
         """Where the iteration begins: a right factor that is the same everywhere."""
         _, columns = _matrix_shape(shape)
         generator = torch.Generator().manual_seed(columns)
-        return torch.randn(columns, self.rank, generator=generator).to(device)
+        start = torch.randn(columns, self.rank, generator=generator, dtype=torch.float32)
+        return start.to(device)
 
     def left(self, tensor: Tensor, right: Tensor) -> Tensor:
         """The left factor, not orthonormal yet; NaN as a whole if anything is not finite."""

@@ -41,6 +41,11 @@ def of_dtype(memory: Tensor, dtype: torch.dtype) -> Tensor:
         return memory.view(dtype)
 
 
+def storage_address(tensor: Tensor) -> int:
+    """The same for tensors that lie in one piece of memory, wherever in it."""
+    return tensor.untyped_storage().data_ptr()
+
+
 def make_worthless(tensor: Tensor) -> None:
     """Fills contiguous memory with what cannot be taken for values: floats are not a number."""
     if tensor.dtype is torch.bool:

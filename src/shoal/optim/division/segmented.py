@@ -317,10 +317,10 @@ class StateView(Mapping[Tensor, Any]):
             )
         flat = torch.empty(count, device="meta")
         state = parts[0] if len(parts) == 1 else join_states(parts, flat)
-        return {
-            key: value.view(parameter.shape) if is_per_element(key, value, flat) else value
+        return StateOfParameter(
+            (key, value.view(parameter.shape) if is_per_element(key, value, flat) else value)
             for key, value in state.items()
-        }
+        )
 
     def __contains__(self, parameter: object) -> bool:
         return parameter in self._state or any(parameter is own for own in self._parameters)
@@ -331,12 +331,25 @@ class StateView(Mapping[Tensor, Any]):
     def __len__(self) -> int:
         return len(self._state)
 
-    def __setitem__(self, parameter: Tensor, state: State) -> NoReturn:
-        """Refused: it would be changed on this rank only."""
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: it would be changed on this rank only, or in a copy."""
         raise ShoalError(
             "the state of a wrapped optimizer is divided over the ranks and cannot be set here: "
             "change what optimizer.state_dict() returns, and load it with load_state_dict()"
         )
+
+    __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = _refuse
+
+
+class StateOfParameter(dict[str, Any]):
+    """One parameter's state, put together from that of segments: its tensors may be written to."""
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
+        """Copied as the plain dict that it looks like."""
+        return dict, (dict(self),)
+
+    __setitem__ = __delitem__ = clear = pop = popitem = StateView._refuse  # type: ignore[assignment]
+    setdefault = update = __ior__ = StateView._refuse  # type: ignore[assignment]
 
 
 DIVISIONS: Mapping[Kind, type[WorkDivision]] = {

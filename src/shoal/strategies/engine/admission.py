@@ -10,7 +10,7 @@ parameters and children it had, which takes a tenth of a microsecond each.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain, zip_longest
+from itertools import chain, pairwise, zip_longest
 from operator import is_
 from typing import Any, NoReturn
 
@@ -47,6 +47,7 @@ def check_models(module: nn.Module, backend: Backend) -> None:
             "the model, or a part of it, is wrapped already: wrap the plain module once and use "
             "what comes back"
         )
+    _check_apart(module)
     described = [f"{n}: {spec(p.dtype, tuple(p.shape))}" for n, p in module.named_parameters()]
     for rank, other in enumerate(backend.all_gather_object(described)):
         for mine, theirs in zip_longest(described, other, fillvalue="nothing"):
@@ -55,6 +56,28 @@ def check_models(module: nn.Module, backend: Backend) -> None:
                     f"the ranks' models differ: rank {backend.rank} has {mine} where rank {rank} "
                     f"has {theirs}. Build the same model on every rank."
                 )
+
+
+def _check_apart(module: nn.Module) -> None:
+    """Refuses parameters that share memory without being one: a step would change both twice."""
+    spans = sorted(
+        (parameter.data_ptr(), parameter.data_ptr() + _span(parameter), name)
+        for name, parameter in module.named_parameters()
+        if parameter.numel()
+    )
+    for (_, stop, name), (start, _, other) in pairwise(spans):
+        if start < stop:
+            raise ValueError(
+                f"{name} and {other} share memory, as after {other}.data = {name}.data, but are "
+                "two parameters, so an optimizer steps that memory twice. To tie them, have both "
+                "modules use one parameter (b.weight = a.weight); to keep them apart, clone one"
+            )
+
+
+def _span(parameter: Tensor) -> int:
+    """Bytes from a tensor's first element to its last."""
+    steps = [(n - 1) * step for n, step in zip(parameter.shape, parameter.stride(), strict=True)]
+    return (sum(steps) + 1) * parameter.itemsize
 
 
 def _is_watched(parameter: nn.Parameter) -> bool:

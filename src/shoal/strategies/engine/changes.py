@@ -36,17 +36,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from shoal.errors import ShoalError
 from shoal.sharding.layout import Slot
 from shoal.system.deadline import wait_until
 from shoal.torch_internals.tensors import as_plain_tensors, num_storage_users, sum_of_versions
-from shoal.torch_support.memory import Glimpse, PrivateView
+from shoal.torch_support.memory import Glimpse, PrivateView, storage_address
 
 if TYPE_CHECKING:
     from shoal.strategies.engine.flat_group import FlatGroup
+
+Moved = tuple[Slot, nn.Parameter, Tensor]
+"""A parameter that was given other memory, and that memory."""
 
 # How long threads that carry out transfers may take to let go of memory.
 _LET_GO_S = 0.2
@@ -79,6 +82,17 @@ class Changes:
             }
             self._glimpse = Glimpse(sorted(offsets), group.whole.dtype)
         self.settle()
+
+    def check_memory(self) -> None:
+        """Refuses parameters without memory, which torch would read all the same."""
+        with as_plain_tensors():
+            if all(map(Tensor.data_ptr, self._group.parameters)):
+                return
+            for slot, parameter in zip(
+                self._group.layout.slots, self._group.parameters, strict=True
+            ):
+                if parameter.numel():
+                    _given_to(parameter, slot)
 
     def settle(self) -> None:
         """The parameters are what they should be."""
@@ -144,15 +158,16 @@ class Changes:
         addresses = self._addresses_in(buffer)
         with as_plain_tensors():
             found = list(map(Tensor.data_ptr, group.parameters))
-            if found == addresses:
+            if found == addresses and all(map(Tensor.is_contiguous, group.parameters)):
                 return False
             moved = [
-                (slot, parameter, parameter.data)
+                (slot, parameter, _given_to(parameter, slot))
                 for slot, parameter, here, address in zip(
                     group.layout.slots, group.parameters, found, addresses, strict=True
                 )
-                if here != address and parameter.numel()
+                if (here != address or not parameter.is_contiguous()) and parameter.numel()
             ]
+            moved = self._copy_own(moved, buffer)
             if moved and group.exposed is None:
                 self._check_replicated([slot for slot, *_ in moved])
                 buffer = self._leave_whole([slot for slot, *_ in moved])
@@ -163,6 +178,25 @@ class Changes:
                 if group.exposed is None:
                     self._follow(ReplacedData(group, slot, theirs))
         return bool(moved)
+
+    def _copy_own(self, moved: list[Moved], buffer: Tensor) -> list[Moved]:
+        """What was given and lies in the whole itself, as after a swap, before that is written."""
+        inside = {
+            slot: _bounds_in(buffer, data)
+            for slot, _, data in moved
+            if storage_address(data) == storage_address(buffer)
+        }
+        gone = {slot for slot, *_ in moved}
+        others = [(each, each.bounds) for each in self._group.layout.slots if each not in gone]
+        for slot, (start, stop) in inside.items():
+            bounds = others + [(each, inside[each]) for each in inside if each is not slot]
+            for other, (low, high) in bounds:
+                if start < high and low < stop:
+                    raise _tied(slot.name, other.name)
+        for slot, parameter, data in moved:
+            if slot in inside:
+                parameter.data = data.clone()
+        return [(slot, parameter, parameter.data) for slot, parameter, _ in moved]
 
     def _follow(self, given: ReplacedData) -> None:
         """Looks at memory that a parameter was given, instead of what it was given before."""
@@ -388,6 +422,30 @@ class ReplacedView:
         return False
 
 
+def _given_to(parameter: Tensor, slot: Slot) -> Tensor:
+    """What a parameter was given: ``p.data = ...`` takes tensors without memory as well."""
+    if not parameter.data_ptr():
+        raise ShoalError(
+            f"{slot.name} was given a tensor without memory (p.data = ...), such as one computed "
+            "from a gradient of which each rank holds a part. Change the parameter in place, as in "
+            "p.data -= 0.1 * p.grad, or p.data.copy_(...)"
+        )
+    return parameter.data
+
+
+def _bounds_in(buffer: Tensor, view: Tensor) -> tuple[int, int]:
+    start = (view.data_ptr() - buffer.data_ptr()) // buffer.itemsize
+    return start, start + view.numel()
+
+
+def _tied(name: str, other: str) -> ShoalError:
+    return ShoalError(
+        f"{name} was given memory of {other} (p.data = q.data), and parameters that share memory "
+        "without being one would be stepped twice: to tie them, have both modules use one "
+        "parameter before the model is wrapped; to copy, write p.data.copy_(q.data)"
+    )
+
+
 def num_references(memory: Tensor) -> int:
     """How many tensors there are in the same memory."""
     # One more counts for the object that stands for the memory in Python.
@@ -403,7 +461,7 @@ def _is_let_go_of(memory: Tensor, num_own: int) -> bool:
 def _written_late(names: Sequence[str]) -> ShoalError:
     which = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
     return ShoalError(
-        f"memory of {which} that was taken (with .data or .detach()) or given (p.data = ...) before "
-        "the optimizer's last step was written to after it: parameters are in memory of shoal's own, "
-        "so ask for .data anew after each step"
+        f"memory of {which} that was taken (with .data or .detach()) or given (p.data = ...) "
+        "before the optimizer's last step was written to after it: parameters are in memory of "
+        "shoal's own, so ask for .data anew after each step"
     )

@@ -108,6 +108,8 @@ class Passes:
             self._roster.check()
             if module.training and engine.input_watch.rounds_left:
                 engine.input_watch.see((args, kwargs))
+        for group in engine.groups:
+            group.changes.check_memory()
         if self._steps.is_direct or self._steps.is_torn:
             self._steps.begin_forward(is_training=is_training)
         if module.training and not self._is_in_parts:

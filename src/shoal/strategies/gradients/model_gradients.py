@@ -28,6 +28,7 @@ from shoal.strategies.gradients.group_gradients import GroupGradients
 from shoal.strategies.gradients.memory import BufferPool
 from shoal.strategies.gradients.reductions import Flagged, Flags
 from shoal.strategies.gradients.sharded.owners import GradientOwners
+from shoal.strategies.gradients.shown import ShownGradients
 from shoal.torch_internals.tensors import as_plain_tensors, versions_of
 
 if TYPE_CHECKING:
@@ -259,18 +260,25 @@ class HandMade:
             yield
         finally:
             self._are_final = was_final
-        for gradients in self._gradients:
-            shown = gradients.shown
-            shown.adopt()
+        for shown in self._find():
             shown.take_as_final([i for i, g in shown.by_hand.items() if id(g) not in before])
 
     def adopt(self) -> None:
         """Finds what users did to gradients; what needs no averaging is taken over."""
-        for gradients in self._gradients:
-            shown = gradients.shown
-            shown.adopt()
+        for shown in self._find():
             if shown.by_hand and (self._are_final or not self._groups):
                 shown.take_as_final([*shown.by_hand])
+
+    def _find(self) -> list[ShownGradients]:
+        """Finds what was put in; views of gradients that are overwritten now become copies."""
+        everything = [each.shown for each in self._gradients]
+        for shown in everything:
+            shown.adopt()
+        for shown in everything:
+            for index, gradient in shown.by_hand.items():
+                if any(each.lies_here(gradient) for each in everything):
+                    shown.replace_by_hand(index, gradient.clone())
+        return everything
 
     def add_to(self) -> None:
         """Backward adds to what was put in, and averages it."""

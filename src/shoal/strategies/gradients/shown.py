@@ -25,6 +25,7 @@ from shoal.strategies.engine.flat_group import FlatGroup
 from shoal.strategies.gradients.sharded.owners import GradientOwners
 from shoal.strategies.gradients.sharded.part import GradientPart, PartLayout
 from shoal.strategies.gradients.sharded.sharded_gradient import ShardedGradient
+from shoal.torch_support.memory import storage_address
 
 if TYPE_CHECKING:
     from shoal.strategies.gradients.group_gradients import GroupGradients
@@ -55,7 +56,8 @@ class WholeViews:
 
     def views(self) -> list[Tensor]:
         """What the parameters show."""
-        if [view.data_ptr() for view in self._views] != self._addresses:
+        is_moved = [view.data_ptr() for view in self._views] != self._addresses
+        if is_moved or not all(map(Tensor.is_contiguous, self._views)):
             self._views = [self.view(index) for index in range(len(self._views))]
         return self._views
 
@@ -64,8 +66,13 @@ class WholeViews:
         return all(map(operator.is_, gradients, self.views()))
 
     def contains(self, index: int, gradient: Tensor) -> bool:
-        """Whether a gradient is a parameter's part of the buffer."""
-        return gradient.data_ptr() == self._addresses[index] or not gradient.numel()
+        """Whether a gradient is a parameter's part of the buffer, in its order."""
+        is_there = gradient.data_ptr() == self._addresses[index] and gradient.is_contiguous()
+        return is_there or not gradient.numel()
+
+    def has(self, gradient: Tensor) -> bool:
+        """Whether a gradient lies in the buffer, wherever."""
+        return not gradient.is_sparse and storage_address(gradient) == storage_address(self._memory)
 
     def are_referenced(self, indices: Collection[int]) -> bool:
         """Whether users keep gradients, also some that parameters do not show any more."""
@@ -169,6 +176,7 @@ class ShownGradients:
         if gradient.replacement is not None:
             self.by_hand[index] = gradient.replacement
             self.parts.views.pop(index, None)
+            gradient.part.leave()  # what was gathered of it must not be taken over any more
             return
         layout = self.parts.layout_of(index)
         if gradient.part.layout.conforms(layout):
@@ -191,14 +199,32 @@ class ShownGradients:
             gradients.collected.add(index)
         parameter.grad = self._view(index)
 
+    def lies_here(self, gradient: Tensor) -> bool:
+        """Whether a gradient is a view of this group's buffer."""
+        return self._whole_views is not None and self._whole_views.has(gradient)
+
+    def replace_by_hand(self, index: int, gradient: Tensor) -> None:
+        """Another tensor with the values of one that was put in by hand."""
+        self.by_hand[index] = self._parameters[index].grad = gradient
+
+    def leave_to_users(self) -> None:
+        """What users reference stays what it is when other gradients take its place."""
+        everything = range(len(self._parameters))
+        if self._whole_views is not None and self._whole_views.are_referenced(everything):
+            self._move()
+
     def take_as_final(self, indices: Collection[int]) -> None:
         """Gradients that were put in by hand count as whole, the same on every rank."""
+        if indices:
+            self.leave_to_users()
         for index in indices:
             layout, gradient = self.parts.layout_of(index), self.by_hand.pop(index)
             self._overwrite(index, layout.take(gradient.detach()))
 
     def take_as_local(self) -> None:
         """Gradients that were put in by hand count as this rank's own, to be averaged."""
+        if self.by_hand:
+            self.leave_to_users()
         for index, gradient in self.by_hand.items():
             self._parameters[index].grad = None
             self._gradients.forget(index)

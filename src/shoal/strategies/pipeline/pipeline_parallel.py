@@ -105,7 +105,8 @@ class PipelineParallelModel(ShardedModel):
         share_values(module, group, seed)
         num_chunks = group.size * chunks
         units = find_units(module, num_chunks)
-        chunk_of_unit = cut_chain(units, num_chunks, cut, balance)
+        # What ranks weigh may differ, where layers are split in unequal parts.
+        chunk_of_unit = backend.broadcast_object(cut_chain(units, num_chunks, cut, balance))
         stop_caching(module)
         # Before the stage intercepts the calls of units: a unit of another rank is not computed.
         count = micro_batches or 4 * group.size
