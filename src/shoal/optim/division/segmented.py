@@ -348,8 +348,8 @@ class StateOfParameter(dict[str, Any]):
         """Copied as the plain dict that it looks like."""
         return dict, (dict(self),)
 
-    __setitem__ = __delitem__ = clear = pop = popitem = StateView._refuse  # type: ignore[assignment]
-    setdefault = update = __ior__ = StateView._refuse  # type: ignore[assignment]
+    __setitem__ = __delitem__ = clear = pop = popitem = StateView._refuse
+    setdefault = update = __ior__ = StateView._refuse
 
 
 DIVISIONS: Mapping[Kind, type[WorkDivision]] = {
