@@ -27,6 +27,7 @@ from strategies.recomputation.recomputed import (
     compare,
     seed_all,
     text_loss,
+    train,
 )
 
 policies = pytest.mark.parametrize("policy", ["full", "selective"])
@@ -67,14 +68,24 @@ def test_tensor(kind: str, options: dict[str, Any], policy: str) -> None:
         ("drop", {"schedule": "gpipe"}, 2),
         ("drop", {"schedule": "1f1b"}, 2),
         ("drop", {"schedule": "interleaved", "pipeline": 2}, 2),
-        # Each half of a split backward computes the block again.
-        ("drop", {"schedule": "zero-bubble"}, None),
+        # On the first stage, whose backward has one half only.
+        ("drop", {"schedule": "zero-bubble"}, 2),
         ("gpt", {"zero": 3, "pipeline": 2}, None),
     ],
 )
 def test_pipeline(kind: str, options: dict[str, Any], times: int | None, policy: str) -> None:
     plain, again = compare(FOUR, kind, "pipeline", policy, **options)
     assert times is None or again == times * plain
+
+
+def test_halves_of_a_backward() -> None:
+    """Each computes a block again once, however many weights the block has."""
+    options = {"schedule": "zero-bubble"}
+    plain = FOUR.run(train, "drop", "pipeline", options)
+    again = FOUR.run(train, "drop", "pipeline", options | {"activations": "full"})
+    assert [each[1] for each in again] == [
+        times * each[1] for times, each in zip((2, 3, 3, 3), plain, strict=True)
+    ]
 
 
 @mostly_selective
