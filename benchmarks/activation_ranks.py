@@ -124,7 +124,7 @@ def peer(_: argparse.Namespace) -> Judged:
 
 
 def step_seconds(schedule: str, activations: Any) -> float:
-    """What all stages together worked in the second step."""
+    """The time of the second step; stages are threads that take turns."""
     width = 3 * WIDTH  # so that it is not the time of Python
     model, optimizer = make_model(
         "pipeline", width, schedule=schedule, micro_batches=MICRO_BATCHES, activations=activations
@@ -133,10 +133,10 @@ def step_seconds(schedule: str, activations: Any) -> float:
     targets = torch.zeros(*tokens.shape, width)
     for _ in range(2):
         shoal.world().barrier()
-        begin = time.process_time()
+        begin = time.perf_counter()
         model.train_step(tokens, targets, F.mse_loss)
         shoal.world().barrier()
-        taken = time.process_time() - begin
+        taken = time.perf_counter() - begin
         optimizer.step()
         optimizer.zero_grad()
     return taken

@@ -3,8 +3,7 @@
 A GPT on one rank, with each policy in turn: the memory that its blocks still hold at the end of
 forward (as torch's allocator counts it) and the time of a training step; the same with "auto" at
 five budgets. Then on several ranks, as threads: block inputs in parts over a tensor group, stages
-of a pipeline that hold activations for each other, and backwards in two halves. On a CPU, times are
-those that one thread worked, which other programs hardly change; on a GPU, those that passed.
+of a pipeline that hold activations for each other, and backwards in two halves.
 
     python benchmarks/activations.py [--part policies auto partition peer halves]
 
@@ -14,6 +13,7 @@ On a GPU: `python benchmarks/activations.py --part policies --device cuda`
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 import time
@@ -65,31 +65,30 @@ def held_bytes(model: nn.Module, x: Tensor) -> int:
 
 
 def step(model: Any, optimizer: Any, x: Tensor) -> float:
-    clock = time.perf_counter if x.is_cuda else time.process_time
-    begin = clock()
+    begin = time.perf_counter()
     model(x).square().mean().backward()
     if x.is_cuda:
         torch.cuda.synchronize()
-    taken = clock() - begin
+    taken = time.perf_counter() - begin
     optimizer.step()  # not timed: it is the same for all
     optimizer.zero_grad()
     return taken
 
 
-def spend(arguments: argparse.Namespace, options: dict[str, Any]) -> tuple[int, float, int]:
-    """Bytes of activations, seconds of the third step, and bytes of everything else."""
-    if arguments.device == "cpu":
-        torch.set_num_threads(1)  # each thread has its own
+def spend(
+    arguments: argparse.Namespace, options: dict[str, Any], *, counts: bool
+) -> tuple[int, float, int]:
+    """Bytes of activations if they are counted, seconds of a step, bytes of everything else."""
     torch.manual_seed(0)
     blocks = (Block(arguments.width, arguments.width // 64) for _ in range(arguments.layers))
     module = nn.Sequential(*blocks).to(arguments.device)
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-4)
     model, optimizer = shoal.as_distributed(module, optimizer, strategy="ddp", **options)
     x = torch.randn(arguments.batch, arguments.length, arguments.width, device=arguments.device)
-    *_, seconds = (step(model, optimizer, x) for _ in range(3))
+    seconds = [step(model, optimizer, x) for _ in range(5)][2:]
     uses = shoal.world().stats().memory
     others = sum(use.peak for name, use in uses.items() if name != "activations")
-    return held_bytes(model, x), seconds, others
+    return held_bytes(model, x) if counts else 0, statistics.median(seconds), others
 
 
 def compare(
@@ -98,9 +97,10 @@ def compare(
     """What each contender spends; they take turns, each time in a world of its own."""
     backend = "nccl" if arguments.device == "cuda" else "memory"
     found: dict[str, Spent] = {}
-    for _ in range(arguments.rounds):
+    for number in range(arguments.rounds):
         for name, each in options.items():
-            ((num_bytes, seconds, _),) = shoal.run(spend, 1, backend, args=(arguments, each))
+            run = functools.partial(spend, arguments, each, counts=number == 0)
+            ((num_bytes, seconds, _),) = shoal.run(run, 1, backend)
             found.setdefault(name, Spent(num_bytes, [])).seconds.append(seconds)
     return found
 
@@ -147,7 +147,8 @@ def policies(arguments: argparse.Namespace) -> list[tuple[str, list[Verdict]]]:
 def auto(arguments: argparse.Namespace) -> list[tuple[str, list[Verdict]]]:
     """What is chosen for five budgets, beside the policies that choose nothing."""
     fixed = {word or "none": {"activations": word} for word in POLICIES}
-    ((most, _, others),) = shoal.run(spend, 1, "memory", args=(arguments, fixed["none"]))
+    run = functools.partial(spend, arguments, fixed["none"], counts=True)
+    ((most, _, others),) = shoal.run(run, 1, "memory")
     limits = {f"auto {share}": int(share * most) for share in BUDGETS}
     chosen = {
         name: {"activations": "auto", "memory": others + limit} for name, limit in limits.items()
