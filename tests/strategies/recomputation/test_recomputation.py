@@ -405,9 +405,16 @@ def test_kept_memory_is_counted() -> None:
         assert found == [3 * each, 0, 0, 3 * each]
 
 
-@policies
+@pytest.mark.parametrize("policy", ["full", "selective", "offload", "auto"])
 @pytest.mark.skipif(not has_transformers(), reason="needs transformers")
-@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt",
+        "llama",
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("gpt2", "t5", "bert", "vit")),
+    ],
+)
 def test_verify(name: str, policy: str) -> None:
     def build() -> Any:
         task = TASKS[name]
@@ -420,8 +427,15 @@ def test_verify(name: str, policy: str) -> None:
         return model, optimizer, batches, lambda output, _: output.loss
 
     tolerance = None if name == "gpt" else 1e-5
+    options = {"memory": "1GB"} if policy == "auto" else {}
     report = shoal.verify(
-        build, "zero3", steps=3, tolerance=tolerance, min_group_bytes=300, activations=policy
+        build,
+        "zero3",
+        steps=3,
+        tolerance=tolerance,
+        min_group_bytes=300,
+        activations=policy,
+        **options,
     )
     report.raise_if_different()
 
