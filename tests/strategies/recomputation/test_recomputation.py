@@ -27,6 +27,7 @@ from strategies.recomputation.recomputed import (
     compare,
     seed_all,
     text_loss,
+    train,
 )
 
 policies = pytest.mark.parametrize("policy", ["full", "selective"])
@@ -67,14 +68,24 @@ def test_tensor(kind: str, options: dict[str, Any], policy: str) -> None:
         ("drop", {"schedule": "gpipe"}, 2),
         ("drop", {"schedule": "1f1b"}, 2),
         ("drop", {"schedule": "interleaved", "pipeline": 2}, 2),
-        # Each half of a split backward computes the block again.
-        ("drop", {"schedule": "zero-bubble"}, None),
+        # On the first stage, whose backward has one half only.
+        ("drop", {"schedule": "zero-bubble"}, 2),
         ("gpt", {"zero": 3, "pipeline": 2}, None),
     ],
 )
 def test_pipeline(kind: str, options: dict[str, Any], times: int | None, policy: str) -> None:
     plain, again = compare(FOUR, kind, "pipeline", policy, **options)
     assert times is None or again == times * plain
+
+
+def test_halves_of_a_backward() -> None:
+    """Each computes a block again once, however many weights the block has."""
+    options = {"schedule": "zero-bubble"}
+    plain = FOUR.run(train, "drop", "pipeline", options)
+    again = FOUR.run(train, "drop", "pipeline", options | {"activations": "full"})
+    assert [each[1] for each in again] == [
+        times * each[1] for times, each in zip((2, 3, 3, 3), plain, strict=True)
+    ]
 
 
 @mostly_selective
@@ -394,9 +405,16 @@ def test_kept_memory_is_counted() -> None:
         assert found == [3 * each, 0, 0, 3 * each]
 
 
-@policies
+@pytest.mark.parametrize("policy", ["full", "selective", "offload", "auto"])
 @pytest.mark.skipif(not has_transformers(), reason="needs transformers")
-@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt",
+        "llama",
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("gpt2", "t5", "bert", "vit")),
+    ],
+)
 def test_verify(name: str, policy: str) -> None:
     def build() -> Any:
         task = TASKS[name]
@@ -409,8 +427,15 @@ def test_verify(name: str, policy: str) -> None:
         return model, optimizer, batches, lambda output, _: output.loss
 
     tolerance = None if name == "gpt" else 1e-5
+    options = {"memory": "1GB"} if policy == "auto" else {}
     report = shoal.verify(
-        build, "zero3", steps=3, tolerance=tolerance, min_group_bytes=300, activations=policy
+        build,
+        "zero3",
+        steps=3,
+        tolerance=tolerance,
+        min_group_bytes=300,
+        activations=policy,
+        **options,
     )
     report.raise_if_different()
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+from torch.utils.checkpoint import GraphExecGroup
 
 Node = Any
 
@@ -72,6 +73,12 @@ class SplitBackward:
 
     def to_weights(self) -> None:
         """Computes the gradients that are still missing, and frees the graph."""
+        with GraphExecGroup():  # a block that is computed again is so once for all of its weights
+            self._differentiate_weights()
+        self._tensors, self._gradients = [], []
+        self._weights, self._arrived = {}, {}
+
+    def _differentiate_weights(self) -> None:
         for node, weights in self._weights.items():
             arrived = [
                 (GradientEdge(node, index), gradient)
@@ -84,8 +91,6 @@ class SplitBackward:
         if self._apart:
             tensors = [self._tensors[index] for index in self._apart]
             torch.autograd.backward(tensors, [self._gradients[index] for index in self._apart])
-        self._tensors, self._gradients = [], []
-        self._weights, self._arrived = {}, {}
 
 
 class _Graph:

@@ -209,7 +209,7 @@ class BlockTrial:
             if compiled_call(self._block) is None:
                 keeping = KeepingProducts()
                 self._call(keeping)
-                products = [each.result for each in keeping.products]
+                products = [each for each in keeping.results if isinstance(each, Tensor)]
                 num_bytes = _bytes_of([*self.activations, *products])
                 costs["selective"] = Cost(num_bytes, self._time(lambda: ReusingProducts(keeping)))
             costs["full"] = Cost(self.input_bytes, seconds)

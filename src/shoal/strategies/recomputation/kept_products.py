@@ -1,9 +1,9 @@
-"""The results of matrix products that a block keeps while it computes the rest again.
+"""The results of matrix products and fused attention that a block keeps, to compute only the rest.
 
 Two modes see every operation of a block below autograd: one in its first call, which keeps results,
 and one in its second, which hands them out in the same order instead of computing them. They look
-at products only, so what a strategy does inside of a block (gathering parameters, say) may differ
-between the two calls.
+at these operations only, so what a strategy does inside of a block (gathering parameters, say) may
+differ between the two calls.
 """
 
 from __future__ import annotations
@@ -16,30 +16,83 @@ from torch import Tensor
 from shoal.strategies.recomputation.stores.store import Store
 from shoal.torch_internals.tensors import DispatchMode, detached_below_autograd, version_of
 
-# Products with weights take the most time for the memory of their results. Those of attention
-# (`bmm`) take much memory, and are computed again.
-_NAMES = ("mm", "addmm", "linear", "convolution", "_scaled_mm", "_grouped_mm")
-_KEPT = frozenset(
-    getattr(torch.ops.aten, name).default for name in _NAMES if hasattr(torch.ops.aten, name)
-)
+
+def _operation(name: str) -> Any:
+    """None where this version of torch does not have it."""
+    found = getattr(torch.ops.aten, name, None)
+    return found and found.default
 
 
-class _Product(NamedTuple):
-    """One result, or what stands for it, with what it was computed from."""
+# Products with weights take the most time for the memory of their results. Those of attention that
+# is not fused (`bmm`) take much memory, and are computed again.
+_PRODUCTS = ("mm", "addmm", "linear", "convolution", "_scaled_mm", "_grouped_mm")
+_KEPT = frozenset(filter(None, map(_operation, _PRODUCTS)))
+
+# The results of fused attention are as small as those of a product. With dropout it is computed
+# again: skipping it would leave the random generator behind. The numbers are where dropout is said.
+_ATTENTION = {
+    _operation(name): position
+    for name, position in (
+        ("_scaled_dot_product_flash_attention", 3),
+        ("_scaled_dot_product_flash_attention_for_cpu", 3),
+        ("_scaled_dot_product_fused_attention_overrideable", 4),
+        ("_scaled_dot_product_efficient_attention", 5),
+        ("_scaled_dot_product_cudnn_attention", 5),
+    )
+}
+
+
+def _is_kept(function: Any, args: Any) -> bool:
+    if function not in _ATTENTION:
+        return function in _KEPT
+    return not any(args[_ATTENTION[function] :][:1])
+
+
+class _Kept(NamedTuple):
+    """What one operation gave, or what stands for it, with what it was computed from.
+
+    Attributes:
+        results: Tensors, and what else an operation with several results gives.
+        versions: How often each tensor had been written to.
+    """
 
     function: Any
     shapes: tuple[torch.Size, ...]
-    result: Any
-    version: int
+    results: tuple[Any, ...]
+    versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, function: Any, args: Any, given: Any) -> _Kept:
+        """``given``: one tensor, or several results."""
+        results = tuple(
+            detached_below_autograd(each) if isinstance(each, Tensor) else each
+            for each in (given if isinstance(given, tuple | list) else (given,))
+        )
+        versions = tuple(version_of(each) if isinstance(each, Tensor) else 0 for each in results)
+        return cls(function, _shapes(args), results, versions)
 
     @property
     def is_intact(self) -> bool:
         """Whether nobody has written to it; what was moved is safe."""
-        return not isinstance(self.result, Tensor) or version_of(self.result) == self.version
+        pairs = zip(self.results, self.versions, strict=True)
+        return all(not isinstance(each, Tensor) or version_of(each) == was for each, was in pairs)
 
     def is_of(self, function: Any, args: Any) -> bool:
         """Whether it is what a call gives."""
         return self.function is function and self.shapes == _shapes(args)
+
+    def moved(self, store: Store, place: str) -> _Kept:
+        """The same with its tensors in a store."""
+        results = tuple(
+            store.put(each, place) if isinstance(each, Tensor) else each for each in self.results
+        )
+        return self._replace(results=results)
+
+    def taken(self, store: Store) -> Any:
+        """What the operation gave."""
+        results = [store.get(each) for each in self.results]
+        found = [detached_below_autograd(e) if isinstance(e, Tensor) else e for e in results]
+        return tuple(found) if self.function in _ATTENTION else found[0]
 
 
 class KeepingProducts(DispatchMode):
@@ -47,25 +100,27 @@ class KeepingProducts(DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.products: list[_Product] = []
+        self.products: list[_Kept] = []
         self.store = Store()
 
-    def move(self, store: Store, place: str) -> list[Any]:
-        """After the first call: gives the results to a store; returns what stands for them."""
+    @property
+    def results(self) -> list[Any]:
+        """All tensors that are kept, or what stands for them."""
+        return [result for each in self.products for result in each.results]
+
+    def move(self, store: Store, place: str) -> None:
+        """After the first call: gives the results to a store."""
         if store.takes_products:
             self.store = store
             self.products = [
-                each._replace(result=store.put(each.result, place)) if each.is_intact else each
-                for each in self.products
+                each.moved(store, place) if each.is_intact else each for each in self.products
             ]
-        return [each.result for each in self.products]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Keeps what products give."""
         result = func(*args, **(kwargs or {}))
-        if func in _KEPT:
-            kept = detached_below_autograd(result)
-            self.products.append(_Product(func, _shapes(args), kept, version_of(kept)))
+        if _is_kept(func, args):
+            self.products.append(_Kept.of(func, args, result))
         return result
 
 
@@ -78,7 +133,7 @@ class ReusingProducts(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Computes no product twice, unless its result was overwritten."""
-        if func not in _KEPT:
+        if not _is_kept(func, args):
             return func(*args, **(kwargs or {}))
         index, self._next = self._next, self._next + 1
         if index >= len(self._products) or not self._products[index].is_of(func, args):
@@ -88,9 +143,7 @@ class ReusingProducts(DispatchMode):
                 "Does it depend on something that has changed in between?"
             )
         product = self._products[index]
-        if not product.is_intact:
-            return func(*args, **(kwargs or {}))
-        return detached_below_autograd(self._store.get(product.result))
+        return product.taken(self._store) if product.is_intact else func(*args, **(kwargs or {}))
 
 
 def _shapes(args: Any) -> tuple[torch.Size, ...]:

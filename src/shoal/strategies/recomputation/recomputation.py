@@ -35,7 +35,7 @@ from shoal.torch_internals.trees import tree_flatten, tree_unflatten
 _IN_WORDS = {
     "none": "everything is kept",
     "full": "everything is computed again in backward",
-    "selective": "all but products with weights is computed again in backward",
+    "selective": "all but products with weights and fused attention is computed again in backward",
 }
 
 
@@ -142,7 +142,10 @@ class Recomputation:
             early_stop=self.stops_early,
             context_fn=lambda: (second.keeping or contextlib.nullcontext(), second),
         )
-        products = [] if second.keeping is None else second.keeping.move(self.store, name)
+        products = []
+        if second.keeping is not None:
+            second.keeping.move(self.store, name)
+            products = second.keeping.results
         if self.memory is not None:
             held = [self.store.held(kept) for kept in (*inputs.kept, *products)]
             self.memory.keep([each for each in held if each is not None], second)
