@@ -1,8 +1,7 @@
-"""What compressed gradients send, what they cost, what they do to the loss, and when they pay.
+"""What compressed gradients send, what they cost, and when they pay; `losses.py` has the loss.
 
     python benchmarks/compression.py bytes         # counted, of a GPT of 15 M parameters
     python benchmarks/compression.py codecs        # time and memory of each codec
-    python benchmarks/compression.py loss          # the demo's text, with and without feedback
     python benchmarks/compression.py link          # steps over a slow link; needs root, ip and tc
     python benchmarks/compression.py shm           # steps over shared memory, where it does not pay
 
@@ -32,16 +31,11 @@ from gpt import GPT, VOCABULARY, Shape
 from torch import nn
 
 import shoal
-from shoal.cli.demo import gpt as demo
 from shoal.compression import parse
 
 CODECS = ("fp16", "bf16", "int8", "int4", "sign", "topk:0.01", "randomk:0.01", "powersgd:2")
 # 15 million parameters.
 LARGE = Shape(layers=8, width=384, batch=1, length=16)
-OPTIMIZERS: dict[str, Any] = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-6),
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
-}
 ADDRESSES = ("10.231.78.1", "10.231.78.2")
 RATES = (10, 100, 1000)
 LINKED = (None, "bf16", "int8", "int4", "sign", "topk:0.01", "powersgd:2")
@@ -127,57 +121,6 @@ def memory(what: str) -> int:
         if line.startswith(what):
             return int(line.split()[1]) * 1024
     raise LookupError(what)
-
-
-# Loss -------------------------------------------------------------------------------------
-
-
-def learn(compression: str | None, feedback: bool, steps: int, name: str) -> tuple[float, float]:
-    """The loss on parts of the text that no step has seen, and how much was sent."""
-    shape = demo.GPTShape(width=96, num_layers=2)
-    torch.manual_seed(0)
-    module = demo.GPT(shape)
-    optimizer: Any = OPTIMIZERS[name](module.parameters())
-    lr = optimizer.param_groups[0]["lr"]
-    # The first tenth is a warm-up of the learning rate, too.
-    warm_up = steps // 10
-    model, optimizer = shoal.as_distributed(
-        module,
-        optimizer,
-        strategy="ddp",
-        compression=compression,
-        error_feedback=feedback,
-        compression_warmup=warm_up if compression else 0,
-    )
-    world = shoal.world()
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = lr * min((step + 1) / warm_up, 1 - step / steps)
-        inputs, targets = (t.chunk(world.size)[world.rank] for t in demo.batch(shape, step))
-        optimizer.zero_grad()
-        model.train_step(inputs, targets, demo.loss_fn)
-        optimizer.step()
-    with torch.inference_mode():
-        unseen = [demo.batch(shape, 10**6 + number) for number in range(32)]
-        losses = [demo.loss_fn(model(inputs), targets).item() for inputs, targets in unseen]
-    counted = world.stats().compression
-    return statistics.mean(losses), counted.sent_bytes / max(counted.raw_bytes, 1)
-
-
-def show_loss(steps: int, ranks: int, name: str, codecs: list[str]) -> None:
-    def found(compression: str | None, feedback: bool) -> float:
-        return shoal.run(learn, ranks, "shm", args=(compression, feedback, steps, name))[0][0]
-
-    exact = found(None, True)
-    print(f"{steps} steps, {ranks} ranks, {name}; uncompressed {exact:.4f}")
-    print("| codec | with error feedback | without |")
-    print("|---|---|---|")
-    for codec in codecs:
-        cells = []
-        for feedback in (True, False):
-            loss = found(codec, feedback)
-            cells.append(f"{loss:.4f} ({100 * (loss / exact - 1):+.1f} %)")
-        print(f"| `{codec}` | {' | '.join(cells)} |", flush=True)
 
 
 # A slow link ------------------------------------------------------------------------------
@@ -311,23 +254,18 @@ def show_shm(steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=("bytes", "codecs", "loss", "link", "shm", "codec", "rank"))
+    parser.add_argument("part", choices=("bytes", "codecs", "link", "shm", "codec", "rank"))
     parser.add_argument("contender", nargs="?", default="")
     parser.add_argument("--steps", type=int, default=0)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw")
     parser.add_argument("--rates", type=int, nargs="+", default=list(RATES))
     linked = [name or "uncompressed" for name in LINKED]
     contenders = [*linked, "torch", "torch:powersgd:2"]
     parser.add_argument("--contenders", nargs="+", default=contenders)
-    parser.add_argument("--codecs", nargs="+", default=list(CODECS))
     options = parser.parse_args()
     if options.part == "bytes":
         show_bytes()
     elif options.part == "codecs":
         show_codecs()
-    elif options.part == "loss":
-        show_loss(options.steps or 600, options.ranks, options.optimizer, options.codecs)
     elif options.part == "link":
         show_link(options.rates, options.steps or 5, options.contenders)
     elif options.part == "shm":

@@ -1,8 +1,7 @@
-"""What ranks that meet rarely or never move, how fast they go, and what it does to the loss.
+"""What ranks that meet rarely or never move, and how fast they go; `losses.py` has the loss.
 
 python benchmarks/local_async.py bytes     # local and DiLoCo against ddp, counted
 python benchmarks/local_async.py pace      # three ranks, one five times slower by sleeping
-python benchmarks/local_async.py loss      # the demo's text and made digits
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import argparse
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,8 +21,6 @@ import shoal
 from shoal.cli.demo import gpt as demo
 
 SHAPE = demo.GPTShape(width=64, num_layers=2, num_heads=2, context=32, batch_size=24)
-BUSY_S = 0.1
-"""What a step takes at least, in the measurement of pace: sleeping needs no core."""
 REPEATS = 3
 
 
@@ -45,10 +41,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 # Tasks ------------------------------------------------------------------------------------
-
-
-def text_batch(step: int) -> tuple[Tensor, Tensor]:
-    return demo.batch(SHAPE, step)
 
 
 def digits_batch(step: int) -> tuple[Tensor, Tensor]:
@@ -84,55 +76,26 @@ def digits_task() -> tuple[nn.Module, Optimizer]:
     return model, SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-Batch = Callable[[int], tuple[Tensor, Tensor]]
-TASKS: dict[str, tuple[Any, Batch, Any]] = {
-    "text": (text_task, text_batch, demo.loss_fn),
-    "digits": (digits_task, digits_batch, F.cross_entropy),
-}
-
-
-def learn(task: str, options: dict[str, Any], steps: int) -> tuple[float, dict[int, int], int]:
-    """The loss on unseen batches, staleness, and bytes that this rank has moved in training."""
-    make, batch, loss_fn = TASKS[task]
-    module, optimizer = make()
+def train(options: dict[str, Any], steps: int) -> int:
+    """The bytes that this rank has moved in training."""
+    module, optimizer = text_task()
     wrap: Any = shoal.as_distributed
     model, optimizer = wrap(module, optimizer, **options)
     world = shoal.world()
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     world.backend.reset_stats()
     for step in range(steps):
-        inputs, targets = (rows.chunk(world.size)[world.rank] for rows in batch(step))
-        loss_fn(model(inputs), targets).backward()
+        inputs, targets = (rows.chunk(world.size)[world.rank] for rows in demo.batch(SHAPE, step))
+        demo.loss_fn(model(inputs), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
-        scheduler.step()
-    moved = sum(counter.num_bytes for counter in world.stats().values())
-    plain, _ = make()
-    plain.load_state_dict(model.state_dict())
-    plain.eval()
-    with torch.no_grad():
-        unseen = [loss_fn(plain(x), y).item() for x, y in map(batch, range(10**6, 10**6 + 20))]
-    return statistics.mean(unseen), dict(getattr(optimizer, "staleness", {})), moved
-
-
-def show_loss(task: str, steps: int, ranks: int, cases: list[str]) -> None:
-    print(f"{task}, {steps} steps on {ranks} ranks over memory: loss on unseen batches")
-    expected = 0.0
-    for case in cases:
-        results = shoal.run(learn, ranks, "memory", args=(task, CASES[case], steps))
-        loss = results[0][0]
-        expected = expected or loss
-        stale: Counter[int] = sum((Counter(each[1]) for each in results), start=Counter())
-        counts = f", updates by staleness {dict(sorted(stale.items()))}" if stale else ""
-        print(f"  {case:18} {loss:.4f} ({100 * (loss / expected - 1):+.1f} %){counts}", flush=True)
+    return sum(counter.num_bytes for counter in world.stats().values())
 
 
 def show_bytes(steps: int, ranks: int) -> None:
     print(f"text, {steps} steps on {ranks} ranks: bytes of this rank's payloads in training")
     first = 0
     for case in [name for name in CASES if "async" not in name and name != "gossip"]:
-        results = shoal.run(learn, ranks, "memory", args=("text", CASES[case], steps))
-        moved = max(each[2] for each in results)
+        moved = max(shoal.run(train, ranks, "memory", args=(CASES[case], steps)))
         first = first or moved
         print(f"  {case:18} {moved:,} (1/{first / moved:.1f})", flush=True)
 
@@ -140,13 +103,18 @@ def show_bytes(steps: int, ranks: int) -> None:
 # Pace -------------------------------------------------------------------------------------
 
 
-def keep_pace(options: dict[str, Any], seconds: float, slow: float) -> tuple[int, dict[int, int]]:
-    """How many steps this rank makes in so many seconds, if rank 0 is so many times slower."""
+def keep_pace(
+    options: dict[str, Any], seconds: float, busy: float, slow: float
+) -> tuple[int, dict[int, int]]:
+    """How many steps this rank makes in so many seconds, if rank 0 is so many times slower.
+
+    A step sleeps ``busy`` seconds, which needs no core.
+    """
     module, optimizer = digits_task()
     wrap: Any = shoal.as_distributed
     model, optimizer = wrap(module, optimizer, **options)
     world = shoal.world()
-    pause = BUSY_S * (slow if world.rank == 0 else 1.0)
+    pause = busy * (slow if world.rank == 0 else 1.0)
     inputs, targets = digits_batch(world.rank)
     count = 0
     world.barrier()
@@ -165,13 +133,15 @@ def keep_pace(options: dict[str, Any], seconds: float, slow: float) -> tuple[int
     return count, dict(getattr(optimizer, "staleness", {}))
 
 
-def show_pace(seconds: float, backend: str) -> None:
+def show_pace(seconds: float, busy: float, backend: str, cases: list[str]) -> None:
     print(f"steps of three ranks in {seconds:g} s over {backend}, rank 0 five times slower or not")
-    for case in ("ddp", "async, drop", "async, damp", "async, wait", "gossip"):
+    for case in cases:
+        if "local" in case or "DiLoCo" in case:
+            continue
         shares = []
         for _ in range(REPEATS):  # in turn: what else the machine does meets both
             alike, apart = (
-                shoal.run(keep_pace, 3, backend, args=(CASES[case], seconds, slow))
+                shoal.run(keep_pace, 3, backend, args=(CASES[case], seconds, busy, slow))
                 for slow in (1, 5)
             )
             own, kept = ([count for count, _ in each] for each in (alike, apart))
@@ -187,21 +157,19 @@ def show_pace(seconds: float, backend: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=["bytes", "pace", "loss"])
-    parser.add_argument("--task", default="digits", choices=list(TASKS))
+    parser.add_argument("part", choices=["bytes", "pace"])
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--busy", type=float, default=0.1)
     parser.add_argument("--backend", default="shm")
     parser.add_argument("--cases", nargs="*", default=list(CASES))
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.part == "bytes":
         show_bytes(given.steps, given.ranks)
-    elif given.part == "pace":
-        show_pace(given.seconds, given.backend)
     else:
-        show_loss(given.task, given.steps, given.ranks, given.cases)
+        show_pace(given.seconds, given.busy, given.backend, given.cases)
 
 
 if __name__ == "__main__":

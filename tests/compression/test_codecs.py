@@ -239,6 +239,13 @@ def test_parse_refuses(text: str) -> None:
     assert repr(text) in str(caught.value)
 
 
+def test_parse_says_what_is_allowed() -> None:
+    with pytest.raises(ValueError, match=r"a whole number from 1 on; got '1\.5'"):
+        parse("powersgd:1.5")
+    with pytest.raises(ValueError, match=r"such as 0\.01; got 'x'"):
+        parse("topk:x")
+
+
 def test_wrong_values_are_refused() -> None:
     for make in (
         lambda: Quantize(3),  # type: ignore[arg-type]

@@ -374,9 +374,7 @@ class Backend(ABC):
         members = sorted(set(ranks))
         for member in members:
             self._check_rank("a member", member)
-        agreement = ops.Barrier()
-        agreement.signature = f"subgroup({members})"
-        self.run(agreement)
+        self.run(ops.Barrier(f"subgroup({members})"))
         return self.split(0 if self.rank in members else None)
 
     def lane(self, owner: object) -> Backend:

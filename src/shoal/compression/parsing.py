@@ -20,11 +20,26 @@ _PLAIN: dict[str, Callable[[], Codec]] = {
     "sign": Sign,
 }
 _WITH_NUMBER: dict[str, Callable[[str], Codec]] = {
-    "topk": lambda number: TopK(float(number)),
-    "randomk": lambda number: RandomK(float(number)),
-    "powersgd": lambda number: LowRank(int(number)),
+    "topk": lambda number: TopK(_part(number)),
+    "randomk": lambda number: RandomK(_part(number)),
+    "powersgd": lambda number: LowRank(_whole(number)),
 }
 _EXAMPLES = (*_PLAIN, "topk:0.01", "randomk:0.01", "powersgd:2")
+
+
+def _whole(number: str) -> int:
+    if not number.isdecimal():
+        raise ValueError(f"the rank of a matrix is a whole number from 1 on; got {number!r}")
+    return int(number)
+
+
+def _part(number: str) -> float:
+    try:
+        return float(number)
+    except ValueError:
+        raise ValueError(
+            f"what is kept is a part of the whole, such as 0.01; got {number!r}"
+        ) from None
 
 
 def parse(text: str | Codec) -> Codec:

@@ -69,6 +69,7 @@ class GradientCompressionOptimizer(ShardedOptimizer):
             compression, model.module, error_feedback=error_feedback, warmup_steps=warmup_steps
         )
         assert wanted is not None
+        self._compare(model, vars(wanted))
         model.compress(wanted, "GradientCompressionOptimizer")
         super().__init__(optimizer, model, kind=kind)
 

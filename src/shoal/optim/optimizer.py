@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
+from shoal.comm.operation.whole import Barrier
 from shoal.errors import ShoalError
 from shoal.optim.division import DIVISIONS, WorkDivision
 from shoal.optim.kinds import Kind
@@ -96,6 +98,11 @@ class ShardedOptimizer(Optimizer):
         check_optimizer(optimizer)
         if not isinstance(model, self.model_class):
             self._refuse_model(model)
+
+    def _compare(self, model: ShardedModel, options: Mapping[str, Any]) -> None:
+        """Raises on all ranks if they have different options of this class."""
+        words = [f"{name}={value!r}" for name, value in options.items()]
+        model.all_ranks.run(Barrier(f"{type(self).__name__}({', '.join(words)})"))
 
     def _refuse_model(self, model: ShardedModel) -> NoReturn:
         raise TypeError(
@@ -263,6 +270,13 @@ def check_optimizer(optimizer: Optimizer) -> None:
             "as dense ones (also those of nn.Embedding(sparse=True)): use Adam, or SGD or "
             "Adagrad, whose steps are the same for both"
         )
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether ``step`` cannot be called without a closure, as LBFGS's cannot."""
+    inner = optimizer.optimizer if isinstance(optimizer, ShardedOptimizer) else optimizer
+    closure = inspect.signature(inner.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def refuse_parameter(parameter: Tensor) -> NoReturn:

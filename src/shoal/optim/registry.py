@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.comm import World
-from shoal.comm.operation.whole import Barrier
 from shoal.optim.data_parallel_optimizers import (
     DDPOptimizer,
     FSDPOptimizer,
@@ -83,7 +82,6 @@ def wrap_model(
     check_options(options, name, {each: pair.model for each, pair in PAIRS.items()})
     model_class = PAIRS[name].model
     if not isinstance(model, ShardedModel):
-        _check_same_strategy(name, world)
         return model_class(model, world, **options)
     is_same = type(model) is model_class and all(
         model.options.get(option) == value for option, value in options.items()
@@ -94,16 +92,6 @@ def wrap_model(
             "wrap the plain module once, with the options you want"
         )
     return model
-
-
-def _check_same_strategy(name: str, world: World) -> None:
-    """Ranks with different strategies would differ in their operations only, much later.
-
-    Headers say it: what a rank finds in data it may have found too late, when another has ended.
-    """
-    operation = Barrier()
-    operation.signature = f"wrapping with strategy={name!r}"
-    world.backend.run(operation)
 
 
 def wrap_optimizers(optimizers: Sequence[Optimizer], model: ShardedModel) -> list[ShardedOptimizer]:

@@ -31,7 +31,7 @@ from shoal.strategies.gradients.compressed.state import CompressionState
 from shoal.strategies.layers.batch_norm import check_layers, check_plain_layers, synchronize
 from shoal.strategies.layers.materialization import materialize
 from shoal.strategies.layers.precision import parse_precision
-from shoal.strategies.options import check_options
+from shoal.strategies.options import check_options, compare_options
 from shoal.strategies.recomputation.automatic import Automatic, Surroundings
 from shoal.strategies.recomputation.kept_memory import KeptMemory
 from shoal.strategies.recomputation.policy import Policy, parse_bytes, parse_policy
@@ -61,14 +61,16 @@ class ShardedModel(ModuleWrapper):
     is_part: bool = False
     """Whether these ranks hold a part of the model only, and wait for others in every pass."""
 
-    def __new__(cls, *_: Any, **options: Any) -> Self:
-        """Checks the options before anything is done to the module."""
-        given = {name: options[name] for name in options if name not in ("module", "world")}
+    def __new__(
+        cls, module: nn.Module, world: World | Backend | None = None, **options: Any
+    ) -> Self:
+        """Checks the options, and that all ranks have them, before anything is done."""
         kinds: dict[str, type[ModuleWrapper]] = {
             kind.strategy: kind for kind in _kinds_below(ShardedModel)
         }
         kinds[cls.strategy] = cls
-        check_options(given, cls.strategy, kinds)
+        check_options(options, cls.strategy, kinds)
+        compare_options(options, cls, cls.strategy, ranks_for(module, world))
         return super().__new__(cls)
 
     def __init__(

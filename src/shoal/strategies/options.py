@@ -1,4 +1,4 @@
-"""Checks options by a strategy's model: which it has and of what type; and what to do instead."""
+"""Checks options by a strategy's model: which it has, of what type, and whether ranks agree."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from shoal.comm import Backend
+from shoal.comm.operation.whole import Barrier
+from shoal.compression import Codec
 from shoal.strategies.wrapper import ModuleWrapper
 
 # What people pass who come from torch's DDP and FSDP, DeepSpeed, Accelerate or Megatron.
@@ -82,6 +85,9 @@ _SYNONYMS = {
 _INSTANCES: dict[Any, type] = {int: Integral, float: Real}
 _IN_WORDS = {bool: "True or False", int: "a whole number", str: "a string", NoneType: "None"}
 _MAY_BE_NEGATIVE = ("seed",)
+# A rank may have values of its own, or none that count.
+_MAY_DIFFER = ("seed", "memory")
+_COMPARED = (bool, int, float, str, tuple, list, Codec)
 # Its parser names the option, the value and what there is.
 _CHECKED_BY_PARSER = ("mixed_precision",)
 
@@ -105,6 +111,32 @@ def check_options(
         is_number = isinstance(value, Real) and name not in _MAY_BE_NEGATIVE
         if is_number and value < 0:
             raise ValueError(f"option {name!r} must not be negative; got {value!r}")
+
+
+def compare_options(
+    options: Mapping[str, Any], model_class: type[ModuleWrapper], strategy: str, backend: Backend
+) -> None:
+    """Raises on all ranks if they wrap with different strategies or options.
+
+    Otherwise they would differ in their operations only, much later. Headers say it: what a rank
+    finds in data it may have found too late, when another has ended.
+    """
+    usual = _defaults_of(model_class)
+    said = [f"strategy={strategy!r}"]
+    for name, value in sorted(options.items()):
+        is_usual = type(value) is type(usual[name]) and value == usual[name]
+        if isinstance(value, _COMPARED) and not is_usual and name not in _MAY_DIFFER:
+            said.append(f"{name}={value!r}")
+    backend.run(Barrier(f"wrapping with {', '.join(said)}"))
+
+
+def _defaults_of(model_class: type[ModuleWrapper]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind in model_class.__mro__:
+        if issubclass(kind, ModuleWrapper) and "__init__" in vars(kind):
+            for name, parameter in inspect.signature(kind.__init__).parameters.items():
+                found.setdefault(name, parameter.default)
+    return found
 
 
 def options_of(model_class: type[ModuleWrapper]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam
 
 import pools
 import shoal
-from shoal.errors import DeadlockError, PeerError, ShoalError
+from shoal.errors import DeadlockError, MismatchError, PeerError, ShoalError
 from shoal.optim import AsyncSGDOptimizer
 from shoal.strategies import AsyncModel, DDPModel
 from strategies.independent.replicas import RANKS, State, assert_equal, build, data, on_ranks, train
@@ -100,14 +100,13 @@ def test_runs_repeat_exactly() -> None:
 
 
 @pytest.mark.parametrize(
-    ("when_stale", "expected"),
-    # Gradients are 3 on rank 1, which happens to push first, and 1 on rank 0: -1.5 and -0.5.
-    [("drop", -1.5), ("damp", -1.5 - 0.5 / 2), ("wait", -2.0)],
+    ("when_stale", "share"),  # of the second push
+    [("drop", 0.0), ("damp", 0.5), ("wait", 1.0)],
 )
-def test_one_update_of_each_rank_by_hand(when_stale: str, expected: float) -> None:
-    """Nothing is applied twice."""
+def test_one_update_of_each_rank_by_hand(when_stale: str, share: float) -> None:
+    """Nothing is applied twice. Gradients are 1 on rank 0 and 3 on rank 1, the rate is 0.5."""
 
-    def go() -> list[float]:
+    def go() -> tuple[list[float], bool]:
         module = nn.Linear(4, 1, bias=False)
         nn.init.zeros_(module.weight)
         optimizer = SGD(module.parameters(), lr=0.5)
@@ -116,9 +115,11 @@ def test_one_update_of_each_rank_by_hand(when_stale: str, expected: float) -> No
         )
         model(torch.ones(1, 4) * (1 + 2 * shoal.world().rank)).sum().backward()
         optimizer.step()
-        return model.state_dict()["weight"].flatten().tolist()
+        return model.state_dict()["weight"].flatten().tolist(), 0 in optimizer.staleness
 
-    assert on_ranks(go, ranks=2) == [[expected] * 4] * 2
+    (weight, was_first), (other, _) = on_ranks(go, ranks=2)
+    expected = -0.5 - 1.5 * share if was_first and share < 1 else -1.5 - 0.5 * share
+    assert weight == other == [expected] * 4
 
 
 def test_one_rank_is_the_plain_optimizer() -> None:
@@ -409,11 +410,89 @@ def test_described() -> None:
     assert "its steps are made on rank 1; drop beyond a staleness of 3" in on_ranks(go, 2)[0]
 
 
+# Options of the optimizer -------------------------------------------------------------------
+
+
+def test_options_of_the_optimizer_are_those_of_the_model() -> None:
+    """The same run, said in two ways, and another one than without them."""
+
+    def go(*, by_class: bool) -> tuple[State, str, dict[str, Any]]:
+        if by_class:
+            module = build()
+            model: Any = AsyncModel(module)
+            inner = momentum(module.parameters())
+            optimizer: Any = AsyncSGDOptimizer(inner, model, "server", 0, "damp", [1])
+        else:
+            model, optimizer = made(max_staleness=0, when_stale="damp", servers=[1])
+        train(model, optimizer, range(STEPS))
+        return model.state_dict(), model.describe(), dict(optimizer.staleness)
+
+    ranks, others = on_ranks(lambda: go(by_class=True)), on_ranks(lambda: go(by_class=False))
+    for (state, text, staleness), (expected, described, counted) in zip(ranks, others, strict=True):
+        assert_equal(state, expected)
+        assert (text, staleness) == (described, counted)
+        assert "its steps are made on rank 1; damp beyond a staleness of 0" in text
+
+
+def test_gossip_is_an_option_of_the_optimizer_too() -> None:
+    def go() -> tuple[str, int]:
+        module = build()
+        model = AsyncModel(module)
+        inner = momentum(module.parameters())
+        optimizer = AsyncSGDOptimizer(inner, model, topology="gossip", partners="ring")
+        train(model, optimizer, range(2))
+        model.average()
+        return model.describe(), len(model.shard.parameters)
+
+    for text, count in on_ranks(go):
+        assert "every rank, which averages with ring partners" in text
+        assert count == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"when_stale": "skip"}, ValueError, "when_stale must be one of drop, damp, wait"),
+        ({"max_staleness": -1}, ValueError, "must not be negative"),
+        ({"servers": [7]}, ValueError, "different ranks from 0 to 1"),
+        ({"topology": 3}, TypeError, "'topology' must be a string"),
+        ({"topology": "gossip", "servers": [0]}, ValueError, 'with "gossip" there are none'),
+    ],
+)
+def test_wrong_options_of_the_optimizer(options: Any, error: Any, text: str) -> None:
+    def go() -> None:
+        module = build()
+        AsyncSGDOptimizer(momentum(module.parameters()), AsyncModel(module), **options)
+
+    with pytest.raises(error, match=text):
+        on_ranks(go, ranks=2)
+
+
+def test_options_that_differ_between_ranks_or_come_too_late() -> None:
+    def differ() -> None:
+        module = build()
+        rank = shoal.world().rank
+        AsyncSGDOptimizer(momentum(module.parameters()), AsyncModel(module), max_staleness=rank)
+
+    def late() -> None:
+        module = build()
+        model = AsyncModel(module)
+        AsyncSGDOptimizer(momentum(module[0].parameters()), model)
+        AsyncSGDOptimizer(momentum(module[2].parameters()), model, when_stale="drop")  # as it is
+        AsyncSGDOptimizer(momentum(module[2].parameters()), model, when_stale="wait")
+
+    with pytest.raises(MismatchError, match=r"AsyncSGDOptimizer\(max_staleness=1\)"):
+        on_ranks(differ, ranks=2)
+    with pytest.raises(ShoalError, match="options of its own must be wrapped before the others"):
+        on_ranks(late, ranks=2)
+
+
 # Processes --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("when_stale", ["drop", "wait"])
-def test_between_processes(when_stale: str) -> None:
+@pytest.mark.parametrize("backend", ["shm", "gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
+@pytest.mark.parametrize("when_stale", ["drop", "damp", "wait"])
+def test_between_processes(when_stale: str, backend: str) -> None:
     def go() -> tuple[State, int, int]:
         model, optimizer = made(Adam, when_stale=when_stale, max_staleness=1)
         train(model, optimizer, range(8))
@@ -421,9 +500,9 @@ def test_between_processes(when_stale: str) -> None:
         most = max(optimizer.staleness, default=0)
         return state, most, sum(optimizer.staleness.values()) + sum(optimizer.dropped.values())
 
-    ranks = pools.Team("shm", 3).run(go)
+    ranks = pools.Team(backend, 3).run(go)
     for state, most, count in ranks:
-        assert most <= 1
+        assert most <= 1 or when_stale == "damp"
         assert count == 8
         assert_equal(state, ranks[0][0])
         assert all(value.isfinite().all() for value in state.values())

@@ -174,7 +174,8 @@ def test_described_and_verified() -> None:
         shoal.verify(lambda: None, "async", topology="gossip")
 
 
-def test_between_processes() -> None:
+@pytest.mark.parametrize("backend", ["shm", "gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
+def test_between_processes(backend: str) -> None:
     def go() -> tuple[State, float]:
         model, optimizer = made()
         train(model, optimizer, range(6))
@@ -182,7 +183,7 @@ def test_between_processes() -> None:
         model.average()
         return state, float((model[0].weight - state["0.weight"]).abs().max())
 
-    ranks = pools.Team("shm", 3).run(go)
+    ranks = pools.Team(backend, 3).run(go)
     for state, apart in ranks:
         assert apart == 0.0
         assert all(torch.equal(state[name], value) for name, value in ranks[0][0].items())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD
+from torch.optim import LBFGS, SGD
 
 import shoal
 from shoal.errors import MismatchError, PeerError, ShoalError
@@ -361,6 +361,7 @@ def test_parameters_that_drift_apart_in_spite_of_averages_are_found() -> None:
         ({"every": 2.5}, TypeError, "option 'every' must be a whole number"),
         ({"outer": lambda _: None}, TypeError, "outer must be a function that makes an optimizer"),
         ({"outer": lambda ps: SGD(ps[:1], lr=1.0)}, ValueError, "of all parameters"),
+        ({"outer": lambda ps: LBFGS(ps)}, TypeError, "a LBFGS, which calls a closure"),
         ({"sync_batchnorm": True}, TypeError, "has no option 'sync_batchnorm'"),
         ({"replica": 2}, TypeError, "has no option 'replica'"),
     ],
@@ -376,6 +377,23 @@ def test_an_outer_optimizer_that_differs_between_ranks() -> None:
 
     with pytest.raises(MismatchError, match="lr of parameter group 0"):
         on_ranks(go, ranks=2)
+
+
+def test_rounds_that_differ_between_ranks() -> None:
+    """Where they wrap, not at the first boundary."""
+
+    def by_option() -> None:
+        made(every=2 + shoal.world().rank)
+
+    def by_class() -> None:
+        module = build()
+        optimizer = SGD(module.parameters(), lr=0.1)
+        LocalSGDOptimizer(optimizer, LocalModel(module), every=2 + shoal.world().rank)
+
+    with pytest.raises(MismatchError, match="wrapping with strategy='local', every=2"):
+        on_ranks(by_option, 2)
+    with pytest.raises(MismatchError, match=r"LocalSGDOptimizer\(every=2\)"):
+        on_ranks(by_class, 2)
 
 
 def test_classes_by_hand() -> None:

@@ -30,7 +30,10 @@ class Barrier(Operation):
     """All ranks arrive before any leaves. Comparing headers is all it takes."""
 
     kind = "barrier"
-    signature = "barrier()"
+
+    def __init__(self, doing: str = "barrier()") -> None:
+        """``doing``: what the ranks are at, in words that must be the same on all of them."""
+        self.signature = doing
 
     def prepare(self, headers: Sequence[Header], rank: int) -> Payload:
         """Nothing moves."""

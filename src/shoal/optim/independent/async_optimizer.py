@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -15,6 +15,7 @@ from shoal.optim.optimizer import ShardedOptimizer
 from shoal.optim.proof.judgement import Judgement
 from shoal.sharding.holding import HeldState
 from shoal.strategies.independent.async_model import AsyncModel
+from shoal.strategies.options import check_options
 from shoal.system.rank_names import name_ranks
 
 
@@ -24,8 +25,10 @@ class AsyncSGDOptimizer(ShardedOptimizer):
     See [Note: servers and workers] and [Note: staleness].
 
     Example:
-        >>> model = AsyncModel(module, max_staleness=4)
-        >>> optimizer = AsyncSGDOptimizer(torch.optim.Adam(module.parameters()), model)
+        >>> model = AsyncModel(module)
+        >>> optimizer = AsyncSGDOptimizer(
+        ...     torch.optim.Adam(module.parameters()), model, max_staleness=4, when_stale="damp"
+        ... )
         >>> optimizer.staleness.most_common(1)
         [(2, 180)]
 
@@ -47,16 +50,37 @@ class AsyncSGDOptimizer(ShardedOptimizer):
         self,
         optimizer: Optimizer,
         model: AsyncModel,
+        topology: str | None = None,
+        max_staleness: int | None = None,
+        when_stale: str | None = None,
+        servers: str | Sequence[int] | None = None,
         *,
+        partners: str | None = None,
         kind: Kind | str | Judgement | None = None,
     ) -> None:
         """Makes the optimizer push what this rank computes.
 
         Args:
             optimizer: The user's.
-            model: The wrapped model whose parameters it has; it has the options as well.
+            model: The wrapped model whose parameters it has.
+            topology: This and the following are options of `AsyncModel`. What is not said is the
+                model's; what is counts for the model, of which this must be the first optimizer.
+            max_staleness: See `AsyncModel`.
+            when_stale: See `AsyncModel`.
+            servers: See `AsyncModel`.
+            partners: See `AsyncModel`.
             kind: See `ShardedOptimizer`.
         """
+        self._pair(optimizer, model)
+        given = {
+            "topology": topology, "max_staleness": max_staleness, "when_stale": when_stale,
+            "servers": servers, "partners": partners,
+        }  # fmt: skip
+        chosen = {name: value for name, value in given.items() if value is not None}
+        check_options(chosen, model.strategy, {model.strategy: type(model)})
+        self._compare(model, chosen)
+        if any(value != model.options[name] for name, value in chosen.items()):
+            model.choose(chosen)
         self.staleness: Counter[int] = Counter()
         self.dropped: Counter[int] = Counter()
         self._averages: list[HeldState] | None = None

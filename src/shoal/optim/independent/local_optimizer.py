@@ -66,6 +66,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
         self._pair(optimizer, model)
         self.every: int = model.options["every"] if every is None else every
         check_every_steps(self.every)
+        self._compare(model, {"every": self.every})
         self.num_local_steps = 0
         self._averages: list[HeldState] | None = None
         super().__init__(optimizer, model, kind=kind)

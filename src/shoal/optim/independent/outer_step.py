@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.comm import Backend
+from shoal.optim.optimizer import needs_closure
 from shoal.strategies.consistency.progress import StepRecord, compare
 from shoal.strategies.independent.averaging import AveragedGroup
 from shoal.strategies.independent.local_model import Outer
@@ -98,6 +99,12 @@ def _made(make: Outer, parameters: list[nn.Parameter]) -> Optimizer:
             "outer must be a function that makes an optimizer from a list of parameters, such as "
             "lambda parameters: SGD(parameters, lr=0.7, momentum=0.9, nesterov=True); it returned "
             f"a {type(outer).__name__}"
+        )
+    if needs_closure(outer):
+        raise TypeError(
+            f"outer made a {type(outer).__name__}, which calls a closure that computes the loss "
+            "again; at the end of a round there is no loss, only what the round has changed: take "
+            "an optimizer that steps without one, such as SGD with nesterov=True"
         )
     known = {id(parameter) for parameter in parameters}
     found = [id(each) for group in outer.param_groups for each in group["params"]]

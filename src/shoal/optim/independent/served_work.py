@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
@@ -15,6 +14,7 @@ from shoal.errors import ShoalError
 from shoal.optim.division.segmented import check_sizes
 from shoal.optim.division.work_division import Closure, WorkDivision
 from shoal.optim.independent.average_state import averaged_states, whole_states
+from shoal.optim.optimizer import needs_closure
 from shoal.optim.proof.small_copy import similar
 from shoal.optim.state import Reception, held_whole, placed, receive_whole
 from shoal.optim.stepping.kernels import fused_where_free
@@ -39,8 +39,7 @@ class ServedWork(WorkDivision):
     @classmethod
     def admit(cls, optimizer: Optimizer, model: ShardedModel) -> None:
         """Refuses what could not be damped, and what computes the loss itself."""
-        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
+        if needs_closure(optimizer):
             raise TypeError(
                 f"{type(optimizer).__name__} calls a closure that computes the loss again, several "
                 "times in a step; under strategy 'async' servers make the steps, without any data"
@@ -66,6 +65,8 @@ class ServedWork(WorkDivision):
         self.number = self.model.add_ledger()
         """Which of the model's optimizers it is."""
         self.model.shard.apply.append(self._apply)
+        # A rank that pulls must find the ledger, and who pushes a server that can make the step.
+        self.model.meet("an optimizer whose steps are made on servers")
 
     def _serve(self, which: int) -> tuple[Optimizer | None, list[str]]:
         """For a parameter group the optimizer of what this rank serves, and the names of that."""

@@ -38,9 +38,14 @@ from shoal.strategies.independent.shard import Shard
 from shoal.strategies.independent.versions import WHEN_STALE, Admission, VersionCount
 from shoal.strategies.independent.worker import Worker
 from shoal.strategies.layers.buffers import share_buffers
+from shoal.strategies.model import ranks_for
 from shoal.torch_support.fingerprint import fingerprint
 
-_TOPOLOGIES, _PARTNERS = ("server", "gossip"), ("random", "ring")
+_CHOICES = {
+    "topology": ("server", "gossip"),
+    "when_stale": WHEN_STALE,
+    "partners": ("random", "ring"),
+}
 
 
 class AsyncModel(ReplicaModel):
@@ -104,37 +109,46 @@ class AsyncModel(ReplicaModel):
             partners: With "gossip", whom a rank averages with: "random", or the next in a "ring".
             options: See `ShardedModel`.
         """
-        _check_choice("topology", topology, _TOPOLOGIES)
-        _check_choice("when_stale", when_stale, WHEN_STALE)
-        _check_choice("partners", partners, _PARTNERS)
-        super().__init__(module, world, **options)
-        self.options |= {
+        chosen = {
             "topology": topology, "max_staleness": max_staleness, "when_stale": when_stale,
             "servers": servers, "partners": partners,
         }  # fmt: skip
-        self.servers = _checked_servers(servers, self.all_ranks.size)
-        if not self.is_gossip and partners != "random":
-            raise ValueError('partners= is for topology="gossip": with "server" there are none')
-        if self.is_gossip and servers != "all":
-            raise ValueError('servers= is for topology="server": with "gossip" there are none')
-        if self.is_gossip:
-            self.servers = [self.all_ranks.rank]
+        _check_choices(chosen, ranks_for(module, world).size)
+        super().__init__(module, world, **options)
+        self.options |= chosen
         self.is_agreed = True
         self._generator = torch.Generator()
         self._generator.manual_seed((self.options["seed"] << 20) + self.all_ranks.rank)
         self.versions, self._has_stepped = None, False
         self._seen = self._fingerprint()
-        owned = {name for name, owner in self._owners().items() if owner == self.all_ranks.rank}
-        masters = {held.name: held for held in super().held()}
-        self.shard = Shard(
-            {
-                name: nn.Parameter(_copy(masters[name]), requires_grad=True)
-                for name in self._named()
-                if name in owned
-            }
-        )
-        self.engine.account.add("parameters", sum(p.nbytes for p in self.shard.parameters.values()))
-        self.worker = Worker(self.all_ranks, self.shard, self.servers, self._owners())
+        self.shard = Shard()
+        self.worker = Worker(self.all_ranks, self.shard)
+        self._serve()
+
+    def choose(self, options: Mapping[str, Any]) -> None:
+        """Gives it other options, for its first optimizer; every rank calls it."""
+        self._check_free("an AsyncSGDOptimizer with options of its own")
+        chosen = self.options | dict(options)
+        _check_choices(chosen, self.all_ranks.size)
+        self.options |= options
+        self._serve()
+
+    def _serve(self) -> None:
+        """Gives each server its parameters, by the options."""
+        size, rank = self.all_ranks.size, self.all_ranks.rank
+        servers = self.options["servers"]
+        self.servers = list(range(size)) if servers == "all" else list(servers)
+        if self.is_gossip:
+            self.servers = [rank]
+        owners = self._owners()
+        account, before = self.engine.account, self.shard.num_bytes
+        self.shard.parameters = {
+            held.name: nn.Parameter(_copy(held), requires_grad=True)
+            for held in super().held()
+            if owners.get(held.name) == rank
+        }
+        account.add("parameters", self.shard.num_bytes - before)
+        self.worker.servers, self.worker.owners = self.servers, owners
 
     @property
     def is_gossip(self) -> bool:
@@ -240,9 +254,7 @@ class AsyncModel(ReplicaModel):
 
     def meet(self, doing: str) -> None:
         """All ranks are here, so that none pushes; ``doing`` is what they are at, in words."""
-        meeting = Barrier()
-        meeting.signature = doing
-        self.meeting_lane.run(meeting)
+        self.meeting_lane.run(Barrier(doing))
 
     def check_ranks(self, doing: str) -> None:
         """Waits until no rank pushes any more; every rank calls it. Steps may differ."""
@@ -338,18 +350,23 @@ def _copy(held: Held) -> Tensor:
     return held.memory.detach().clone().view(held.extent.shape)
 
 
-def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+def _check_choices(options: Mapping[str, Any], size: int) -> None:
+    """Refuses what is not there, and what does not go together."""
+    for name, choices in _CHOICES.items():
+        if options[name] not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}; got {options[name]!r}")
+    _check_servers(options["servers"], size)
+    is_gossip = options["topology"] == "gossip"
+    if not is_gossip and options["partners"] != "random":
+        raise ValueError('partners= is for topology="gossip": with "server" there are none')
+    if is_gossip and options["servers"] != "all":
+        raise ValueError('servers= is for topology="server": with "gossip" there are none')
 
 
-def _checked_servers(servers: str | Sequence[int], size: int) -> list[int]:
-    if servers == "all":
-        return list(range(size))
+def _check_servers(servers: str | Sequence[int], size: int) -> None:
     chosen = [] if isinstance(servers, str) else list(servers)
     are_ranks = all(rank in range(size) for rank in chosen)
-    if not chosen or not are_ranks or len(set(chosen)) < len(chosen):
+    if servers != "all" and (not chosen or not are_ranks or len(set(chosen)) < len(chosen)):
         raise ValueError(
             f"servers must be 'all' or different ranks from 0 to {size - 1}; got {servers!r}"
         )
-    return chosen

@@ -152,9 +152,7 @@ class LocalModel(ReplicaModel):
         own = [value for name, value in held.items() if name in buffers]
         share_buffers(own, self.meeting_lane, averages=averages)
         if self.is_at_boundary:
-            meeting = Barrier()
-            meeting.signature = "state_dict() of a local model"
-            self.meeting_lane.run(meeting)
+            self.meeting_lane.run(Barrier("state_dict() of a local model"))
         else:
             trained = [value for name, value in held.items() if name not in buffers]
             average_tensors(trained, self.meeting_lane, "state_dict() in the middle of a round")

@@ -19,14 +19,20 @@ Apply = Callable[[Mapping[str, Tensor], float, Sequence[Mapping[str, Any]]], Non
 class Shard:
     """What one rank serves, by the parameters' names. Calls come from several threads."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """``parameters`` are copies of the model's, in memory of their own."""
-        self.parameters = dict(parameters)
+    def __init__(self) -> None:
+        """Nothing is served yet."""
+        self.parameters: dict[str, nn.Parameter] = {}
+        """Copies of the model's, in memory of their own."""
         self.lock = threading.Lock()
         self.ledgers: list[VersionCount] = []
         """One for each optimizer; the first server's count."""
         self.apply: list[Apply] = []
         """What makes the step of each optimizer."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what is served."""
+        return sum(parameter.nbytes for parameter in self.parameters.values())
 
     def find(self, key: str) -> Lent | None:
         """Nothing is lent: parameters are pulled."""

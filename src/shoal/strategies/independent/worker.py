@@ -23,14 +23,16 @@ class Worker:
     """One rank's calls to the servers; see [Note: servers and workers].
 
     Attributes:
+        servers: The ranks that serve, the one that counts versions first.
+        owners: The server of each parameter, by its name.
         waited_for: How often this rank has waited for another, by rank.
     """
 
-    def __init__(
-        self, backend: Backend, shard: Shard, servers: Sequence[int], owners: Mapping[str, int]
-    ) -> None:
-        """``shard`` is what this rank serves, ``owners`` the server of each parameter."""
-        self._backend, self._shard, self._servers, self._owners = backend, shard, servers, owners
+    def __init__(self, backend: Backend, shard: Shard) -> None:
+        """``shard`` is what this rank serves."""
+        self._backend, self._shard = backend, shard
+        self.servers: Sequence[int] = ()
+        self.owners: Mapping[str, int] = {}
         self._peers = backend.lend(shard)
         self.waited_for: Counter[int] = Counter()
 
@@ -44,12 +46,12 @@ class Worker:
         self._peers.hand_over()
         found: dict[str, Tensor] = {}
         versions: list[int] = []
-        for server in self._servers:
-            counts = begins and server == self._servers[0]
+        for server in self.servers:
+            counts = begins and server == self.servers[0]
             request = {"kind": "pull", "rank": self._backend.rank, "begins": counts}
             answer = self._call_in_turn(server, request)
             assert answer.values is not None
-            names = [name for name in like if self._owners[name] == server]
+            names = [name for name in like if self.owners[name] == server]
             values = unpack(answer.values, [like[name] for name in names])
             found |= dict(zip(names, values, strict=True))
             versions = versions or answer.data["versions"]
@@ -67,9 +69,9 @@ class Worker:
         request = {
             "kind": "admit", "optimizer": optimizer, "rank": self._backend.rank, "version": version,
         }  # fmt: skip
-        admission = Admission(**self._call_in_turn(self._servers[0], request).data)
-        for server in self._servers if admission.factor else ():
-            names = [name for name in gradients if self._owners[name] == server]
+        admission = Admission(**self._call_in_turn(self.servers[0], request).data)
+        for server in self.servers if admission.factor else ():
+            names = [name for name in gradients if self.owners[name] == server]
             if names:
                 update = {
                     "kind": "push", "optimizer": optimizer, "names": names,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.comm.operation.partition import offsets, split_sizes
-from shoal.optim import ShardedOptimizer
+from shoal.optim.optimizer import needs_closure
 from shoal.strategies import ShardedModel
 from shoal.strategies.training import count_items
 from shoal.torch_internals.trees import tree_map
@@ -106,13 +105,6 @@ class Trainer(ABC):
         for optimizer in self.setup.optimizers:
             optimizer.zero_grad()
         self.setup.model.zero_grad()
-
-
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether ``step`` cannot be called without a closure, as LBFGS's cannot."""
-    inner = optimizer.optimizer if isinstance(optimizer, ShardedOptimizer) else optimizer
-    closure = inspect.signature(inner.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 # Global batches ---------------------------------------------------------------------------

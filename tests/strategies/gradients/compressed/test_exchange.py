@@ -341,12 +341,21 @@ def test_describe_says_what_it_takes() -> None:
 
 
 def test_ranks_that_compress_differently_are_told() -> None:
-    def step() -> None:
-        model, _ = made("ddp", "int8" if shoal.world().rank else "int4")
-        model(wishes(0, 0)).backward()
+    """Where they wrap, not in their first backward."""
 
-    with pytest.raises(MismatchError, match=r"Quantize\(bits=4"):
-        run(step)
+    def by_option() -> None:
+        made("ddp", "int8" if shoal.world().rank else "int4")
+
+    def by_class() -> None:
+        module = Wished()
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        codec = Quantize(8 if shoal.world().rank else 4)
+        GradientCompressionOptimizer(optimizer, DDPModel(module), codec)
+
+    with pytest.raises(MismatchError, match="wrapping with strategy='ddp', compression='int4'"):
+        run(by_option)
+    with pytest.raises(MismatchError, match=r"GradientCompressionOptimizer.*Quantize\(bits=4"):
+        run(by_class)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,239 @@
+"""Where the loss ends with compressed gradients, local and asynchronous training.
+
+    pip install scikit-learn                          # for the digits; nothing else needs it
+    python benchmarks/losses.py digits compression    # scikit-learn's digits
+    python benchmarks/losses.py text compression      # the demo's text
+    python benchmarks/losses.py digits apart          # local, DiLoCo, asynchronous; also text
+
+All contenders of a table see the same number of rows, and choose their learning rate from the same
+few, by the loss of one seed; what is reported are other seeds. The loss is that of rows that no
+step has seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Optimizer
+
+import shoal
+from shoal.cli.demo import gpt as demo
+
+TUNING_SEED = 0
+BATCH = 96
+SHAPE = demo.GPTShape(width=32, num_layers=2, num_heads=2, context=32, batch_size=24)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something to learn."""
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator], tuple[Tensor, Tensor]]
+    unseen: Callable[[], tuple[Tensor, Tensor]]
+    loss_fn: Callable[[Tensor, Tensor], Tensor]
+    optimizer: Callable[..., Optimizer]
+    rates: Sequence[float]
+    steps: int
+
+
+# Digits -----------------------------------------------------------------------------------
+
+
+@cache
+def digits() -> tuple[Tensor, Tensor]:
+    """1,797 images of 8 x 8 pixels and what they show, shuffled."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise SystemExit("the digits are scikit-learn's: pip install scikit-learn") from None
+    found = load_digits()
+    order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(0))
+    images = torch.tensor(found.data, dtype=torch.float32)[order] / 16
+    return images, torch.tensor(found.target)[order]
+
+
+NUM_UNSEEN = 360
+
+
+def digits_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)
+    )
+
+
+def digits_batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    images, labels = digits()
+    rows = torch.randint(NUM_UNSEEN, len(labels), (BATCH,), generator=generator)
+    return images[rows], labels[rows]
+
+
+def digits_unseen() -> tuple[Tensor, Tensor]:
+    images, labels = digits()
+    return images[:NUM_UNSEEN], labels[:NUM_UNSEEN]
+
+
+# Text -------------------------------------------------------------------------------------
+
+
+def text_batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Pieces of the first nine tenths."""
+    last = demo.text().numel() * 9 // 10 - SHAPE.context - 1
+    starts = torch.randint(last, (SHAPE.batch_size, 1), generator=generator)
+    pieces = demo.text()[starts + torch.arange(SHAPE.context + 1)]
+    return pieces[:, :-1], pieces[:, 1:]
+
+
+def text_unseen() -> tuple[Tensor, Tensor]:
+    """Pieces of the last tenth."""
+    first, length = demo.text().numel() * 9 // 10, SHAPE.context + 1
+    rows = (demo.text().numel() - first) // length
+    pieces = demo.text()[first : first + rows * length].view(rows, length)[:1024]
+    return pieces[:, :-1], pieces[:, 1:]
+
+
+TASKS = {
+    "digits": Task(
+        digits_model, digits_batch, digits_unseen, F.cross_entropy,
+        partial(SGD, momentum=0.9, weight_decay=3e-3), (0.025, 0.05, 0.1, 0.2), 1500,
+    ),
+    "text": Task(
+        partial(demo.GPT, SHAPE), text_batch, text_unseen, demo.loss_fn,
+        partial(SGD, momentum=0.9, nesterov=True), (0.1, 0.2, 0.4), 3000,
+    ),
+}  # fmt: skip
+
+
+# Contenders -------------------------------------------------------------------------------
+
+
+def nesterov(parameters: list[nn.Parameter]) -> Optimizer:
+    return SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+CODECS = ("bf16", "int8", "int4", "sign", "topk:0.01", "randomk:0.01", "powersgd:2")
+COMPRESSION: dict[str, dict[str, Any]] = {"uncompressed": {"strategy": "ddp"}}
+for codec in CODECS:
+    COMPRESSION[codec] = {"strategy": "ddp", "compression": codec}
+    COMPRESSION[f"{codec}, no feedback"] = COMPRESSION[codec] | {"error_feedback": False}
+APART: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp"},
+    "local, every=50": {"strategy": "local", "every": 50},
+    "DiLoCo, every=50": {"strategy": "local", "every": 50, "outer": nesterov},
+    "async, drop": {"strategy": "async"},
+    "async, damp": {"strategy": "async", "when_stale": "damp"},
+    "async, wait": {"strategy": "async", "when_stale": "wait"},
+    "gossip": {"strategy": "async", "topology": "gossip"},
+}
+TABLES: dict[str, tuple[dict[str, dict[str, Any]], int]] = {
+    "compression": (COMPRESSION, 2),
+    "apart": (APART, 3),
+}
+"""Contenders, the one that the others are compared with first, and how many ranks."""
+
+
+# Training ---------------------------------------------------------------------------------
+
+
+def learn(name: str, options: Mapping[str, Any], rate: float, seed: int, steps: int) -> float:
+    """The loss on rows that no step has seen; NaN if it diverged."""
+    task = TASKS[name]
+    torch.manual_seed(seed)
+    module = task.make()
+    optimizer: Any = task.optimizer(module.parameters(), lr=rate)
+    options = dict(options)
+    warm_up = steps // 10
+    if "compression" in options:
+        options["compression_warmup"] = warm_up
+    wrap: Any = shoal.as_distributed
+    model, optimizer = wrap(module, optimizer, **options)
+    world = shoal.world()
+    generator = torch.Generator().manual_seed(10**6 + seed)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min((step + 1) / warm_up, 1 - step / steps)
+        inputs, targets = (rows.chunk(world.size)[world.rank] for rows in task.batch(generator))
+        task.loss_fn(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return unseen_loss(task, model)
+
+
+def unseen_loss(task: Task, model: Any) -> float:
+    plain = task.make()
+    plain.load_state_dict(model.state_dict())
+    inputs, targets = task.unseen()
+    with torch.no_grad():
+        return task.loss_fn(plain(inputs), targets).item()
+
+
+def measure(
+    name: str, options: Mapping[str, Any], ranks: int, rate: float, seed: int, steps: int
+) -> float:
+    try:
+        args = (name, options, rate, seed, steps)
+        return shoal.run(learn, ranks, "memory", args=args)[0]
+    except Exception as error:  # a learning rate that is too high is no failure of the benchmark
+        print(f"  {options} at {rate}: {error}")
+        return float("inf")
+
+
+def show(
+    name: str, table: str, seeds: int, steps: int, wanted: Sequence[str], rates: Sequence[float]
+) -> None:
+    contenders, ranks = TABLES[table]
+    print(f"{name}, {steps} steps, {ranks} ranks; {seeds} seeds; rates {rates}")
+    print("| | learning rate | loss | against the first, by seed |")
+    print("|---|---|---|---|")
+    first: list[float] = []
+    for case, options in contenders.items():
+        if case not in wanted:
+            continue
+        begin = time.perf_counter()
+        tried = {rate: measure(name, options, ranks, rate, TUNING_SEED, steps) for rate in rates}
+        best = min(tried, key=lambda rate: tried[rate] if tried[rate] == tried[rate] else 1e9)
+        losses = [measure(name, options, ranks, best, seed, steps) for seed in range(1, seeds + 1)]
+        first = first or losses
+        gaps = [100 * (mine / its - 1) for mine, its in zip(losses, first, strict=True)]
+        mean = 100 * (statistics.mean(losses) / statistics.mean(first) - 1)
+        each = " ".join(f"{gap:+.1f}" for gap in gaps)
+        print(
+            f"| {case} | {best} | {statistics.mean(losses):.4f} | {mean:+.2f} % ({each}) |"
+            f" {[round(x, 4) for x in tried.values()]} {time.perf_counter() - begin:.0f} s",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("task", choices=list(TASKS))
+    parser.add_argument("table", choices=list(TABLES))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--rates", type=float, nargs="+")
+    parser.add_argument("--cases", nargs="+")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    task = TASKS[given.task]
+    cases = given.cases or list(TABLES[given.table][0])
+    show(
+        given.task,
+        given.table,
+        given.seeds,
+        given.steps or task.steps,
+        cases,
+        given.rates or task.rates,
+    )
+
+
+if __name__ == "__main__":
+    main()
