@@ -403,7 +403,7 @@ def _is_let_go_of(memory: Tensor, num_own: int) -> bool:
 def _written_late(names: Sequence[str]) -> ShoalError:
     which = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
     return ShoalError(
-        f"memory of {which} that was taken (with .data or .detach()) or given (p.data = ...) before "
-        "the optimizer's last step was written to after it: parameters are in memory of shoal's own, "
-        "so ask for .data anew after each step"
+        f"memory of {which} that was taken (with .data or .detach()) or given (p.data = ...) "
+        "before the optimizer's last step was written to after it: parameters are in memory of "
+        "shoal's own, so ask for .data anew after each step"
     )
