@@ -89,6 +89,33 @@ def test_what_users_look_at_stays_what_it_was(team: pools.Team) -> None:
     team.run(keep_views)
 
 
+class ThroughNumpy(nn.Linear):
+    """Autograd saves the weight as a tensor whose storage begins at the weight, not the whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x @ torch.from_numpy(self.weight.detach().numpy()).t()
+
+
+def gradient_through_numpy(strategy: str) -> Tensor:
+    """What arrives at the input, past two layers of one group."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(ThroughNumpy(WIDTH, WIDTH), ThroughNumpy(WIDTH, WIDTH))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if strategy != "plain":
+        model, _ = shoal.as_distributed(model, optimizer, strategy=strategy)
+    for _ in range(2):
+        x = torch.ones(2, WIDTH, requires_grad=True)
+        model(x).sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def test_saved_memory_of_another_storage_is_found_by_its_address() -> None:
+    expected = gradient_through_numpy("plain")
+    for found in shoal.run(gradient_through_numpy, 2, "memory", args=("zero3",)):
+        assert found.equal(expected)
+
+
 def memory_between_passes() -> list[tuple[int, int]]:
     """Bytes of parameters after a forward, a backward and a step, and those of the shards."""
     model, optimizer = wrapped()

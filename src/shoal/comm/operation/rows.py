@@ -39,7 +39,8 @@ class _IntoOut(Operation):
 
     def result(self) -> Tensor | None:
         assert self._out is not None
-        write_back(self._target, self._out)
+        if self._target is not self._out:
+            write_back(self._target, self._out)
         return self._out
 
 
@@ -91,7 +92,8 @@ class AllGather(_IntoOut):
         if self._out is None:
             self._out = with_rows(self._like, sum(self.rows))
         self._target = flatten(self._out)
-        counts = [count * row_elements(self._like) for count in self.rows]
+        elements = row_elements(self._like)
+        counts = [count * elements for count in self.rows]
         return Payload(self.source, self._target, counts, total=sum(counts))
 
 
@@ -167,7 +169,8 @@ class ReduceScatter(_IntoOut):
         if self._out is None:
             self._out = with_rows(self._like, self._rows[rank])
         self._target = flatten(self._out)
-        counts = [rows * row_elements(self._like) for rows in self._rows]
+        elements = row_elements(self._like)
+        counts = [rows * elements for rows in self._rows]
         return Payload(self.source, self._target, counts, op=self._op, total=sum(counts))
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from shoal.torch_internals.tensors import ATTRIBUTES_WITHOUT_VALUES, as_plain_te
 if TYPE_CHECKING:
     from shoal.strategies.engine.flat_group import FlatGroup
     from shoal.strategies.engine.gathering import Gathering
+
+    # Group, generation and place: see [Note: saved parameters].
+    _Saved = tuple[FlatGroup, int, Place]
 
 # What can be asked of a parameter without its values.
 _HARMLESS = frozenset(
@@ -123,9 +126,7 @@ class SavedParameters:
     def __init__(self, need: Callable[[FlatGroup], None]) -> None:
         """``need`` gathers the whole of a group."""
         self._need = need
-        self._by_storage: dict[int, FlatGroup] = {}
-        self._storages: dict[int, int] = {}
-        self._ranges: dict[int, tuple[int, int]] = {}
+        self._wholes: dict[int, tuple[int, int, FlatGroup]] = {}
         self._generation = self._all_changed = 0
         self._changed: dict[tuple[int, int], int] = {}
         self._packing: Callable[[Tensor], object] = self._pack
@@ -138,23 +139,12 @@ class SavedParameters:
 
     def note_whole(self, group: FlatGroup) -> None:
         """The group has a whole, whose memory is known from now on, and no other."""
-        before = self._storages.get(group.index)
-        if before != group.storage_id:
-            self._forget_storage(group)
-            self._storages[group.index] = group.storage_id
-        self._by_storage[group.storage_id] = group
-        begin = group.whole.data_ptr()
-        self._ranges[group.index] = begin, begin + group.whole.nbytes
+        buffer = group.buffer
+        self._wholes[group.index] = buffer.begin, buffer.end, group
 
     def forget_whole(self, group: FlatGroup) -> None:
         """The group's whole is about to be freed."""
-        self._forget_storage(group)
-        self._ranges.pop(group.index, None)
-
-    def _forget_storage(self, group: FlatGroup) -> None:
-        storage = self._storages.pop(group.index, None)
-        if storage is not None and self._by_storage.get(storage) is group:
-            del self._by_storage[storage]
+        self._wholes.pop(group.index, None)
 
     def changed(self, parameters: Iterable[tuple[int, int]]) -> None:
         """Some parameters, by group and index in it, have new values."""
@@ -179,42 +169,46 @@ class SavedParameters:
         self._packing = torch.compiler.disable(self._pack)
 
     def _pack(self, tensor: Tensor) -> object:
-        if type(tensor) is Tensor:  # else it may have no address
-            # Most of what is saved is no parameter, and few groups are there at a time.
-            address = tensor.data_ptr()
-            for begin, end in self._ranges.values():
-                if begin <= address < end:
-                    break
-            else:
-                return tensor
-        group = self._by_storage.get(storage_id(tensor))
-        if group is None or tensor.dtype is not group.whole.dtype or tensor.is_conj():
+        kind = type(tensor)
+        if kind is not Tensor and kind is not nn.Parameter:  # it may have no address
+            return self._pack_by_storage(tensor)
+        # Most of what is saved is no parameter, and few groups are there at a time.
+        address = tensor.data_ptr()
+        for begin, end, group in self._wholes.values():
+            if begin <= address < end:
+                return self._place(tensor, group, (address - begin) // tensor.itemsize)
+        return tensor
+
+    def _pack_by_storage(self, tensor: Tensor) -> object:
+        storage = storage_id(tensor)
+        for _, _, group in self._wholes.values():
+            if group.buffer.storage_id == storage:
+                return self._place(tensor, group, int(tensor.storage_offset()))
+        return tensor
+
+    def _place(self, tensor: Tensor, group: FlatGroup, start: int) -> object:
+        """What autograd keeps of a sharded parameter: where it lies, not its memory."""
+        dtype = tensor.dtype
+        if dtype is not group.whole.dtype or (dtype.is_complex and tensor.is_conj()):
             return tensor
-        place = tensor.shape, tensor.stride(), int(tensor.storage_offset())
-        return _Saved(group, self._generation, place)
+        return group, self._generation, (tensor.shape, tensor.stride(), start)
 
     def _unpack(self, packed: object) -> Tensor:
-        if type(packed) is not _Saved:
+        if type(packed) is not tuple:
             return packed  # type: ignore[return-value]
-        if packed.generation != self._generation and self._is_old(packed):
+        saved: _Saved = packed
+        group, generation, place = saved
+        if generation != self._generation and self._is_old(saved):
             raise RuntimeError(
                 "backward needs parameters that were changed after forward used them, by an "
                 "optimizer's step or by hand: run forward again before this backward"
             )
-        if not packed.group.has_whole:
-            self._need(packed.group)
-        return packed.group.view(packed.place)
+        if not group.has_whole:
+            self._need(group)
+        return group.buffer.view(place)
 
-    def _is_old(self, packed: _Saved) -> bool:
-        slots = packed.group.layout.slots
-        index = bisect_right(slots, packed.place[2], key=lambda slot: slot.start) - 1
-        changed = self._changed.get((packed.group.index, index), 0)
-        return max(changed, self._all_changed) > packed.generation
-
-
-class _Saved(NamedTuple):
-    """What autograd keeps of a sharded parameter: where it lies, not its memory."""
-
-    group: FlatGroup
-    generation: int
-    place: Place
+    def _is_old(self, saved: _Saved) -> bool:
+        group, generation, (_, _, start) = saved
+        index = bisect_right(group.layout.slots, start, key=lambda slot: slot.start) - 1
+        changed = self._changed.get((group.index, index), 0)
+        return max(changed, self._all_changed) > generation

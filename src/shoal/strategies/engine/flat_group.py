@@ -33,7 +33,7 @@ from shoal.sharding.layout import GroupLayout
 from shoal.strategies.engine.absent import AbsentParameter
 from shoal.strategies.engine.changes import Changes
 from shoal.strategies.engine.common_memory import CommonWhole
-from shoal.strategies.engine.gather_buffers import GatherBuffer, Place
+from shoal.strategies.engine.gather_buffers import GatherBuffer
 from shoal.torch_internals.tensors import as_plain_tensors
 from shoal.torch_support.memory import Glimpse, make_worthless
 
@@ -70,12 +70,15 @@ class GroupState(StrEnum):
     EXPOSED = "exposed"  # a private copy of the masters, in their dtype
 
 
+# By name: to ask the class for a member takes longer than a gather's other questions.
+ABSENT, COMING, HIDDEN, PRESENT, EXPOSED = GroupState
+
 _COMES_FROM = {
-    GroupState.ABSENT: (GroupState.PRESENT, GroupState.HIDDEN, GroupState.COMING),
-    GroupState.COMING: (GroupState.ABSENT,),
-    GroupState.HIDDEN: (GroupState.COMING,),
-    GroupState.PRESENT: (GroupState.COMING, GroupState.HIDDEN, GroupState.EXPOSED),
-    GroupState.EXPOSED: (GroupState.PRESENT,),
+    ABSENT: (PRESENT, HIDDEN, COMING),
+    COMING: (ABSENT,),
+    HIDDEN: (COMING,),
+    PRESENT: (COMING, HIDDEN, EXPOSED),
+    EXPOSED: (PRESENT,),
 }
 
 
@@ -113,7 +116,9 @@ class FlatGroup:
         """Whether the whole is gathered and freed."""
         self.is_common = storage.residence is Residence.COMMON
         """Whether the ranks of this host have one whole between them."""
-        self.state = GroupState.PRESENT
+        self.state = PRESENT
+        self.is_present = self.has_whole = True
+        """Whether parameters have values; whether the whole is there, perhaps hidden."""
         self.pins = 0
         """How many users of the whole there are; it is not freed before there are none."""
         self.was_outside_pass = False
@@ -194,20 +199,10 @@ class FlatGroup:
         return self.own_slice(values).clone() if self.owns_part else values
 
     @property
-    def is_present(self) -> bool:
-        """Whether the whole is there and the parameters have values."""
-        return self.state is GroupState.PRESENT or self.state is GroupState.EXPOSED
-
-    @property
-    def has_whole(self) -> bool:
-        """Whether the whole is there."""
-        return self.state is GroupState.HIDDEN or self.is_present
-
-    @property
-    def storage_id(self) -> int:
-        """Identifies the memory of a whole that was gathered, or is about to be."""
+    def buffer(self) -> GatherBuffer:
+        """The memory of a whole that was gathered, or is about to be."""
         assert self._buffer is not None
-        return self._buffer.storage_id
+        return self._buffer
 
     @property
     def num_bytes_held(self) -> int:
@@ -230,11 +225,6 @@ class FlatGroup:
         """Each parameter's elements of a buffer that is laid out like the whole."""
         base, as_strided = int(buffer.storage_offset()), buffer.as_strided
         return [as_strided(shape, strides, base + start) for shape, strides, start in self._places]
-
-    def view(self, place: Place) -> Tensor:
-        """Something of a whole that was gathered and is there."""
-        assert self._buffer is not None
-        return self._buffer.view(place)
 
     def point_at(self, buffer: Tensor) -> None:
         """Makes the parameters views of a buffer that is laid out like the whole."""
@@ -267,15 +257,17 @@ class FlatGroup:
         is_possible = self.state in _COMES_FROM[state]
         assert is_possible, f"parameter group {self.index} is {self.state}, so not {state} next"
         self.state = state
+        self.is_present = state is PRESENT or state is EXPOSED
+        self.has_whole = self.is_present or state is HIDDEN
 
     def to_coming(self, buffer: GatherBuffer) -> None:
         """A gather is about to fill the buffer."""
-        self._enter(GroupState.COMING)
-        self._buffer, self.whole, self.numbers = buffer, buffer.whole, buffer.numbers
+        self._enter(COMING)
+        self._buffer, self.whole = buffer, buffer.whole
 
     def to_failed(self) -> GatherBuffer:
         """The gather failed; returns its memory."""
-        self._enter(GroupState.ABSENT)
+        self._enter(ABSENT)
         return self._give_up_whole()
 
     def to_hidden(self) -> None:
@@ -283,32 +275,31 @@ class FlatGroup:
 
         Nobody can change what is not shown, so to free it again takes little.
         """
-        self._enter(GroupState.HIDDEN)
+        self._enter(HIDDEN)
 
     def to_present(self, *, is_watched: bool = False) -> None:
         """The whole has been filled: the parameters can be used.
 
         ``is_watched``: they keep their other class, which knows when they are used.
         """
-        self._enter(GroupState.PRESENT)
-        assert self._buffer is not None
-        self._show(self._buffer.views)
-        self.changes.settle_gathered()
+        self._enter(PRESENT)
         if not is_watched:
             self.stop_watching()
+        self._show(self.buffer.views)
+        self.numbers = self.buffer.numbers
+        self.changes.settle_gathered()
 
     def to_absent(self, gathering: Gathering) -> GatherBuffer:
         """Gives the whole up and returns its memory; a use of the parameters gathers it again."""
-        if self.state is GroupState.HIDDEN:
-            self._enter(GroupState.ABSENT)
+        if self.state is HIDDEN:
+            self._enter(ABSENT)
             return self._give_up_whole()
         self.changes.adopt()
-        self._enter(GroupState.ABSENT)
+        self._enter(ABSENT)
         self._show(self._shapes)
         self.numbers = None
         if self.was_outside_pass:
-            assert self._buffer is not None
-            self._buffer.leave()
+            self.buffer.leave()
             self.changes.note_freed()
         self.was_outside_pass = False
         self.watch(gathering)
@@ -317,20 +308,17 @@ class FlatGroup:
         return self._give_up_whole()
 
     def _give_up_whole(self) -> GatherBuffer:
-        buffer, self._buffer, self.whole = self._buffer, None, self._nothing
+        buffer, self._buffer, self.whole = self.buffer, None, self._nothing
         self.numbers = None
-        assert buffer is not None
         return buffer
 
     def is_whole_referenced(self, num_moved: int) -> bool:
         """Whether users have a gathered whole, of which so many parameters show nothing."""
-        assert self._buffer is not None
-        return self._buffer.num_others > len(self.parameters) - num_moved
+        return self.buffer.num_others > len(self.parameters) - num_moved
 
     def replace_whole(self) -> Tensor:
         """Copies a gathered whole to memory that nobody has; returns the old one."""
-        old = self._buffer
-        assert old is not None
+        old = self.buffer
         self._buffer = GatherBuffer.allocate(self)
         self._buffer.whole.copy_(old.whole)
         old.leave()
@@ -340,13 +328,13 @@ class FlatGroup:
 
     def to_exposed(self, masters: Tensor) -> None:
         """Lets the parameters show a copy of all masters, in their dtype."""
-        self._enter(GroupState.EXPOSED)
+        self._enter(EXPOSED)
         self.exposed = masters
         self.point_at(masters)
 
     def to_concealed(self, *, keep: bool) -> None:
         """Lets them show the whole again; ``keep``: with the values of the copy."""
-        self._enter(GroupState.PRESENT)
+        self._enter(PRESENT)
         assert self.exposed is not None
         if keep:
             self.changes.take_over(self.exposed)

@@ -42,11 +42,14 @@ class GatherBuffer:
 
     def __init__(self, whole: Tensor, group: FlatGroup) -> None:
         """For groups that are laid out like this one."""
-        self.whole, self.views = whole, group.views_of(whole)
-        self.numbers = Glimpse.numbers(whole) if whole.is_cpu else None
+        self.whole, self._views_of = whole, group.views_of
         self.storage_id = storage_id(whole)
+        self.begin = whole.data_ptr()
+        self.end = self.begin + whole.nbytes
         self._num_users = num_users(self.storage_id)
+        self._views: list[Tensor] = []
         self._others: dict[Place, Tensor] = {}
+        self._numbers: memoryview | None = None
 
     @classmethod
     def allocate(cls, group: FlatGroup) -> GatherBuffer:
@@ -54,6 +57,26 @@ class GatherBuffer:
         # What is made in inference mode could not be trained with afterwards.
         with torch.inference_mode(False):
             return cls(group.shard.new_empty(group.layout.num_elements), group)
+
+    # Most memory of a backward is seen by autograd alone, so what others need is made for them.
+
+    @property
+    def views(self) -> list[Tensor]:
+        """Each parameter's view of it."""
+        if not self._views:
+            with torch.inference_mode(False):
+                self._views = self._views_of(self.whole)
+            self._num_users += len(self._views)
+        return self._views
+
+    @property
+    def numbers(self) -> memoryview | None:
+        """The memory for a `Glimpse`, where it is the CPU's."""
+        if self._numbers is None and self.whole.is_cpu:
+            before = num_users(self.storage_id)
+            self._numbers = Glimpse.numbers(self.whole)
+            self._num_users += num_users(self.storage_id) - before
+        return self._numbers
 
     def view(self, place: Place) -> Tensor:
         """Any view of it; groups that have the memory in turn ask for the same ones."""
@@ -65,8 +88,8 @@ class GatherBuffer:
 
     def leave(self) -> None:
         """Drops all views but the whole: what is referenced from now on is users'."""
-        self.numbers = None
-        self.views.clear()
+        self._numbers = None
+        self._views = []
         self._others.clear()
 
     @property

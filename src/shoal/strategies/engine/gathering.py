@@ -19,7 +19,7 @@ from shoal.comm.operation import AllGather
 from shoal.strategies.consistency.progress import Progress
 from shoal.strategies.consistency.rounds import Round, Vote
 from shoal.strategies.engine.absent import SavedParameters
-from shoal.strategies.engine.flat_group import FlatGroup, GroupState
+from shoal.strategies.engine.flat_group import ABSENT, COMING, EXPOSED, HIDDEN, FlatGroup
 from shoal.strategies.engine.gather_buffers import GatherBuffers
 from shoal.torch_internals.autograd import has_saved_tensors_hooks
 from shoal.torch_internals.modules import is_compiled
@@ -135,14 +135,14 @@ class Gathering:
     def need(self, group: FlatGroup) -> None:
         """Has the group's parameters here when it returns."""
         self.need_whole(group)
-        if group.state is GroupState.HIDDEN:
+        if group.state is HIDDEN:
             self._show(group)
 
     def need_whole(self, group: FlatGroup) -> None:
         """Has the group's whole here when it returns: in backward, mostly nothing else is used."""
         if group.has_whole:
             return
-        if group.state is GroupState.ABSENT:
+        if group.state is ABSENT:
             if group.index in self._seen:
                 self._again.add(group.index)
             self._take_turns(group.index)
@@ -170,10 +170,12 @@ class Gathering:
 
     def _start(self, group: FlatGroup) -> None:
         self._finish(group)
-        if group.changes.adopt() and group.is_present:
-            self.saved.note_whole(group)
         is_shown = group.is_present  # another rank needs it, or a group that comes after it
-        if group.state is GroupState.ABSENT:
+        if is_shown or group.changes.referenced:
+            is_changed = group.changes.adopt()
+            if is_changed and is_shown:
+                self.saved.note_whole(group)
+        if group.state is ABSENT:
             group.to_coming(self._buffers.take(group))
             self.saved.note_whole(group)
         self._fill(group, self._begin_gather)
@@ -195,7 +197,7 @@ class Gathering:
             return
         self._fill(group, self._wait)
         del self._coming[group.index]
-        if group.state is GroupState.COMING:
+        if group.state is COMING:
             self._here[group.index] = group
             if self._is_backward:
                 group.to_hidden()
@@ -215,14 +217,14 @@ class Gathering:
     def _fill(self, group: FlatGroup, task: Callable[[FlatGroup], object]) -> None:
         """Does what fills the whole: no change for autograd, and undone where it fails."""
         try:
-            if group.state is GroupState.COMING:  # memory that nobody has seen yet
+            if group.state is COMING:  # memory that nobody has seen yet
                 task(group)
             else:
                 with keeping_version(group.whole):
                     task(group)
         except BaseException:
             self._coming.pop(group.index, None)
-            if group.state is GroupState.COMING:
+            if group.state is COMING:
                 self.saved.forget_whole(group)
                 self._buffers.give(group, group.to_failed(), may_reuse=False)
             raise
@@ -260,7 +262,7 @@ class Gathering:
                 self._free(group)
 
     def _free(self, group: FlatGroup) -> None:
-        is_idle = group.state is not GroupState.EXPOSED and not group.pins
+        is_idle = group.state is not EXPOSED and not group.pins
         if is_idle and group.is_sharded and group.index not in self._coming:
             self.saved.forget_whole(group)
             is_private = self._is_in_pass and not group.was_outside_pass
