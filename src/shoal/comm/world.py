@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from operator import attrgetter
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, Self, TypeVar, cast
 
 import torch
 
@@ -18,6 +18,9 @@ from shoal.comm.agreement import agree
 from shoal.comm.backend import Backend
 from shoal.errors import ClosedError, PeerError
 from shoal.system.site import describe
+
+if TYPE_CHECKING:
+    from shoal.comm.membership import Membership
 
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
@@ -76,6 +79,8 @@ class World:
     def __init__(self, backend: Backend) -> None:
         """Use `shoal.init`, or `shoal.run`."""
         self.backend = backend
+        self.membership: Membership | None = None
+        """This rank's place in a run whose ranks come and go; None where they do not."""
         self._has_failed = False
 
     @property
