@@ -402,8 +402,9 @@ def _as_elastic(
             "elastic=True needs the optimizer, whose attempts are made again when a rank is lost; "
             f"one of them: got {'none' if optimizer is None else 'a list'}"
         )
-    stepped = optimizer
-    if not isinstance(optimizer, ElasticOptimizer):
+    if isinstance(optimizer, ElasticOptimizer):
+        stepped = optimizer
+    else:
         stepped = ElasticOptimizer(optimizer, model, min_ranks, max_ranks)
     divided = None if loader is None else divide(loader, model)
     for each in [] if divided is None else divided if isinstance(divided, list) else [divided]:

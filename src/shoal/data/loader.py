@@ -126,9 +126,7 @@ class DividedLoader(DataLoader[T]):
                 each.move_to(self._position)
         vars(self)[LOADER_READER] = None  # workers that stay have the old position
 
-    def _elastic_epoch(
-        self, run: ElasticRun, begin: Callable[[], Iterator[Any]]
-    ) -> Iterator[Any]:
+    def _elastic_epoch(self, run: ElasticRun, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         def begin_again() -> Iterator[Any]:
             # Torch draws a seed for each iteration: in the middle of an epoch it was drawn before.
             is_new = self._num_batches == 0

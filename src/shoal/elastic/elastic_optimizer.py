@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -91,7 +91,7 @@ class ElasticOptimizer(ShardedOptimizer):
         self._snapshot: Snapshot | None = None
         self._is_attempting = self._has_stepped = self._is_window_open = False
         self._is_stale = True
-        self._checkpoint: tuple[Path, Companions, int] | None = None
+        self._checkpoint: tuple[Path, Mapping[str, Sequence[Any]], int] | None = None
         for each in also:
             self.take_along(each)
         if self._membership is not None:
@@ -272,7 +272,7 @@ class ElasticOptimizer(ShardedOptimizer):
 
     # Checkpoints --------------------------------------------------------------------------------
 
-    def note_checkpoint(self, path: Path, companions: Companions) -> None:
+    def note_checkpoint(self, path: Path, companions: Mapping[str, Sequence[Any]]) -> None:
         """What can be gone back to, if more is lost than is kept."""
         self._checkpoint = path, companions, self.num_committed
 
@@ -298,8 +298,17 @@ class ElasticOptimizer(ShardedOptimizer):
         _, num_steps, options, also = common
         snapshot = Snapshot(step, num_steps, Snapshot.take(0, 0, self, ()).random, options, also)
         rebuild(snapshot)
-        given = {name: [self.also[n] for n in own if n >= 0] for name, own in numbers.items()}
-        load(path, self.model, self, **{name: own for name, own in given.items() if own})
+        given = {
+            name: [self.also[n] for n in own] for name, own in numbers.items() if min(own) >= 0
+        }
+        load(
+            path,
+            self.model,
+            self,
+            scheduler=given.get("scheduler"),
+            scaler=given.get("scaler"),
+            sampler=given.get("sampler"),
+        )
         self.keeper.drop_all()
         return int(step)
 
@@ -321,9 +330,7 @@ def _place(each: Any, also: Sequence[Any]) -> int:
     return next((number for number, other in enumerate(also) if other is each), -1)
 
 
-def _change(
-    generation: int, old_size: int, origins: Sequence[int | None], step: int
-) -> Change:
+def _change(generation: int, old_size: int, origins: Sequence[int | None], step: int) -> Change:
     left = tuple(rank for rank in range(old_size) if rank not in origins)
     joined = tuple(rank for rank, old in enumerate(origins) if old is None)
     return Change(generation, old_size, len(origins), left, joined, step)

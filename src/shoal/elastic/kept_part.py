@@ -76,7 +76,7 @@ class KeptPart:
 
     def checksum(self) -> int:
         """Of the bytes."""
-        return zlib.crc32(self.data.numpy())
+        return zlib.crc32(self.data.numpy().data)
 
     def about(self) -> list[Any]:
         """All but the bytes, as plain data."""

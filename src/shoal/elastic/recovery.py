@@ -27,7 +27,9 @@ class Recovery:
     last step stays as it is until the new ranks have kept it themselves.
     """
 
-    def __init__(self, optimizer: ElasticOptimizer, world: World, snapshot: Snapshot | None) -> None:
+    def __init__(
+        self, optimizer: ElasticOptimizer, world: World, snapshot: Snapshot | None
+    ) -> None:
         """``snapshot``: of the attempt that is void; None for one who comes."""
         self._optimizer, self._backend = optimizer, world.backend
         self._keeper = optimizer.keeper

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -235,6 +236,12 @@ class ShardedOptimizer(Optimizer):
         ``options`` are the hyperparameters of each parameter group.
         """
         return self.division.receive(saved, options)
+
+    def note_checkpoint(self, path: Path, companions: Mapping[str, Sequence[Any]]) -> None:
+        """A checkpoint of its state is on disk, with what was saved along."""
+
+    def note_load(self) -> None:
+        """Its state, and the model's, were loaded."""
 
     # Steps --------------------------------------------------------------------------------
 

@@ -92,11 +92,15 @@ class Gate:
             self._advance()
             while member.is_waiting and self._closed is None:
                 self._condition.wait(_LOOK_EVERY_S)
-                if member.is_waiting and time.monotonic() - begin > self._timeout:
+                if time.monotonic() - begin > self._timeout and not self._has_passed(member):
                     raise DeadlineError(self._late_text())
             refusal = member.refusal if self._closed is None else self._closed
         if refusal is not None:
             raise refusal
+
+    @staticmethod
+    def _has_passed(member: Member) -> bool:
+        return not member.is_waiting
 
     def _late_text(self) -> str:
         late = [m.rank for m in self.members if not m.is_waiting and m.fate is None]
@@ -131,9 +135,7 @@ class Gate:
 
     def _start_another(self) -> bool:
         staying = sum(member.is_waiting and not member.is_leaving for member in self.members)
-        is_full = self._max_ranks is not None and (
-            staying + len(self._joiners) >= self._max_ranks
-        )
+        is_full = self._max_ranks is not None and (staying + len(self._joiners) >= self._max_ranks)
         if not self._num_invited or is_full:
             return False
         self._num_invited -= 1
@@ -210,7 +212,8 @@ class ThreadMembership(Membership):
         assert isinstance(backend, InMemoryBackend)
         backend.abandon()
         self._gate.pass_through(self._member)
-        assert self._member.regrouped is not None and self._member.rank is not None
+        assert self._member.regrouped is not None
+        assert self._member.rank is not None
         self._simulator, old_size, old_ranks, reasons = self._member.regrouped
         self.generation = self._gate.generation
         world = self._make_world(self._member.rank)

@@ -56,7 +56,9 @@ class _ElasticThreads:
         except BaseException as error:
             self._gate.close(LaunchError(f"the caller was interrupted by {error!r}"))
             self._gate.simulator.interrupt(error)
-            wait_until(lambda: not set(self._threads) & set(threading.enumerate()), _GRACE_S, _POLL_S)
+            wait_until(
+                lambda: not set(self._threads) & set(threading.enumerate()), _GRACE_S, _POLL_S
+            )
             raise
         finally:
             random.restore()
@@ -67,9 +69,7 @@ class _ElasticThreads:
         return [self._outcomes[number] for number in sorted(self._outcomes)]
 
     def _start(self, member: Member) -> None:
-        outcome = self._outcomes[member.number] = Outcome(
-            member.number, failed_at=time.monotonic()
-        )
+        outcome = self._outcomes[member.number] = Outcome(member.number, failed_at=time.monotonic())
         thread = threading.Thread(
             target=contextvars.Context().run,
             args=(self._run_rank, member, outcome, copy_call(*self._call)),

@@ -26,8 +26,8 @@ from shoal.launch.function.outcome import Outcome
 from shoal.launch.joining.environment import without_rank
 from shoal.launch.mpi import mpiexec
 from shoal.launch.rank_settings import rank_settings
-from shoal.meeting.elastic_options import Elastic
 from shoal.meeting.address import MEETING_VARIABLE, free_port
+from shoal.meeting.elastic_options import Elastic
 from shoal.meeting.server import MeetingServer
 from shoal.system.deadline import wait_until
 from shoal.system.memory_file import MemoryFile

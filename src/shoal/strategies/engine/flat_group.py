@@ -362,7 +362,9 @@ class FlatGroup:
         device = self._nothing.device
         self.stop_watching()
         self.show_gradients([None] * len(self.parameters))
-        self._show(torch.zeros(s.shape, dtype=self.master_dtype, device=device) for s in self.layout.slots)
+        self._show(
+            torch.zeros(s.shape, dtype=self.master_dtype, device=device) for s in self.layout.slots
+        )
 
     # Watching uses of parameters; see [Note: absent parameters] ---------------------------
 
