@@ -71,11 +71,11 @@ class Result:
 
 
 def make_training(
-    strategy: str, make_optimizer: Callable[..., Any] = torch.optim.Adam
+    strategy: str, make_optimizer: Callable[..., Any] = torch.optim.Adam, dropout: float = 0.4
 ) -> tuple[Any, Any, Any, Any]:
     """Odd sizes, dropout, a tied and a frozen parameter, two groups of parameters."""
     torch.manual_seed(5)
-    model = nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.4), nn.Linear(5, 5), nn.Linear(5, 5))
+    model = nn.Sequential(nn.Linear(3, 5), nn.Dropout(dropout), nn.Linear(5, 5), nn.Linear(5, 5))
     model[3].weight = model[2].weight
     model[3].bias.requires_grad_(False)
     groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.2}]

@@ -10,6 +10,7 @@ import pytest
 import shoal
 from elastic import faults
 from shoal.elastic import Elastic
+from shoal.errors import ShoalError
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
@@ -73,3 +74,32 @@ def test_a_lost_rank_is_replaced(strategy: str, ranks: int, victim: int) -> None
 @pytest.mark.parametrize(("strategy", "ranks", "victim"), ALL)
 def test_a_lost_rank_is_replaced_at_every_operation(strategy: str, ranks: int, victim: int) -> None:
     _lose_at_each(strategy, ranks, victim, 1)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_another_is_lost_while_the_others_recover(strategy: str) -> None:
+    """Of four ranks the buddy of neither: what is kept of the step before must do."""
+    expected = _run(4, None, strategy, 0)
+    for nth in range(1, 60, 7):
+        found = _run(4, Elastic(restarts=2), strategy, 0, 1, 3, (2, nth))
+        _check_equal(found, expected)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_training_goes_on_with_fewer(strategy: str) -> None:
+    found = _run(3, Elastic(min_ranks=2), strategy, 1, 1, 4)
+    assert [each.num_committed for each in found] == [faults.NUM_STEPS] * 2
+    assert faults.same(found[0].parameters, found[1].parameters)
+    for each in found:
+        (change,) = each.changes
+        assert (change.old_size, change.new_size, change.left) == (3, 2, (1,))
+
+
+def test_too_few_are_left() -> None:
+    with pytest.raises(faults.Lost):
+        _run(2, Elastic(min_ranks=2), "ddp", 1, 1, 4)
+
+
+def test_a_rank_and_its_buddy_are_lost_together() -> None:
+    with pytest.raises((ShoalError, faults.Lost)):
+        _run(4, Elastic(), "zero3", 0, 1, 3, (1, 1))
