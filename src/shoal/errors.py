@@ -29,6 +29,13 @@ class PeerError(ShoalError):
         return f"{text}\n  while this rank was in {self.context}" if self.context else text
 
 
+class MembershipChanged(PeerError):
+    """A rank of an elastic run is gone: the attempt at hand is void, and will be made again.
+
+    Raised inside of `with optimizer.attempt():`, which ends it on all ranks that are left.
+    """
+
+
 class MismatchError(ShoalError):
     """Ranks of one group called different things; nothing was moved."""
 

@@ -16,6 +16,7 @@ from shoal.checkpoint.disk.checkpoint_folder import LATEST, MANIFEST, Checkpoint
 from shoal.checkpoint.disk.filesystem import DISK, FileSystem
 from shoal.checkpoint.load.matching import Misfits
 from shoal.checkpoint.load.tensor_source import (
+    MemorySource,
     StateDictSource,
     TensorSource,
     open_checkpoint,
@@ -26,6 +27,7 @@ from shoal.checkpoint.together import finish_pending, together
 from shoal.checkpoint.training_state import Companions
 from shoal.comm import Backend
 from shoal.errors import CheckpointWarning, CorruptCheckpointError
+from shoal.optim import ShardedOptimizer
 
 
 class Loaded(dict[str, Any]):
@@ -181,6 +183,11 @@ def _load_from(
     together(ranks, mine.read, "reading a checkpoint")
     together(ranks, mine.apply_companions, "loading what goes with a model")
     mine.commit()
+    for each in target.optimizers:
+        if isinstance(each, ShardedOptimizer):
+            each.note_load()
+            if not isinstance(mine.source, MemorySource):
+                each.note_checkpoint(mine.source.folder, dict(target.companions.items()))
     step = mine.source.values.get("step")
     step = step if isinstance(step, int) else None
     return Loaded(mine.extra, step, mine.source.folder, mine.misfits)

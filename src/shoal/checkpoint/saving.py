@@ -34,6 +34,7 @@ from shoal.checkpoint.together import PendingSave, check_same, finish_pending, t
 from shoal.checkpoint.training_state import Companions
 from shoal.comm import Backend
 from shoal.errors import CheckpointError
+from shoal.optim import ShardedOptimizer
 from shoal.strategies import ShardedModel
 from shoal.system.libc import own_cores
 from shoal.torch_support.concurrency import run_concurrently
@@ -109,7 +110,13 @@ def save(
     running.prepare(
         lambda: rank_state.collect(model, optimizers, companions, extra or {}, running.rank)
     )
-    return running.complete() if wait else background.start(running)
+    if not wait:
+        return background.start(running)
+    saved = running.complete()
+    for each in optimizers:
+        if isinstance(each, ShardedOptimizer):
+            each.note_checkpoint(saved.path, dict(companions.items()))
+    return saved
 
 
 def _checked(step: Any, keep: Any) -> tuple[int | None, int | None]:

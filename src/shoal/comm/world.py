@@ -10,14 +10,17 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from operator import attrgetter
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, Self, TypeVar, cast
 
 import torch
 
 from shoal.comm.agreement import agree
 from shoal.comm.backend import Backend
-from shoal.errors import ClosedError, PeerError
+from shoal.errors import ClosedError, PeerError, ShoalError
 from shoal.system.site import describe
+
+if TYPE_CHECKING:
+    from shoal.comm.membership import Membership
 
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
@@ -76,6 +79,8 @@ class World:
     def __init__(self, backend: Backend) -> None:
         """Use `shoal.init`, or `shoal.run`."""
         self.backend = backend
+        self.membership: Membership | None = None
+        """This rank's place in a run whose ranks come and go; None where they do not."""
         self._has_failed = False
 
     @property
@@ -136,6 +141,19 @@ class World:
             [True, True]
         """
         return agree(self.backend, value, how)
+
+    def leave(self) -> None:
+        """Asks to be let go, in an elastic run; the others go on without this rank.
+
+        It stays until the end of the step that is under way. There `optimizer.attempt()` ends it by
+        `SystemExit`, as ``sys.exit()`` would.
+        """
+        if self.membership is None:
+            raise ShoalError(
+                "a rank can leave an elastic run only: start it with shoal launch --elastic, or "
+                "with shoal.run(..., elastic=shoal.elastic.Elastic())"
+            )
+        self.membership.leave()
 
     def shutdown(self) -> None:
         """Leaves the world. Twice is fine.

@@ -1,0 +1,117 @@
+"""The number of ranks changes again and again while a model is trained."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from elastic import faults
+from shoal.elastic import Elastic
+from shoal.errors import ShoalError
+
+SIZES = (4, 3, 5, 2, 6, 1, 4)
+EPOCHS = 4  # of two steps each
+
+
+def _walk(strategy: str, sizes: tuple[int, ...]) -> dict[str, Any]:
+    model, optimizer, loader, scheduler = faults.make_training(strategy, dropout=0.0)
+    stops, samples, losses = [], [], []
+
+    def note(change: Any) -> None:
+        stops.append((change.step, change.new_size, model.state_dict(), optimizer.state_dict()))
+
+    optimizer._on_change = note
+    for _ in loader.epochs(EPOCHS):
+        for inputs, numbers in loader:
+            with optimizer.attempt():
+                loss = model.train_step(inputs, numbers, _loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+                _ask_for(sizes[min(optimizer.num_committed + 1, len(sizes) - 1)])
+                before = model.state_dict(), optimizer.state_dict()
+                parts = shoal.world().all_gather_object(numbers.tolist())
+            samples += [number for part in parts for number in part]
+            losses.append(loss.item())
+            if stops and stops[-1][0] == optimizer.num_committed and len(stops[-1]) == 4:
+                stops[-1] = (*stops[-1], before)
+    return {"stops": stops, "samples": samples, "losses": losses, "model": model.state_dict()}
+
+
+def _loss(output: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    return faults.loss_of(output, numbers)
+
+
+def _ask_for(size: int) -> None:
+    world = shoal.world()
+    if world.membership is None:
+        return
+    if size > world.size and world.rank == 0:
+        world.membership.invite(size - world.size)  # type: ignore[attr-defined]
+    elif world.rank >= size:
+        world.leave()
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_state_stays_the_same_at_each_stop(strategy: str) -> None:
+    found = shoal.run(_walk, 4, "memory", args=(strategy, SIZES), elastic=Elastic(), timeout=60)
+    assert len(found) == SIZES[-1]
+    stayed = found[0]
+    assert [size for _, size, *_ in stayed["stops"]] == list(SIZES[1:])
+    for _, _, model, optimizer, before in stayed["stops"]:
+        assert faults.same(model, before[0])
+        assert faults.same(optimizer["state"], before[1]["state"])
+    everything = sorted([*range(faults.NUM_SAMPLES)] * EPOCHS)
+    assert sorted(stayed["samples"]) == everything
+    (alone,) = shoal.run(_walk, 1, "memory", args=(strategy, (1,)))
+    assert stayed["losses"] == pytest.approx(alone["losses"], abs=1e-5)
+
+
+def _accumulate(victim: int | None) -> dict[str, Any]:
+    first, membership = shoal.world().rank, shoal.world().membership
+    is_new = membership is not None and membership.generation == 0
+    model, optimizer, loader, _ = faults.make_training("zero2")
+    count = 0
+    for _ in loader.epochs(3):
+        for inputs, numbers in loader:
+            with optimizer.attempt():
+                if optimizer.num_committed == 1 and count % 2 and first == victim and not is_new:
+                    raise faults.Lost
+                with model.no_sync() if count % 2 == 0 else contextlib.nullcontext():
+                    faults.loss_of(model(inputs), numbers).backward()
+                if count % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            # A void attempt begins its window again.
+            count = 0 if not optimizer._is_window_open else count + 1
+    return {"steps": optimizer.num_committed, "model": model.state_dict()}
+
+
+def test_a_whole_window_is_made_again() -> None:
+    expected = shoal.run(_accumulate, 2, "memory", args=(None,))
+    found = shoal.run(_accumulate, 2, "memory", args=(1,), elastic=Elastic(restarts=1))
+    assert [each["steps"] for each in found] == [3, 3]
+    assert faults.same(found[0]["model"], expected[0]["model"])
+
+
+def test_a_step_outside_of_an_attempt_is_refused() -> None:
+    def step() -> None:
+        _, optimizer, _, _ = faults.make_training("ddp")
+        optimizer.step()
+
+    with pytest.raises(ShoalError, match="inside of an attempt"):
+        shoal.run(step, 2, "memory")
+
+
+def test_other_strategies_are_refused() -> None:
+    def wrap() -> None:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        shoal.as_distributed(model, optimizer, strategy="local", elastic=True)
+
+    with pytest.raises(ShoalError, match="cannot come and go"):
+        shoal.run(wrap, 2, "memory")
