@@ -14,6 +14,7 @@ from shoal.launch.function.interrupts import ending_quietly
 from shoal.launch.function.outcome import Outcome
 from shoal.launch.function.run import run_outcomes
 from shoal.launch.joining.join import check_name, choose_for_cpu, join
+from shoal.meeting.elastic_options import Elastic
 from shoal.sampling import sampler as sampler
 from shoal.strategies.option_types import Strategy
 from shoal.system.limits import advice, explained
@@ -67,6 +68,7 @@ def run(
     backend: str = "auto",
     args: Sequence[Any] = (),
     timeout: float = DEFAULT_TIMEOUT_S,
+    elastic: Elastic | None = None,
 ) -> list[Any]:
     """Calls ``fn(*args)`` on every rank and returns the results by rank.
 
@@ -80,6 +82,8 @@ def run(
         backend: "memory", "shm", "gloo", "nccl", "mpi", or "auto" to choose.
         args: Arguments for every rank.
         timeout: Seconds that an alive but late rank is waited for.
+        elastic: Lets ranks come and go: one whose function raises is lost, and the others go on,
+            as `shoal.optim.ElasticOptimizer` does. Results are those of the ranks at the end.
 
     Example:
         >>> import shoal
@@ -92,7 +96,7 @@ def run(
     _check_call(fn, ranks, args)
     name = _choose(ranks) if backend == "auto" else backend
     with explained(), ending_quietly():
-        outcomes = run_outcomes(fn, tuple(args), ranks, name, timeout)
+        outcomes = run_outcomes(fn, tuple(args), ranks, name, timeout, elastic)
     failures = [outcome for outcome in outcomes if outcome.failed]
     if failures:
         raise _first_error(failures)

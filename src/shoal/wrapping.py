@@ -12,10 +12,12 @@ from torch.utils.data import DataLoader
 from shoal.comm.backend import Backend
 from shoal.comm.world import World, find_current, set_current
 from shoal.comm.world_state import DEFAULT_TIMEOUT_S
-from shoal.data import divide
+from shoal.data import DividedLoader, divide
+from shoal.elastic import ElasticOptimizer
 from shoal.launch.joining.join import join, watch_exit
 from shoal.launch.joining.presence import leave_mark
 from shoal.optim.registry import wrap_model, wrap_optimizer, wrap_optimizers
+from shoal.strategies import ShardedModel
 from shoal.strategies.foreign import check_arguments
 from shoal.strategies.option_types import (
     AsyncOptions,
@@ -58,6 +60,9 @@ def as_distributed(
     strategy: DataParallelStrategy = ...,
     backend: str = ...,
     enabled: bool = ...,
+    elastic: bool = ...,
+    min_ranks: int = ...,
+    max_ranks: int | None = ...,
     **options: Unpack[DataParallelOptions],
 ) -> Any: ...
 @overload
@@ -69,6 +74,9 @@ def as_distributed(
     strategy: DataParallelStrategy = ...,
     backend: str = ...,
     enabled: bool = ...,
+    elastic: bool = ...,
+    min_ranks: int = ...,
+    max_ranks: int | None = ...,
     **options: Unpack[DataParallelOptions],
 ) -> tuple[Any, Any]: ...
 @overload
@@ -80,6 +88,9 @@ def as_distributed(
     strategy: DataParallelStrategy = ...,
     backend: str = ...,
     enabled: bool = ...,
+    elastic: bool = ...,
+    min_ranks: int = ...,
+    max_ranks: int | None = ...,
     **options: Unpack[DataParallelOptions],
 ) -> tuple[Any, Loader]: ...
 @overload
@@ -91,6 +102,9 @@ def as_distributed(
     strategy: DataParallelStrategy = ...,
     backend: str = ...,
     enabled: bool = ...,
+    elastic: bool = ...,
+    min_ranks: int = ...,
+    max_ranks: int | None = ...,
     **options: Unpack[DataParallelOptions],
 ) -> tuple[Any, Any, Loader]: ...
 @overload
@@ -321,6 +335,9 @@ def as_distributed(
     strategy: str = "auto",
     backend: str = "auto",
     enabled: bool = True,
+    elastic: bool = False,
+    min_ranks: int = 1,
+    max_ranks: int | None = None,
     **options: Any,
 ) -> Any:
     """Turns a model, the optimizer that was built for it and its data into distributed ones.
@@ -339,6 +356,11 @@ def as_distributed(
             and averages them now and then, and "async" updates parameters without barriers.
         backend: What to start communication with, if it has to be started.
         enabled: If false, everything comes back untouched.
+        elastic: Whether ranks may come, go and die while training goes on, step by step inside of
+            ``with optimizer.attempt():``; see `shoal.optim.ElasticOptimizer`. For the data-parallel
+            strategies.
+        min_ranks: With fewer ranks an elastic run ends.
+        max_ranks: More are not let in.
         options: For the model's class, for example ``activations`` (which are computed again in
             backward), ``sync_batchnorm`` or ``seed`` (for a model on the meta device); see
             `ShardedModel`. Those of each strategy are in `shoal.strategies.option_types`.
@@ -358,12 +380,40 @@ def as_distributed(
     check_arguments(model, optimizer, loader)
     world = find_current() or _start_for(model, backend)
     wrapped = wrap_model(model, strategy, world, options)
+    if elastic:
+        return _as_elastic(wrapped, optimizer, loader, min_ranks, max_ranks)
     stepped: Any = optimizer
     if isinstance(optimizer, Sequence):
         stepped = wrap_optimizers(optimizer, wrapped)
     elif optimizer is not None:
         stepped = wrap_optimizer(optimizer, wrapped)
     return _as_given(wrapped, stepped, None if loader is None else divide(loader, wrapped))
+
+
+def _as_elastic(
+    model: ShardedModel,
+    optimizer: Optimizers | None,
+    loader: Any,
+    min_ranks: int,
+    max_ranks: int | None,
+) -> Any:
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            "elastic=True needs the optimizer, whose attempts are made again when a rank is lost; "
+            f"one of them: got {'none' if optimizer is None else 'a list'}"
+        )
+    stepped = optimizer
+    if not isinstance(optimizer, ElasticOptimizer):
+        stepped = ElasticOptimizer(optimizer, model, min_ranks, max_ranks)
+    divided = None if loader is None else divide(loader, model)
+    for each in [] if divided is None else divided if isinstance(divided, list) else [divided]:
+        if not isinstance(each, DividedLoader):
+            raise ValueError(
+                "elastic=True divides a loader anew when ranks come or go, and this one has a "
+                "sampler that divides already: pass the loader without it"
+            )
+        stepped.take_along(each)
+    return _as_given(model, stepped, divided)
 
 
 def _as_given(model: nn.Module, *others: Any) -> Any:

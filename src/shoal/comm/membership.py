@@ -74,9 +74,11 @@ class Membership(ABC):
 
     Attributes:
         generation: Of the world that this rank is in; 0 for one that waits to be a member.
+        is_leaving: Whether this rank has asked to be let go.
     """
 
     generation: int
+    is_leaving: bool = False
 
     @abstractmethod
     def require(self, min_ranks: int, max_ranks: int | None) -> None:

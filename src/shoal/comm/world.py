@@ -16,7 +16,7 @@ import torch
 
 from shoal.comm.agreement import agree
 from shoal.comm.backend import Backend
-from shoal.errors import ClosedError, PeerError
+from shoal.errors import ClosedError, PeerError, ShoalError
 from shoal.system.site import describe
 
 if TYPE_CHECKING:
@@ -141,6 +141,19 @@ class World:
             [True, True]
         """
         return agree(self.backend, value, how)
+
+    def leave(self) -> None:
+        """Asks to be let go, in an elastic run; the others go on without this rank.
+
+        It stays until the end of the step that is under way. There `optimizer.attempt()` ends it by
+        `SystemExit`, as ``sys.exit()`` would.
+        """
+        if self.membership is None:
+            raise ShoalError(
+                "a rank can leave an elastic run only: start it with shoal launch --elastic, or "
+                "with shoal.run(..., elastic=shoal.elastic.Elastic())"
+            )
+        self.membership.leave()
 
     def shutdown(self) -> None:
         """Leaves the world. Twice is fine.

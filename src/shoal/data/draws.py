@@ -69,6 +69,10 @@ class Draws:
         """The states at the beginning of the last epoch, or of the one that is to be resumed."""
         self._stream: Any = None
 
+    def move_to(self, ranks: Backend) -> None:
+        """Other ranks iterate from now on; all of them call it."""
+        self._ranks = ranks.lane(self)
+
     @property
     def own_states(self) -> list[torch.Tensor]:
         """Those of the user's generators, after what was drawn last."""

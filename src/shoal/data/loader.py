@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from itertools import islice
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -30,12 +30,30 @@ from shoal.data.rank_batches import (
     RowsOfBatch,
     SameOrderSampler,
 )
-from shoal.errors import MismatchError
+from shoal.errors import MismatchError, ShoalError
 from shoal.sampling import GlobalBatchSampler
 from shoal.strategies import ShardedModel
 from shoal.torch_internals.optimizers import LOADER_READER
+from shoal.torch_support.random_state import RandomState
 
 T = TypeVar("T")
+_END: Any = object()
+
+
+class ElasticRun(Protocol):
+    """What a loader needs of an optimizer whose attempts may be void."""
+
+    def become_member(self) -> None:
+        """One that has come late takes part from here on."""
+
+    def before_batch(self) -> None:
+        """What follows can be done again from here."""
+
+    def is_loss(self, error: BaseException) -> bool:
+        """Whether an error says that the world has lost a rank."""
+
+    def recover(self) -> None:
+        """Goes on in the next world."""
 
 
 class DividedLoader(DataLoader[T]):
@@ -52,13 +70,90 @@ class DividedLoader(DataLoader[T]):
     _num_to_skip = 0
     _has_warned = False
 
+    epoch = 0
+    """The number of the epoch that is iterated over, or of the next one."""
+    _is_numbered = _is_rewound = False
+    _run: ElasticRun | None = None
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """This rank's part of each batch; all ranks iterate equally often."""
-        resumed_at = self._num_to_skip
-        yield from self._epoch(super().__iter__)
-        if resumed_at and self._num_batches == resumed_at:  # nothing was left of it
+        if self._run is not None:
+            yield from self._elastic_epoch(self._run, super().__iter__)
+        else:
+            resumed_at = self._num_to_skip
             yield from self._epoch(super().__iter__)
-        self._num_batches = 0
+            is_empty = resumed_at and self._num_batches == resumed_at  # nothing was left of it
+            if is_empty and not self._is_numbered:
+                self.epoch += 1
+                yield from self._epoch(super().__iter__)
+        self.epoch, self._num_batches = self.epoch + 1, 0
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The numbers of the epochs that are left of so many, for a loop around the loader.
+
+        After a state was loaded, and for a rank that joined an elastic run, it begins with the
+        epoch that is under way.
+
+        Example:
+            >>> for epoch in loader.epochs(10):
+            ...     for inputs, targets in loader:
+            ...         ...
+        """
+        if self._run is not None:
+            self._run.become_member()
+        self._is_numbered = True
+        try:
+            while self.epoch < count:
+                number = self.epoch
+                yield number
+                if self.epoch == number:  # the loop over it was left early
+                    self.epoch += 1
+        finally:
+            self._is_numbered = False
+
+    # Ranks that come and go -------------------------------------------------------------------
+
+    def follow(self, run: ElasticRun) -> None:
+        """Hands samples out again where an attempt at training on them was void."""
+        self._run = run
+
+    def move_to(self, model: ShardedModel) -> None:
+        """Divides batches over other ranks from now on; all of them call it."""
+        self._position = Position(model.data_group.rank, model.data_group.size)
+        self._draws.move_to(model.all_ranks)
+        for each in (self.sampler, self.batch_sampler, self.collate_fn):
+            if isinstance(each, SameOrderSampler | ItemsOfBatch):
+                each.move_to(self._position)
+        vars(self)[LOADER_READER] = None  # workers that stay have the old position
+
+    def _elastic_epoch(
+        self, run: ElasticRun, begin: Callable[[], Iterator[Any]]
+    ) -> Iterator[Any]:
+        def begin_again() -> Iterator[Any]:
+            # Torch draws a seed for each iteration: in the middle of an epoch it was drawn before.
+            is_new = self._num_batches == 0
+            random = RandomState.capture()
+            iterator = begin()
+            if not is_new:
+                random.restore()
+            return iterator
+
+        run.become_member()
+        self._is_rewound, parts = False, self._epoch(begin_again)
+        while True:
+            try:
+                run.before_batch()
+                if self._is_rewound:
+                    self._is_rewound, parts = False, self._epoch(begin_again)
+                batch = next(parts, _END)
+            except ShoalError as error:
+                if not run.is_loss(error):
+                    raise
+                run.recover()
+                continue
+            if batch is _END:
+                return
+            yield batch
 
     def _epoch(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         self._num_batches, self._num_to_skip = self._num_to_skip, 0
@@ -126,6 +221,7 @@ class DividedLoader(DataLoader[T]):
         if not _is_stream(self) and not self._num_to_skip:
             num_batches = self._same_order.num_drawn(num_batches)
         return {
+            "epoch": self.epoch,
             "batches": num_batches,
             "batch_size": self.batch_size,
             "start": self._draws.start if num_batches else None,
@@ -144,6 +240,7 @@ class DividedLoader(DataLoader[T]):
                 "another batch size"
             )
         self._num_to_skip, self._num_batches = state["batches"], 0
+        self.epoch, self._is_rewound = state.get("epoch", 0), True
         self._draws.resume(state["start"], state["generators"])
 
 

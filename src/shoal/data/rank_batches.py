@@ -46,6 +46,9 @@ class SameOrderSampler(Sampler[Any]):
             if number >= num_to_skip:
                 yield item
 
+    def move_to(self, position: Position) -> None:
+        """Another part of each batch is this rank's from the next iteration on."""
+
     def num_drawn(self, num_given: int) -> int:
         """How many of the user's were drawn for those that were given to the loader."""
         return num_given
@@ -78,6 +81,10 @@ class RankBatches(SameOrderSampler):
             if len(batch) % self._position.size:
                 self.num_rows[number] = len(batch)
             yield batch[self._position.bounds(len(batch))]
+
+    def move_to(self, position: Position) -> None:
+        """Another part of each batch is this rank's from the next iteration on."""
+        self._position = position
 
     def num_drawn(self, num_given: int) -> int:
         """One more, once a last batch was given that two were joined to."""
@@ -139,6 +146,10 @@ class ItemsOfBatch:
     def __init__(self, collate: Callable[[Any], Any], position: Position) -> None:
         """In workers it is a copy."""
         self._collate, self._position, self._is_first = collate, position, True
+
+    def move_to(self, position: Position) -> None:
+        """Another part of each batch is this rank's from now on."""
+        self._position, self._is_first = position, True
 
     def __call__(self, data: Any) -> BatchPart:
         """The items of a whole batch."""

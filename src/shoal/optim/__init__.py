@@ -4,6 +4,9 @@
 what an optimizer may be divided into.
 """
 
+from importlib import import_module
+from typing import Any
+
 from shoal.optim.compression_optimizer import (
     GradientCompressionOptimizer as GradientCompressionOptimizer,
 )
@@ -20,3 +23,10 @@ from shoal.optim.registry import INDEPENDENT as INDEPENDENT
 from shoal.optim.registry import PAIRS as PAIRS
 from shoal.optim.scaler import GradScaler as GradScaler
 from shoal.optim.tensor_optimizer import TensorParallelOptimizer as TensorParallelOptimizer
+
+
+def __getattr__(name: str) -> Any:
+    """`ElasticOptimizer` keeps checkpoints in memory, which is built upon this package."""
+    if name == "ElasticOptimizer":
+        return import_module("shoal.elastic").ElasticOptimizer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

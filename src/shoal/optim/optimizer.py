@@ -60,6 +60,11 @@ class ShardedOptimizer(Optimizer):
         """
         self._pair(optimizer, model)
         self.optimizer, self.model = optimizer, model
+        self._hooks: list[Any] = []
+        self._take_over(kind)
+
+    def _take_over(self, kind: Kind | str | Judgement | None) -> None:
+        optimizer, model = self.optimizer, self.model
         self._record = StepRecord(optimizer)
         compare(model.all_ranks, self._record.facts())
         judgement = judge_or_believe(optimizer, kind)
@@ -72,9 +77,24 @@ class ShardedOptimizer(Optimizer):
         renew_state(optimizer)
         self.supervision = _supervise(optimizer, model, judgement, self._numbers())
         self.division = division_class(model, self.supervision)
-        optimizer.register_step_pre_hook(self._check_step)
+        self._hooks = [optimizer.register_step_pre_hook(self._check_step)]
         model.optimizers.append(self)
         model.engine.progress.follow(self._record)
+
+    def let_go(self) -> None:
+        """Takes its hooks off the user's optimizer and drops the state there is; asks nobody."""
+        for handle in self._hooks:
+            handle.remove()
+        self.division.let_go()
+        self.model.optimizers[:] = [each for each in self.model.optimizers if each is not self]
+
+    def follow_model(self, num_steps: int) -> None:
+        """Takes the user's optimizer again, after `let_go`, for a model over other ranks.
+
+        It has no state until that is loaded. ``num_steps``: how many it has made so far.
+        """
+        self._take_over(self.supervision.judgement)
+        self._record.num_steps = num_steps
 
     @property
     def num_steps(self) -> int:

@@ -258,6 +258,23 @@ class ShardedModel(ModuleWrapper):
         self.engine.passes.auto_sync = old.passes.auto_sync
         self.engine.ownership = old.ownership
 
+    def move_to(self, backend: Backend) -> None:
+        """Lays everything out over other ranks, after those that there were are gone or about to.
+
+        Nothing is asked of the old ones. Parameters have no values until they are loaded.
+        """
+        old, options = self.engine, self.options
+        old.abandon()
+        ranks = Ranks.of(backend, options["replica"], is_sharded=self.sharding.parameters)
+        self.engine = Engine(self.module, ranks, self.sharding, old.settings)
+        self.engine.passes.auto_sync = old.passes.auto_sync
+        if options["sync_batchnorm"]:
+            synchronize(self.module, backend)
+        if self.recomputation is not None:
+            self.recomputation.memory = KeptMemory(self.engine.account.ledger)
+            if self.recomputation.automatic is not None:
+                self.recomputation.automatic.surroundings = None
+
     @property
     def data_group(self) -> Backend:
         """The ranks that see other data; those beyond it see the same as one of these."""

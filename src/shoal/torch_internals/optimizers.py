@@ -63,3 +63,8 @@ def num_yielded(reader: Any) -> int:
 def reads_ahead(reader: Any) -> bool:
     """Whether a loader's iterator has workers, which draw indices before batches are asked for."""
     return isinstance(reader, _BaseDataLoaderIter) and reader._num_workers > 0
+
+
+def forget_unscaling(scaler: torch.amp.GradScaler) -> None:
+    """Lets a scaler unscale again, after a step that was given up between unscaling and update."""
+    scaler._per_optimizer_states.clear()

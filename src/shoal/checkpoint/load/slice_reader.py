@@ -20,7 +20,13 @@ from torch import Tensor
 
 from shoal.checkpoint.disk.filesystem import FileSystem, Reading
 from shoal.checkpoint.format.tensor_file import CHUNK_BYTES, checksum, num_chunks
-from shoal.checkpoint.load.tensor_source import SliceLocation, TensorSource, Wanted, unreadable
+from shoal.checkpoint.load.tensor_source import (
+    MemorySource,
+    SliceLocation,
+    TensorSource,
+    Wanted,
+    unreadable,
+)
 from shoal.errors import CorruptCheckpointError
 from shoal.sharding.extent import Extent, Indices, overlap
 from shoal.system.libc import num_cores
@@ -137,6 +143,8 @@ def read(
         CorruptCheckpointError: Naming file and tensor, if anything is wrong; then the memory's
             content has no meaning.
     """
+    if isinstance(source, MemorySource):
+        return source.read(wanted)
     slices = sorted(
         _plan(source, wanted), key=lambda each: (str(each.location.path), each.location.begin)
     )

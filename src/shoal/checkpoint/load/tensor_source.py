@@ -115,7 +115,16 @@ class TensorSource:
 
 
 @dataclass
-class StateDictSource(TensorSource):
+class MemorySource(TensorSource):
+    """Tensors that are in memory already."""
+
+    def read(self, wanted: Sequence[Wanted]) -> int:
+        """Fills the memory of all that is wanted; returns how many bytes that were."""
+        raise NotImplementedError
+
+
+@dataclass
+class StateDictSource(MemorySource):
     """Tensors that are in memory already, whole, on every rank."""
 
     state_dict: Mapping[str, Tensor] = field(default_factory=dict)

@@ -24,7 +24,7 @@ from shoal.checkpoint.load import matching
 from shoal.checkpoint.load.compression_loading import CompressionLoading
 from shoal.checkpoint.load.matching import Match, Misfits
 from shoal.checkpoint.load.slice_reader import read, read_tensors
-from shoal.checkpoint.load.tensor_source import StateDictSource, TensorSource, Wanted
+from shoal.checkpoint.load.tensor_source import MemorySource, TensorSource, Wanted
 from shoal.checkpoint.training_state import Companions, prepared_companions
 from shoal.errors import CheckpointMismatchError, CorruptCheckpointError
 from shoal.optim.state import Reception, receive_whole
@@ -91,7 +91,7 @@ class LoadTransaction:
     def read(self) -> None:
         """Reads this rank's part and checks it; the model stays as it is."""
         parameters = [*self._stage_parameters(), *self._stage_buffers()]
-        if isinstance(self.source, StateDictSource):
+        if isinstance(self.source, MemorySource):
             self.source.read([*parameters, *self._stage_rest()])
             return
         # The disk begins with what is known already.

@@ -150,6 +150,12 @@ class InMemoryBackend(Backend):
             self._simulator.leave(self._world_rank)
             self._leave_exit_record()
 
+    def abandon(self) -> None:
+        """Leaves without a word: what was said in this world does not count any more."""
+        self._state.is_closed = True
+        self._state.end_lendings()
+        self._simulator.exit(self._world_rank)
+
     def _leave_exit_record(self) -> None:
         notes, records = self._simulator.notes, self._state.exit_records
         note = records.note()
@@ -197,9 +203,19 @@ def _finish_side_stream(tensor: Tensor) -> None:
 class Simulator:
     """The ranks of one world in memory: whose turn it is, what each waits for, who failed."""
 
-    def __init__(self, size: int, timeout: float) -> None:
-        """Rank 0 has the baton first; each rank starts with the caller's random state."""
+    def __init__(
+        self,
+        size: int,
+        timeout: float,
+        random: Sequence[RandomState] | None = None,
+        loss: type[PeerError] = PeerError,
+    ) -> None:
+        """Rank 0 has the baton first; each rank starts with the caller's random state.
+
+        Or with ``random``, one for each. ``loss`` is raised where a rank is gone.
+        """
         self.size = size
+        self.loss = loss
         self.failure: Failure | None = None
         self.notes = ["its own code, before any operation"] * size
         self._timeout = timeout
@@ -210,7 +226,7 @@ class Simulator:
         self._waiting: dict[int, Meeting] = {}
         self._gone: set[int] = set()
         self._deadlocked: set[int] = set()
-        self._random = [RandomState.capture()] * size
+        self._random = list(random or [RandomState.capture()] * size)
         self._meetings: dict[tuple[object, ...], Meeting] = {}
         self.lent: dict[tuple[int, int], LendingSource] = {}
         """What ranks lend each other, by the number of the lending and the rank."""
@@ -303,7 +319,7 @@ class Simulator:
     def check(self, rank: int) -> None:
         """Raises if the world has failed already: nothing can be begun in it any more."""
         if self.failure is not None:
-            raise PeerError(self.failure.rank, self.failure.reason, self.notes[rank])
+            raise self.loss(self.failure.rank, self.failure.reason, self.notes[rank])
 
     def absence(self, rank: int) -> str | None:
         """Why a rank gives nothing any more: it failed, or it left."""
@@ -320,7 +336,7 @@ class Simulator:
         self.check(rank)
         gone = self._gone.intersection(meeting.missing())
         if gone:
-            raise PeerError(min(gone), absence_text(""), self.notes[rank])
+            raise self.loss(min(gone), absence_text(""), self.notes[rank])
         assert is_deadlocked
         raise DeadlockError(self._deadlock_report())
 

@@ -15,7 +15,6 @@ from shoal.comm.peer_tensors.lending import (
     not_held,
 )
 from shoal.comm.world_state import closed_error
-from shoal.errors import PeerError
 from shoal.system.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ class ThreadPeerTensors(PeerTensors):
             raise closed_error(self._state, self._backend.rank)
         reason = self._simulator.absence(holder)
         if reason is not None:
-            raise PeerError(holder, reason, doing or f"a fetch of {key!r} from it")
+            raise self._simulator.loss(holder, reason, doing or f"a fetch of {key!r} from it")
         source = self._sources.get((self._number, holder))
         if source is None:
             raise not_held(holder, key, None)

@@ -20,11 +20,13 @@ from shoal.errors import DeadlineError
 from shoal.launch.function.call import WORKER, copy_call, encode_call, will_use_compiler
 from shoal.launch.function.collector import Collector
 from shoal.launch.function.connect_back import run_command
+from shoal.launch.function.elastic_threads import run_elastic_threads
 from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.launch.function.outcome import Outcome
 from shoal.launch.joining.environment import without_rank
 from shoal.launch.mpi import mpiexec
 from shoal.launch.rank_settings import rank_settings
+from shoal.meeting.elastic_options import Elastic
 from shoal.meeting.address import MEETING_VARIABLE, free_port
 from shoal.meeting.server import MeetingServer
 from shoal.system.deadline import wait_until
@@ -39,11 +41,20 @@ _Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def run_outcomes(
-    fn: Callable[..., Any], args: tuple[Any, ...], ranks: int, backend: str, timeout: float
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    ranks: int,
+    backend: str,
+    timeout: float,
+    elastic: Elastic | None = None,
 ) -> list[Outcome]:
     """What became of each rank; failures are outcomes, not exceptions."""
     if backend == "memory":
+        if elastic is not None:
+            return run_elastic_threads(fn, args, ranks, timeout, elastic)
         return run_threads(fn, args, ranks, timeout)
+    if elastic is not None:
+        raise ValueError(f"elastic= is for backend='memory' so far; got backend={backend!r}")
     settings = _settings(ranks, backend, timeout)
     if backend == "mpi":
         command, variables = mpiexec.command(ranks)

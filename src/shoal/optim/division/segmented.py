@@ -52,8 +52,10 @@ class Segmented(WorkDivision):
             is_watched=supervision.judgement.is_watched,
         )
         self.segments.take_over()
-        self.optimizer.register_state_dict_pre_hook(_refuse_state)
-        self.optimizer.register_load_state_dict_pre_hook(_refuse_state)
+        self._hooks = [
+            self.optimizer.register_state_dict_pre_hook(_refuse_state),
+            self.optimizer.register_load_state_dict_pre_hook(_refuse_state),
+        ]
 
     def may_fuse(self) -> bool:
         """Not in mixed precision: a last bit of a master may be more in its copy."""

@@ -37,6 +37,7 @@ class WorkDivision(ABC):
         self.names = {id(each): self._find_name(each) for each in self.flat_parameters}
         """Full names of the parameters, by their id."""
         self._num_averaged = self._num_states = self._state_bytes = 0
+        self._hooks: list[Any] = []
 
     @classmethod
     def admit(cls, optimizer: Optimizer, model: ShardedModel) -> None:
@@ -84,6 +85,12 @@ class WorkDivision(ABC):
         """Makes room for a state that is loaded; see `ShardedOptimizer.receive`."""
 
     # What all have in common ----------------------------------------------------------------
+
+    def let_go(self) -> None:
+        """Takes its hooks off the user's optimizer and drops the state there is."""
+        for handle in self._hooks:
+            handle.remove()
+        self.optimizer.state.clear()
 
     def mean(self, loss: Any) -> Any:
         """The loss of the whole batch: what a closure returns is this rank's."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -51,6 +51,15 @@ class Engine:
         self.ranks, self.backend, self.shard_group = ranks, ranks.all, ranks.shard_group
         self.ownership = Ownership()
         """Who holds the rest of the model, where these ranks have a part of it only."""
+        self._hooks: list[Any] = []
+        try:
+            self._take_over(module, undivided)
+        except BaseException:  # a rank was lost, perhaps: another engine may follow
+            self._remove_hooks()
+            raise
+
+    def _take_over(self, module: nn.Module, undivided: Collection[nn.Parameter]) -> None:
+        settings = self.settings
         check_models(module, self.backend)
         check_trains_alike(module, self.backend)
         if any(parameter.is_cpu for parameter in module.parameters()):
@@ -61,7 +70,7 @@ class Engine:
         self.backend.compare_at_exit(self.progress)
         self.input_watch = InputWatch(buffer_group, self.progress)
         self.precision = Precision(module, settings.compute_dtype)
-        self._hooks = self.precision.install(module)
+        self._hooks += self.precision.install(module)
         self.account = self.backend.open_account()
         weakref.finalize(self, self.account.close).atexit = False
         self.account.add("buffers", sum(buffer.nbytes for buffer in module.buffers()))
@@ -93,9 +102,22 @@ class Engine:
                 values |= {parameter: parameter.data.clone() for parameter in group.parameters}
         for parameter, value in values.items():
             parameter.data = value
+        self._remove_hooks()
+        self.account.close()
+
+    def abandon(self) -> None:
+        """Lets go of the module without a word to the other ranks, who may be gone.
+
+        The parameters have memory of their own then, and no values: these come from elsewhere.
+        """
+        for group in self.groups:
+            group.abandon()
+        self._remove_hooks()
+        self.account.close()
+
+    def _remove_hooks(self) -> None:
         for handle in self._hooks:
             handle.remove()
-        self.account.close()
 
     def __reduce__(self) -> NoReturn:
         """Refused."""

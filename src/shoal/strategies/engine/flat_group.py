@@ -357,6 +357,13 @@ class FlatGroup:
         """The whole is not to be freed any more."""
         self.residence, self.is_sharded, self.is_common = Residence.REPLICATED, False, False
 
+    def abandon(self) -> None:
+        """Gives the parameters zeros of their own for values, and no gradients."""
+        device = self._nothing.device
+        self.stop_watching()
+        self.show_gradients([None] * len(self.parameters))
+        self._show(torch.zeros(s.shape, dtype=self.master_dtype, device=device) for s in self.layout.slots)
+
     # Watching uses of parameters; see [Note: absent parameters] ---------------------------
 
     def watch(self, gathering: Gathering) -> None:

@@ -1,0 +1,350 @@
+"""`ElasticOptimizer`: steps that are made by all ranks or by nobody, while ranks come and go."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from torch.optim import Optimizer
+
+from shoal.checkpoint import training_state
+from shoal.checkpoint.loading import load
+from shoal.checkpoint.save.rank_state import RankState, collect
+from shoal.checkpoint.training_state import Companions
+from shoal.comm import Backend
+from shoal.comm.membership import Change, Membership, Regrouped
+from shoal.comm.world import current
+from shoal.elastic.keeper import IS_LEAVING, WANTS_CHANGE, Keeper
+from shoal.elastic.recovery import Recovery, refuse
+from shoal.elastic.snapshot import Snapshot
+from shoal.errors import CheckpointWarning, LaunchError, PeerError, ShoalError
+from shoal.optim.kinds import Kind
+from shoal.optim.optimizer import ShardedOptimizer
+from shoal.optim.proof.judgement import Judgement
+from shoal.optim.registry import DATA_PARALLEL
+from shoal.strategies.model import ShardedModel
+
+
+class ElasticOptimizer(ShardedOptimizer):
+    """Steps as the strategy's own optimizer does, in attempts that a lost rank makes void.
+
+    It is one of the strategy's own class, too. The same is said by
+    ``as_distributed(..., elastic=True)``. In a world whose ranks do not change an attempt is no
+    more than a ``with`` block.
+
+    Attributes:
+        also: Schedulers, scalers and loaders: whatever goes back with an attempt that is void. It
+            may be extended before the first attempt.
+        num_committed: How many steps all ranks have made together.
+        generation: The number of the world that this rank is in.
+
+    Example:
+        >>> optimizer = ElasticOptimizer(torch.optim.AdamW(module.parameters()), model)
+        >>> for inputs, targets in loader:
+        ...     with optimizer.attempt():
+        ...         model.train_step(inputs, targets, loss_fn)
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+    """
+
+    def __new__(cls, optimizer: Optimizer, model: ShardedModel, *_: Any, **__: Any) -> Self:
+        """One that also is what goes with the model."""
+        if not isinstance(model, ShardedModel):
+            raise TypeError(
+                f"{cls.__name__} goes with a wrapped model: wrap it first, for example as "
+                f"shoal.strategies.DDPModel(module); got a {type(model).__name__}"
+            )
+        _check_elastic(model)
+        joined: type[Self] = _joined(cls, DATA_PARALLEL[model.strategy].optimizer)
+        return super().__new__(joined)
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: ShardedModel,
+        min_ranks: int = 1,
+        max_ranks: int | None = None,
+        on_change: Callable[[Change], None] | None = None,
+        also: Sequence[Any] = (),
+        *,
+        kind: Kind | str | Judgement | None = None,
+    ) -> None:
+        """All ranks call it.
+
+        Args:
+            optimizer: The user's.
+            model: The wrapped model whose parameters it has.
+            min_ranks: With fewer ranks the run ends.
+            max_ranks: More are not let in.
+            on_change: Called on every rank when the ranks have changed and training goes on.
+            also: See the attribute.
+            kind: See `ShardedOptimizer`.
+        """
+        super().__init__(optimizer, model, kind=kind)
+        self.also: list[Any] = []
+        self.num_committed = 0
+        self.keeper = Keeper()
+        self._on_change = on_change
+        self._snapshot: Snapshot | None = None
+        self._is_attempting = self._has_stepped = self._is_window_open = False
+        self._is_stale = True
+        self._checkpoint: tuple[Path, Companions, int] | None = None
+        for each in also:
+            self.take_along(each)
+        if self._membership is not None:
+            self._membership.require(min_ranks, max_ranks)
+        if self._is_member:
+            self.keeper.move_to(self.model.all_ranks, self.generation)
+            self._keep(self.num_committed)
+
+    @property
+    def _membership(self) -> Membership | None:
+        return current().membership
+
+    @property
+    def _is_member(self) -> bool:
+        """Whether there are others to go on with; not in a world whose ranks do not change."""
+        return self._membership is not None and self._membership.generation > 0
+
+    @property
+    def generation(self) -> int:
+        """The number of the world that this rank is in; 0 for one that waits to be a member."""
+        return 1 if self._membership is None else self._membership.generation
+
+    def take_along(self, each: Any) -> None:
+        """Has something go back with an attempt that is void; loaders hand out samples again."""
+        self.also.append(each)
+        if hasattr(each, "follow"):
+            each.follow(self)
+
+    # Attempts -----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Around all that makes up a step: it counts on all ranks, or on none.
+
+        If a rank is lost inside, `MembershipChanged` is raised there and ends here: everything is
+        as it was before the attempt, on the ranks that are left and those that came, and the loader
+        hands out the same samples again. An attempt without a step is part of the next one, as for
+        accumulated gradients.
+        """
+        if self._is_attempting:
+            raise ShoalError("optimizer.attempt() cannot be inside of another one")
+        self.become_member()
+        self._open_window()
+        self._is_attempting, self._has_stepped = True, False
+        try:
+            yield
+            if self._has_stepped:
+                self._commit()
+        except ShoalError as error:
+            if not self.is_loss(error):
+                raise
+            self.recover()
+        finally:
+            self._is_attempting = False
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step, inside of an attempt."""
+        if not self._is_attempting:
+            raise ShoalError(
+                "an elastic optimizer steps inside of an attempt only: put all that makes up a "
+                "step, from the forward on, into `with optimizer.attempt():`"
+            )
+        loss = super().step(closure)
+        self._has_stepped = True
+        return loss
+
+    def before_batch(self) -> None:
+        """A loader is about to fetch a batch: what follows can be done again from here."""
+        self.become_member()
+        if not self._is_window_open and not self._is_attempting:
+            self._renew()
+            self._snapshot = self._take_snapshot(self.num_committed)
+
+    def _open_window(self) -> None:
+        if self._is_window_open:
+            return
+        if self._is_stale or self._snapshot is None:
+            with contextlib.suppress(PeerError):  # the body meets the same, and can be undone
+                self._renew()
+            self._snapshot = self._take_snapshot(self.num_committed)
+        self._is_window_open = True
+
+    def _renew(self) -> None:
+        """Keeps the state again that was changed outside of steps, as by a load."""
+        if self._is_member and self._is_stale:
+            self._keep(self.num_committed)
+
+    def _take_snapshot(self, step: int) -> Snapshot:
+        return Snapshot.take(step, self.num_steps, self, self.also)
+
+    # Commits ------------------------------------------------------------------------------------
+
+    def _commit(self) -> None:
+        step = self.num_committed + 1
+        words = self._keep(step) if self._is_member else []
+        self.num_committed, self._snapshot, self._is_window_open = step, None, False
+        if any(word & WANTS_CHANGE for word in words):
+            self.keeper.hand_over(words)
+            self.recover()
+
+    def _keep(self, step: int) -> list[int]:
+        words = self.keeper.commit(
+            self._collect(),
+            step,
+            self._take_snapshot(step),
+            is_divided=self.model.sharding.optimizer,
+            word=self._word,
+        )
+        self._is_stale = False
+        return words
+
+    def _word(self) -> int:
+        membership = self._membership
+        assert membership is not None
+        wants = WANTS_CHANGE if membership.wants_change() or membership.is_leaving else 0
+        return wants | (IS_LEAVING if membership.is_leaving else 0)
+
+    def _collect(self) -> RankState:
+        saved = {id(buffer) for buffer in training_state.buffers(self.model).values()}
+        transient = {
+            name: buffer
+            for name, buffer in self.model.module.named_buffers()
+            if id(buffer) not in saved
+        }
+        extra = {"buffers": transient}
+        return collect(self.model, [self], Companions(), extra, self.model.all_ranks.rank)
+
+    # Changes ------------------------------------------------------------------------------------
+
+    def is_loss(self, error: BaseException) -> bool:
+        """Whether an error says that the world has lost a rank."""
+        if not self._is_member:
+            return False
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, PeerError):
+            cause = cause.__cause__ or cause.__context__
+        return cause is not None
+
+    def become_member(self) -> None:
+        """One that has come late takes part from here on."""
+        if self._membership is not None and self._membership.generation == 0:
+            self.recover()
+
+    def recover(self) -> None:
+        """Goes on in the next world; see `Recovery`."""
+        is_joining = not self._is_member
+        origins: list[int | None] | None = None
+        while True:
+            regrouped = self._regroup()
+            old_ranks = list(regrouped.old_ranks)
+            if origins is not None:
+                old_ranks = [None if old is None else origins[old] for old in old_ranks]
+            else:
+                old_size = regrouped.old_size
+            origins = old_ranks
+            try:
+                self.num_committed = Recovery(
+                    self, regrouped.world, None if is_joining else self._snapshot
+                ).run()
+                self.keeper.move_to(self.model.all_ranks, self.generation)
+                self._keep(self.num_committed)
+                break
+            except PeerError:
+                continue
+        self._snapshot, self._is_window_open = None, False
+        if self._on_change is not None:
+            self._on_change(_change(self.generation, old_size, origins, self.num_committed))
+
+    def _regroup(self) -> Regrouped:
+        membership = self._membership
+        assert membership is not None
+        try:
+            return membership.regroup()
+        except LaunchError:
+            if membership.is_leaving:
+                raise SystemExit(0) from None
+            raise
+
+    # Checkpoints --------------------------------------------------------------------------------
+
+    def note_checkpoint(self, path: Path, companions: Companions) -> None:
+        """What can be gone back to, if more is lost than is kept."""
+        self._checkpoint = path, companions, self.num_committed
+
+    def load_checkpoint(
+        self, backend: Backend, rebuild: Callable[[Snapshot], None], what: str
+    ) -> int:
+        """Goes back to the newest checkpoint of this run; all ranks call it."""
+        known = None
+        if self._checkpoint is not None:
+            path, companions, step = self._checkpoint
+            own = self._take_snapshot(step)
+            numbers = {name: [_place(x, self.also) for x in xs] for name, xs in companions.items()}
+            known = [str(path), step, numbers, own.common()]
+        found = [each for each in backend.all_gather_object(known) if each is not None]
+        if not found:
+            refuse(backend, what)
+        path, step, numbers, common = max(found, key=lambda each: each[1])
+        warnings.warn(
+            f"{what}: training goes back to {path}, to step {step}",
+            CheckpointWarning,
+            stacklevel=4,
+        )
+        _, num_steps, options, also = common
+        snapshot = Snapshot(step, num_steps, Snapshot.take(0, 0, self, ()).random, options, also)
+        rebuild(snapshot)
+        given = {name: [self.also[n] for n in own if n >= 0] for name, own in numbers.items()}
+        load(path, self.model, self, **{name: own for name, own in given.items() if own})
+        self.keeper.drop_all()
+        return int(step)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over a whole state; see `ShardedOptimizer`."""
+        super().load_state_dict(state_dict)
+        self._forget()
+
+    def note_load(self) -> None:
+        """Model and optimizer have another state, which the next attempt goes back to."""
+        self._forget()
+
+    def _forget(self) -> None:
+        self._is_stale = True
+        self.keeper.drop_all()
+
+
+def _place(each: Any, also: Sequence[Any]) -> int:
+    return next((number for number, other in enumerate(also) if other is each), -1)
+
+
+def _change(
+    generation: int, old_size: int, origins: Sequence[int | None], step: int
+) -> Change:
+    left = tuple(rank for rank in range(old_size) if rank not in origins)
+    joined = tuple(rank for rank, old in enumerate(origins) if old is None)
+    return Change(generation, old_size, len(origins), left, joined, step)
+
+
+def _check_elastic(model: ShardedModel) -> None:
+    if model.strategy not in DATA_PARALLEL:
+        raise ShoalError(
+            f"ranks cannot come and go under strategy={model.strategy!r}, where a lost rank takes "
+            f"a part of the model with it: choose one of {', '.join(DATA_PARALLEL)}"
+        )
+    if model.options.get("replica", 1) != 1:
+        raise ShoalError("ranks cannot come and go with replica=: leave it out")
+
+
+_JOINED: dict[tuple[type, type], Any] = {}
+
+
+def _joined(cls: type, partner: type) -> Any:
+    """One class that is both."""
+    if (cls, partner) not in _JOINED:
+        content = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+        _JOINED[cls, partner] = type(cls.__name__, (cls, partner), content)
+    return _JOINED[cls, partner]

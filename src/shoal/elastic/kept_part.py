@@ -1,0 +1,144 @@
+"""What one rank would save of a step, kept in memory: values, and one run of bytes.
+
+[Note: a checkpoint in memory]
+Each rank keeps its part of the last committed step, and a copy of its neighbour's part, the
+*buddy's*. Together the ranks have all that a checkpoint of that step would have, in the same terms:
+keys, extents, values as JSON. So it is loaded as a checkpoint is, at any number of ranks. Where
+every rank has the same values (`ddp`) a rank's part is its slice of each tensor.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.checkpoint.save.rank_state import HeldTensor, RankState
+from shoal.sharding.extent import Extent
+from shoal.torch_support.dtypes import dtype_called, dtype_name
+
+_ALIGNMENT = 64
+
+
+class Seat(NamedTuple):
+    """A rank of one generation."""
+
+    generation: int
+    rank: int
+    size: int
+
+
+class Entry(NamedTuple):
+    """Elements of one tensor, and where in the bytes they are; plain data."""
+
+    key: str
+    dtype: str
+    shape: list[int]
+    start: int
+    stop: int
+    offset: int
+    is_same_everywhere: bool
+
+    @property
+    def extent(self) -> Extent:
+        """Which elements."""
+        return Extent(torch.Size(self.shape), self.start, self.stop)
+
+    @property
+    def num_bytes(self) -> int:
+        """How long they are."""
+        return (self.stop - self.start) * dtype_called(self.dtype).itemsize
+
+
+@dataclass(eq=False)
+class KeptPart:
+    """One rank's part of one step; see [Note: a checkpoint in memory].
+
+    Attributes:
+        seat: The rank whose part it is.
+        step: How many steps were committed with it.
+        entries: What lies where in ``data``.
+        values: What is no tensor, as JSON.
+        data: The bytes.
+        local: What only the rank itself needs to go on from this step; None in a copy.
+    """
+
+    seat: Seat
+    step: int
+    entries: list[Entry]
+    values: dict[str, Any]
+    data: Tensor
+    local: Any = field(default=None)
+
+    def checksum(self) -> int:
+        """Of the bytes."""
+        return zlib.crc32(self.data.numpy())
+
+    def about(self) -> list[Any]:
+        """All but the bytes, as plain data."""
+        return [list(self.seat), self.step, [list(each) for each in self.entries], self.values]
+
+    @classmethod
+    def of(cls, about: list[Any], data: Tensor) -> KeptPart:
+        """The inverse of `about`."""
+        seat, step, entries, values = about
+        return cls(Seat(*seat), step, [Entry(*each) for each in entries], values, data)
+
+
+def keep(
+    state: RankState, seat: Seat, step: int, *, is_divided: bool, room: Tensor | None
+) -> KeptPart:
+    """Copies what a rank holds.
+
+    ``is_divided``: whether the ranks hold other elements each. ``room``: memory that may be used.
+    """
+    entries: list[Entry] = []
+    pieces: list[list[Tensor]] = []
+    offset = 0
+    for key, extent, held, memory in _own(state, seat, is_divided=is_divided):
+        entry = Entry(
+            key,
+            dtype_name(held.dtype),
+            list(extent.shape),
+            extent.start,
+            extent.stop,
+            offset,
+            held.is_same_everywhere,
+        )
+        entries.append(entry)
+        pieces.append(memory)
+        offset += -(-entry.num_bytes // _ALIGNMENT) * _ALIGNMENT
+    data = room if room is not None and room.numel() == offset else None
+    if data is None:
+        data = torch.zeros(offset, dtype=torch.uint8)
+    for entry, runs in zip(entries, pieces, strict=True):
+        _copy(runs, data[entry.offset : entry.offset + entry.num_bytes])
+    return KeptPart(seat, step, entries, state.values, data)
+
+
+def _own(
+    state: RankState, seat: Seat, *, is_divided: bool
+) -> Iterator[tuple[str, Extent, HeldTensor, list[Tensor]]]:
+    for key, held in state.tensors.items():
+        if is_divided or not held.is_same_everywhere or key.startswith("residual/"):
+            for extent, memory in held.pieces:
+                yield key, extent, held, [memory]
+        else:
+            numel = held.shape.numel()
+            bounds = (numel * seat.rank // seat.size, numel * (seat.rank + 1) // seat.size)
+            extent = Extent(held.shape, *bounds)
+            yield key, extent, held, list(held.parts(extent))
+
+
+@torch.no_grad()
+def _copy(runs: list[Tensor], target: Tensor) -> None:
+    offset = 0
+    for run in runs:
+        num_bytes = run.numel() * run.itemsize
+        if num_bytes:
+            target[offset : offset + num_bytes].view(run.dtype).copy_(run)
+        offset += num_bytes

@@ -1,0 +1,147 @@
+"""From a world that has lost a rank, or is to change, to the next one, with the same state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shoal.checkpoint.load.transaction import LoadTransaction, Target
+from shoal.checkpoint.together import together
+from shoal.checkpoint.training_state import Companions
+from shoal.comm import Backend, World
+from shoal.elastic.choosing import Chosen, Head, inherited, missing_parts, newest_complete
+from shoal.elastic.kept_part import KeptPart, Seat
+from shoal.elastic.kept_source import KeptSource
+from shoal.elastic.snapshot import Snapshot
+from shoal.errors import ShoalError
+from shoal.system.rank_names import name_ranks
+from shoal.torch_support.random_state import RandomState
+
+if TYPE_CHECKING:
+    from shoal.elastic.elastic_optimizer import ElasticOptimizer
+
+
+class Recovery:
+    """One rank's way into a new world, whose ranks all take it together.
+
+    If one of them is lost on the way, another begins, in the world after that: what is kept of the
+    last step stays as it is until the new ranks have kept it themselves.
+    """
+
+    def __init__(self, optimizer: ElasticOptimizer, world: World, snapshot: Snapshot | None) -> None:
+        """``snapshot``: of the attempt that is void; None for one who comes."""
+        self._optimizer, self._backend = optimizer, world.backend
+        self._keeper = optimizer.keeper
+        self._snapshot = snapshot
+
+    def run(self) -> int:
+        """Goes on from the newest step that is complete, and returns it."""
+        heads = [list(Head.of(part)) for part in self._keeper.parts]
+        reports = self._backend.all_gather_object(heads)
+        chosen = newest_complete(reports)
+        if chosen is None:
+            return self._fall_back(reports)
+        snapshot = self._agree_on_snapshot(chosen)
+        self._rebuild(snapshot)
+        self._load(chosen)
+        self._put_back(snapshot)
+        return chosen.step
+
+    # What is not divided ------------------------------------------------------------------------
+
+    def _own_part(self, chosen: Chosen) -> KeptPart | None:
+        for part in self._keeper.own:
+            if (part.seat.generation, part.step) == (chosen.generation, chosen.step):
+                return part
+        return None
+
+    def _agree_on_snapshot(self, chosen: Chosen) -> Snapshot:
+        """This rank's own; who has none takes the first rank's that has one."""
+        own = self._snapshot
+        if own is None or own.step != chosen.step:  # its attempt was committed after all
+            part = self._own_part(chosen)
+            own = None if part is None else part.local
+        has_one = self._backend.all_gather_object(own is not None)
+        first = has_one.index(True)
+        common = self._backend.broadcast_object(own.common() if own else None, root=first)
+        if own is not None:
+            return own
+        step, num_steps, options, also = common
+        return Snapshot(step, num_steps, RandomState.capture(), options, also)
+
+    def _rebuild(self, snapshot: Snapshot) -> None:
+        optimizer, model = self._optimizer, self._optimizer.model
+        optimizer.let_go()
+        snapshot.put_options(optimizer)  # ranks compare them below
+        model.move_to(self._backend)
+        optimizer.follow_model(snapshot.num_steps)
+        for each in optimizer.also:
+            if hasattr(each, "move_to"):
+                each.move_to(model)
+
+    def _put_back(self, snapshot: Snapshot) -> None:
+        """What a rank has of its own, after what is divided was loaded."""
+        snapshot.put_options(self._optimizer)
+        snapshot.put_also(self._optimizer.also)
+        if self._snapshot is not None:
+            snapshot.random.restore()
+
+    # What is divided ----------------------------------------------------------------------------
+
+    def _load(self, chosen: Chosen) -> None:
+        own = {
+            part.seat.rank: part
+            for part in self._keeper.parts
+            if (part.seat.generation, part.step) == (chosen.generation, chosen.step)
+        }
+        rank = self._backend.rank
+        mine = [r for r, holder in chosen.holders.items() if holder == rank]
+        told = self._backend.all_gather_object({str(r): own[r].about() for r in mine})
+        abouts = {int(r): about for each in told for r, about in each.items()}
+        source = KeptSource.open(abouts, chosen.holders, own, self._backend)
+        try:
+            self._load_from(source, self._random_of(chosen))
+            self._backend.barrier()  # nobody reads any more
+        finally:
+            source.close()
+
+    def _random_of(self, chosen: Chosen) -> int:
+        """Whose generators this rank goes on with, among those of the chosen step."""
+        part = self._own_part(chosen)
+        seats = self._backend.all_gather_object(None if part is None else part.seat.rank)
+        return inherited(self._backend.rank, seats, Seat(chosen.generation, 0, chosen.size))
+
+    def _load_from(self, source: KeptSource, number: int) -> None:
+        optimizer, backend = self._optimizer, self._backend
+        target = Target(optimizer.model, [optimizer], Companions(), True, True, number)
+        transaction = LoadTransaction(source, target)
+        found = together(backend, transaction.resolve, "looking at what is kept")
+        transaction.check(found)
+        together(backend, transaction.read, "reading what is kept")
+        transaction.commit()
+        self._load_buffers(transaction.extra.get("buffers", {}))
+
+    def _load_buffers(self, saved: dict[str, Any]) -> None:
+        """Those that are not part of a module's state."""
+        own = dict(self._optimizer.model.module.named_buffers())
+        for name, values in saved.items():
+            own[name].detach().copy_(values)
+
+    # Nothing is kept ----------------------------------------------------------------------------
+
+    def _fall_back(self, reports: list[list[list[int]]]) -> int:
+        step, lost = missing_parts(reports)
+        what = (
+            f"the state of {name_ranks(lost)} after step {step}, and the copy of it, were lost "
+            "together"
+            if lost
+            else "ranks were lost before any state was kept"
+        )
+        return self._optimizer.load_checkpoint(self._backend, self._rebuild, what)
+
+
+def refuse(backend: Backend, what: str) -> None:
+    """There is nothing to go on from."""
+    raise ShoalError(
+        f"{what}, and this run has neither saved nor loaded a checkpoint: training cannot go on. "
+        "Save one now and then with shoal.save(), or place ranks on more hosts"
+    )
