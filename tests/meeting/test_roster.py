@@ -53,6 +53,8 @@ class Run:
 
     def listen(self) -> None:
         for number, notice in self.roster.take_notices():
+            if "change" in notice:
+                notice = {"change": notice["change"]}
             self.heard.setdefault(number, []).append(notice)
 
     def last(self, number: int) -> dict[str, Any]:

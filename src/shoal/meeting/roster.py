@@ -355,7 +355,8 @@ class Roster:
         is_wanted = len(stay) < len(self.present) or bool(self._admitted(len(stay)))
         if is_wanted != self._is_change_wanted and self.generation:
             self._is_change_wanted = is_wanted
-            self._notices += [(each.number, {"change": is_wanted}) for each in self.members()]
+            wish = {"change": is_wanted, "generation": self.generation}
+            self._notices += [(each.number, wish) for each in self.members()]
 
 
 def _holds_up(person: Person) -> bool:

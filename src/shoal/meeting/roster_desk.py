@@ -40,6 +40,7 @@ class RosterDesk:
             "register": self._register,
             "regroup": self._regroup,
             "leave": self._leave,
+            "depart": self._depart,
             "require": self._require,
             "awaited": lambda guest, message: {"awaited": self.roster.awaited()},
             "expect": self._expect,
@@ -132,6 +133,12 @@ class RosterDesk:
     def _leave(self, guest: Guest, message: dict[str, Any]) -> Any:
         self.roster.leave(self._number(guest), time.monotonic())
         return {"noted": True}
+
+    def _depart(self, guest: Guest, message: dict[str, Any]) -> Any:
+        """It has come to its end by itself."""
+        reason = "it has come to the end of its script"
+        self.roster.end(self._number(guest), reason, time.monotonic(), is_good=True)
+        return {"departed": True}
 
     def _require(self, guest: Guest, message: dict[str, Any]) -> Any:
         least, most = _whole(message["min"]), message["max"]
