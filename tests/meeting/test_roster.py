@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from shoal.meeting.client import MeetingClient
 from shoal.meeting.elastic_options import Elastic
 from shoal.meeting.roster import JOINER, LOST_S, SPARE, WORKER, Roster, Stage
+from shoal.meeting.roster_desk import RosterDesk
+from shoal.meeting.server import MeetingServer
 
 
 class Run:
@@ -383,3 +388,39 @@ TestStory = Story.TestCase
 TestStory.settings = settings(
     max_examples=50, stateful_step_count=30, suppress_health_check=list(HealthCheck)
 )
+
+
+FIELDS = ("person", "generation", "min", "max", "reason", "is_good", "transport")
+KINDS = ("register", "regroup", "leave", "depart", "require", "awaited", "expect", "person-ended")
+VALUES = st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.lists(st.none())
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(KINDS), st.dictionaries(st.sampled_from(FIELDS), VALUES))
+def test_a_malformed_request_changes_nothing(kind: str, fields: dict[str, Any]) -> None:
+    """From one that has not registered; what it may do is to announce a joiner."""
+    desk = RosterDesk(Run(2).begin().roster)
+    stages = [each.stage for each in desk.roster.persons.values()]
+    guest: Any = object()
+    if kind in ("register", "person-ended") and fields.get("person") in (0, 1, False, True):
+        fields["person"] = 77
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        desk.serve(guest, {**fields, "kind": kind}, lambda *told: None)
+    assert [each.stage for each in desk.roster.persons.values()][:2] == stages
+    assert desk.roster.generation == 1
+    assert not desk.roster.refusal
+
+
+def test_ten_thousand_strange_words_and_the_run_goes_on() -> None:
+    """Each ends its connection, and nothing else."""
+    roster = Run(2).begin().roster
+    words = itertools.cycle([[], 7, None, {"kind": "regroup"}, {"kind": []}, {"kind": "register"}])
+    with MeetingServer.on_one_host() as server:
+        server.hold(roster)
+        for word in itertools.islice(words, 10_000):
+            with contextlib.closing(MeetingClient(server.address)) as client:
+                client.tell(word)
+        with contextlib.closing(MeetingClient(server.address)) as client:
+            client.tell({"kind": "awaited"})
+            assert client.reply(20) == {"awaited": [0, 1]}
+    assert (roster.generation, len(roster.persons)) == (1, 2)

@@ -134,7 +134,7 @@ def test_too_few_end_the_run_with_what_it_failed_of() -> None:
 
 
 def test_a_killed_one_too_few_is_named() -> None:
-    with pytest.raises(PeerError, match="rank 1 failed: .*killed by signal 9"):
+    with pytest.raises(PeerError, match=r"rank 1 failed: .*killed by signal 9"):
         run(kill(1), 2, "shm", min_ranks=2)
 
 
