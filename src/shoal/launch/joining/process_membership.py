@@ -49,7 +49,7 @@ class ProcessMembership(Membership):
         """Registers; `first_world` connects."""
         if transport not in _TRANSPORTS:
             raise LaunchError(
-                f"the ranks of an elastic run communicate over {' or '.join(_TRANSPORTS)}, not over "
+                f"ranks of an elastic run communicate over {' or '.join(_TRANSPORTS)}, not over "
                 f"{transport}: choose one of them as the backend"
             )
         self.generation, self.is_leaving = 0, False
