@@ -9,7 +9,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from shoal.comm.backend import Backend
 from shoal.comm.world import World, find_current, set_current
 from shoal.comm.world_state import DEFAULT_TIMEOUT_S
 from shoal.data import DividedLoader, divide
@@ -34,9 +33,8 @@ Loader = TypeVar("Loader", bound=DataLoader[Any] | Sequence[DataLoader[Any]])
 Optimizers = Optimizer | Sequence[Optimizer]
 
 
-def start(backend: Backend) -> World:
+def start(world: World) -> World:
     """The world of this process, from now on."""
-    world = World(backend)
     set_current(world, process_wide=True)
     watch_exit()
     leave_mark()

@@ -29,7 +29,7 @@ from shoal.comm.operation import Operation, Payload, writing
 from shoal.comm.operation.base import Header, check_equal, decode
 from shoal.comm.work import WorkQueue
 from shoal.comm.world_state import WorldState, closed_error
-from shoal.errors import DeadlineError, MismatchError, PeerError, ShoalError, TransportError
+from shoal.errors import DeadlineError, MismatchError, ShoalError, TransportError
 from shoal.system.public_call import call_site, told
 from shoal.system.rank_names import name_ranks
 from shoal.system.site import describe
@@ -268,7 +268,8 @@ class Coordination:
             time.sleep(0.01)
         if failure is None:
             return TransportError(f"the {self._transport} transport failed: {error}")
-        return PeerError(failure.rank, failure.reason, f"a transfer over {self._transport}")
+        doing = f"a transfer over {self._transport}"
+        return self._control.lost(failure.rank, failure.reason, doing)
 
     # The end ----------------------------------------------------------------------------
 

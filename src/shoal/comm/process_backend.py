@@ -256,6 +256,21 @@ class ProcessBackend(Backend):
         self._control.close()
         self._state.close_bootstrap()
 
+    def abandon(self) -> None:
+        """Gives the world up: nothing is compared, and nobody who is gone is waited for."""
+        if self._state.is_closed:
+            return
+        self._state.is_closed = True
+        groups = [group for group in self._state.groups if isinstance(group, ProcessBackend)]
+        for group in groups:
+            group._finish_started()
+        self._control.leave("going on to another world")
+        self._state.end_lendings()
+        for group in groups:
+            group._close_transport()
+        self._control.close()
+        self._state.close_bootstrap()
+
     def _find_exit_records(self) -> None:
         """The others have been told that this rank leaves: none waits for it now."""
         control, records = self._control, self._state.exit_records

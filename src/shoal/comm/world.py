@@ -81,7 +81,7 @@ class World:
         self.backend = backend
         self.membership: Membership | None = None
         """This rank's place in a run whose ranks come and go; None where they do not."""
-        self._has_failed = False
+        self.has_failed = False
 
     @property
     def rank(self) -> int:
@@ -168,12 +168,12 @@ class World:
             _process_world = None
         if _current.get() is self:
             _current.set(None)
-        if not self._has_failed:
+        if not self.has_failed:
             self.backend.check_exit_records()
 
     def fail(self, error: BaseException) -> None:
         """Tells every other rank that this one cannot go on, and why."""
-        self._has_failed = True
+        self.has_failed = True
         culprit = error.rank if isinstance(error, PeerError) else None
         self.backend.fail(describe(error), culprit=culprit)
 

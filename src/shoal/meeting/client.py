@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from shoal.errors import LaunchError, ShoalError
@@ -78,15 +80,31 @@ class MeetingClient:
 
     def reply(self, seconds: float, key: str | None = None) -> Any | None:
         """The next message, or the next that has ``key``; None if none comes in time."""
+        return self.reply_of(seconds, () if key is None else (key,))
+
+    def poll(self, key: str) -> Any | None:
+        """The next message that has ``key``, if one is there."""
+        while select.select([self._socket], [], [], 0)[0]:
+            self._receive(_ANSWER_S)
+        return self._take((key,))
+
+    def reply_of(self, seconds: float, keys: Sequence[str]) -> Any | None:
+        """The next message that has one of ``keys``, or any if there are none."""
         deadline = time.monotonic() + seconds
         while True:
-            for message in self._replies:
-                if key is None or key in message:
-                    self._replies.remove(message)
-                    return message
+            message = self._take(keys)
+            if message is not None:
+                return message
             left = deadline - time.monotonic()
             if left <= 0 or not self._receive(left):
                 return None
+
+    def _take(self, keys: Sequence[str]) -> Any | None:
+        for message in self._replies:
+            if not keys or any(key in message for key in keys):
+                self._replies.remove(message)
+                return message
+        return None
 
     def close(self) -> None:
         """Hangs up."""

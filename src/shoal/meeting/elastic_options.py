@@ -1,4 +1,4 @@
-"""What a run is started with whose ranks may come and go."""
+"""What a user says of a run whose ranks come and go."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Elastic:
-    """Bounds of an elastic run, and who takes the place of ranks that are lost.
+    """How few and how many ranks a run may have, and who takes the place of those that die.
 
     Attributes:
-        min_ranks: With fewer the run ends.
-        max_ranks: More are not let in; as many as come by default.
-        spares: How many ranks wait, beside those that train, to take the place of a lost one.
-        restarts: How many lost ranks are started anew once there is no spare.
+        min_ranks: With fewer than these the run ends.
+        max_ranks: More than these are never members; None for no limit.
+        spares: Ranks that are started besides, and wait until one is needed.
+        restarts: How many ranks are started anew in place of those that died, over the whole run.
+
+    Example:
+        >>> Elastic(min_ranks=2, spares=1)
+        Elastic(min_ranks=2, max_ranks=None, spares=1, restarts=0)
     """
 
     min_ranks: int = 1

@@ -21,6 +21,8 @@ from typing import Any
 
 from shoal.meeting import address as places
 from shoal.meeting.handshake import make_key
+from shoal.meeting.roster import Roster
+from shoal.meeting.roster_desk import RosterDesk
 from shoal.meeting.rounds import GatherRound
 from shoal.meeting.server_thread import Guest, ServerThread
 
@@ -58,6 +60,8 @@ class MeetingServer(ServerThread):
         self._rounds: dict[tuple[int, int], GatherRound] = {}
         self._complete: dict[tuple[int, int], GatherRound] = {}
         self._failure: dict[str, Any] | None = None
+        self._broken: tuple[int, dict[str, Any]] | None = None
+        self.desk: RosterDesk | None = None
         self._joined: dict[int, set[int]] = {}
         self._ended: set[int] = set()
         self._changed = threading.Condition()
@@ -90,6 +94,12 @@ class MeetingServer(ServerThread):
     def report_failure(self, rank: int, reason: str) -> None:
         """Tells ranks that wait for others of one that will not come; the first report counts."""
         self._do(lambda: self._fail(rank, reason))
+
+    def hold(self, roster: Roster) -> RosterDesk:
+        """Serves an elastic run from now on; to be called before its first process starts."""
+        self.desk = RosterDesk(roster)
+        self.desk.on_change = self._ring
+        return self.desk
 
     def await_joined(self, generation: int, size: int, seconds: float) -> bool:
         """Waits until all ranks have said that they need the server no more."""
@@ -128,6 +138,8 @@ class MeetingServer(ServerThread):
             self._fail(int(message["rank"]), str(message["reason"]))
         elif kind == "ended":
             self.end_node(int(message["node"]))
+        elif self.desk is not None and self.desk.serves(kind):
+            self.desk.serve(guest, message, self._tell)
         else:
             raise KeyError(kind)
         if kind in ("failed", "ended"):
@@ -157,8 +169,8 @@ class MeetingServer(ServerThread):
         found.came[rank] = process
         if not found.missing():
             self._close_round(key, found)
-        elif self._failure is not None:
-            self._tell_failure(found)
+        elif (failure := self._failure_of(key[0])) is not None:
+            self._tell_failure(found, failure)
 
     def _close_round(self, key: tuple[int, int], found: GatherRound) -> None:
         gathered = [found.brought[each] for each in range(found.size)]
@@ -175,13 +187,40 @@ class MeetingServer(ServerThread):
         if self._failure is None:
             self._failure = {"rank": rank, "reason": reason}
         for found in self._rounds.values():
-            self._tell_failure(found)
+            self._tell_failure(found, self._failure)
 
-    def _tell_failure(self, found: GatherRound) -> None:
+    def _failure_of(self, generation: int) -> dict[str, Any] | None:
+        """Why the world of a generation cannot be formed, if it cannot."""
+        if self._broken is not None and self._broken[0] == generation:
+            return self._broken[1]
+        return self._failure
+
+    def _tell_failure(self, found: GatherRound, failure: dict[str, Any]) -> None:
         """To those who wait. The rank may have been here before it ended: somebody is missing."""
         for guest in found.waiting.values():
-            self._tell(guest, {"failure": self._failure})
+            self._tell(guest, {"failure": failure})
         found.waiting.clear()
+
+    # An elastic run ---------------------------------------------------------------------------
+
+    def _due(self) -> list[float]:
+        due = None if self.desk is None else self.desk.due()
+        return [] if due is None else [due]
+
+    def _tick(self, now: float) -> None:
+        """Passes on what the roster has to say, also to those that form a world in vain."""
+        if self.desk is None:
+            return
+        self.desk.tick(now, self._tell)
+        broken = self.desk.broken()
+        if broken is None or broken == self._broken:
+            return
+        self._broken = broken
+        self._rounds = {key: old for key, old in self._rounds.items() if key[0] >= broken[0]}
+        self._joined = {key: old for key, old in self._joined.items() if key >= broken[0]}
+        for key, found in self._rounds.items():
+            if key[0] == broken[0]:
+                self._tell_failure(found, broken[1])
 
     def _tell(self, guest: Guest, message: Any) -> None:
         if guest in self._guests and guest.wire is not None:
@@ -192,4 +231,6 @@ class MeetingServer(ServerThread):
     def _forget(self, guest: Guest) -> None:
         for found in self._rounds.values():
             found.leave(guest)
+        if self.desk is not None:
+            self.desk.forget(guest)
         super()._forget(guest)

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from shoal.meeting import address as places
@@ -104,6 +104,13 @@ class ServerThread:
         """A guest asks for something; an error of a wrong request ends its connection."""
         raise NotImplementedError
 
+    def _due(self) -> Iterable[float]:
+        """Times of the monotonic clock at which `_tick` is to be called."""
+        return ()
+
+    def _tick(self, now: float) -> None:
+        """Called in every turn."""
+
     # The thread -------------------------------------------------------------------------------
 
     def _serve(self) -> None:
@@ -124,9 +131,8 @@ class ServerThread:
             places.remove(self.address)
 
     def _turn(self) -> None:
-        timeout = None
-        if self._unproven:
-            timeout = max(0.0, min(self._unproven.values()) - time.monotonic())
+        times = [*self._unproven.values(), *self._due()]
+        timeout = max(0.0, min(times) - time.monotonic()) if times else None
         for key, events in self._selector.select(timeout):
             if key.fileobj is self._listener:
                 self._accept()
@@ -138,6 +144,7 @@ class ServerThread:
         now = time.monotonic()
         for guest in [each for each, end in self._unproven.items() if end <= now]:
             self._drop(guest, "it took too long to say who it is")
+        self._tick(now)
 
     def _do_tasks(self) -> None:
         while self._tasks:

@@ -113,6 +113,13 @@ def joining_text(
     return f"rank {rank} waits for {late} of {size} to join, for {waited:.1f} s. {question}"
 
 
+def regrouping_text(waited: float, awaited: Callable[[], Sequence[int]]) -> str:
+    """The next world of an elastic run."""
+    late = awaited()
+    who = name_ranks(late) if late else "one that takes the place of a rank that is gone"
+    return f"this rank waits for {who} to come to the next world, for {waited:.1f} s"
+
+
 def start_text(waited: float, what: str) -> str:
     """A library that waits for the other ranks while it starts."""
     return (

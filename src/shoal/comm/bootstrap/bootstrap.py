@@ -39,6 +39,9 @@ class Bootstrap(ABC):
     secret: bytes | None = None
     """What only the ranks of this world know. None: anybody on the network may be among them."""
 
+    is_elastic: bool = False
+    """Whether the others may go on without a rank that is gone."""
+
     @abstractmethod
     def all_gather(self, data: bytes) -> list[bytes]:
         """Everybody's bytes, by rank; raises at the deadline, naming who is missing."""

@@ -46,6 +46,12 @@ def connect(bootstrap: Bootstrap, *, reads_memory: bool = False) -> Control:
 
     ``reads_memory`` is for transports whose ranks may read each other's memory.
     """
+    control = _connect(bootstrap, reads_memory=reads_memory)
+    control.is_elastic = bootstrap.is_elastic
+    return control
+
+
+def _connect(bootstrap: Bootstrap, *, reads_memory: bool) -> Control:
     is_first = bootstrap.rank == 0 and is_supported()
     page_fd = Page.create(bootstrap.size) if is_first else -1  # in case all are on its host
     probe = probe_address() if reads_memory else 0

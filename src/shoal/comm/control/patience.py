@@ -10,7 +10,6 @@ from shoal.comm.control.deadlock import watch
 from shoal.comm.control.deadlock.record import Awaited
 from shoal.comm.control.deadlock.watch import Examined
 from shoal.comm.control.plane import HIDDEN, Control, Failure
-from shoal.errors import PeerError
 from shoal.system.deadline import Deadline, operation_text
 from shoal.system.libc import num_cores
 
@@ -71,7 +70,7 @@ class Patience:
         failure = self._control.failure()
         if failure is not None:
             self._check_verdict(failure)
-            raise PeerError(failure.rank, failure.reason, self._what())
+            raise self._control.lost(failure.rank, failure.reason, self._what())
 
     def pause(self, missing: Callable[[], Sequence[int]]) -> None:
         """Passes a moment. ``missing`` tells which world ranks have not arrived yet."""
@@ -109,7 +108,8 @@ class Patience:
             return
         if failure is not None:
             self._check_verdict(failure)
-            raise PeerError(failure.rank, failure.reason, self._text(now - self._begin, late))
+            text = self._text(now - self._begin, late)
+            raise self._control.lost(failure.rank, failure.reason, text)
         is_long = now - self._begin >= watch.LONG_S
         if is_long and self.awaited is not None and not is_under_way:
             self._examine(Awaited(*self.awaited), late, now)

@@ -17,6 +17,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from shoal.errors import MembershipChanged, PeerError
+
 if TYPE_CHECKING:
     from shoal.comm.control.deadlock.watch import DeadlockWatch
     from shoal.comm.control.patience import Patience
@@ -58,6 +60,13 @@ class Control(ABC):
     """What only this world's ranks know, so that their pickles may be read; None: anybody's."""
     deadlocks: DeadlockWatch | None = None
     """Finds ranks that wait for each other, once there is a world."""
+    is_elastic: bool = False
+    """Whether the others may go on without a rank that is gone."""
+
+    def lost(self, rank: int, reason: str, context: str = "") -> PeerError:
+        """What to raise where a rank is gone."""
+        kind = MembershipChanged if self.is_elastic else PeerError
+        return kind(rank, reason, context)
 
     @abstractmethod
     def channel(self, group_id: int, ranks: Sequence[int]) -> Channel:

@@ -19,7 +19,7 @@ from shoal.comm.peer_tensors.lending import (
 )
 from shoal.comm.peer_tensors.server import TensorServer
 from shoal.comm.world_state import closed_error
-from shoal.errors import PeerError, ShoalError
+from shoal.errors import ShoalError
 from shoal.system.deadline import Deadline, fetch_text
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class ProcessPeerTensors(PeerTensors):
             if self._state.is_closed or self._is_closed:
                 raise closed_error(self._state, control.rank)
             if (reason := self.absence(rank)) is not None:
-                raise PeerError(holder, reason, f"a fetch of {what} from it")
+                raise control.lost(holder, reason, f"a fetch of {what} from it")
             deadline.enforce(fetch_text, control.rank, what, holder, control.whereabouts)
 
         watch()

@@ -8,6 +8,7 @@ rank order.
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -21,7 +22,7 @@ from torch import Tensor
 from shoal.comm.bootstrap.bootstrap import Bootstrap
 from shoal.comm.control.connect import connect
 from shoal.comm.control.patience import Patience
-from shoal.comm.control.plane import Channel, Control
+from shoal.comm.control.plane import Channel, Control, Failure
 from shoal.comm.operation import Payload
 from shoal.comm.operation.partition import split_sizes
 from shoal.comm.operation.reduction import ReduceOp, finish, reduce_into
@@ -35,6 +36,7 @@ from shoal.comm.torch_groups.groups import (
     link,
 )
 from shoal.comm.world_state import WorldState
+from shoal.system.site import describe
 from shoal.torch_support.dtypes import Native, traits
 
 if TYPE_CHECKING:
@@ -90,7 +92,9 @@ class ProcessGroupBackend(ProcessBackend):
             make = partial(maker, control)
             links = link(bootstrap, control, state.timeout, make, cls._leaves, proves=cls._proves)
             return cls._connect_group(state, links, 0, range(bootstrap.size))
-        except BaseException:
+        except BaseException as error:
+            # Others may be through already, and would wait for a rank that is alive.
+            control.publish(Failure(control.rank, describe(error), time.monotonic_ns()))
             control.close()
             raise
 

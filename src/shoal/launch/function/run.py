@@ -20,6 +20,7 @@ from shoal.errors import DeadlineError
 from shoal.launch.function.call import WORKER, copy_call, encode_call, will_use_compiler
 from shoal.launch.function.collector import Collector
 from shoal.launch.function.connect_back import run_command
+from shoal.launch.function.elastic_processes import run_elastic_processes
 from shoal.launch.function.elastic_threads import run_elastic_threads
 from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.launch.function.outcome import Outcome
@@ -53,9 +54,9 @@ def run_outcomes(
         if elastic is not None:
             return run_elastic_threads(fn, args, ranks, timeout, elastic)
         return run_threads(fn, args, ranks, timeout)
-    if elastic is not None:
-        raise ValueError(f"elastic= is for backend='memory' so far; got backend={backend!r}")
     settings = _settings(ranks, backend, timeout)
+    if elastic is not None:
+        return run_elastic_processes(fn, args, ranks, settings, elastic)
     if backend == "mpi":
         command, variables = mpiexec.command(ranks)
         env = {**without_rank(os.environ), **settings, **variables}

@@ -6,10 +6,10 @@ import os
 import socket
 import traceback
 
-from shoal.comm.world import World, set_current
+from shoal.comm.world import set_current
 from shoal.launch.function.call import decode_call
 from shoal.launch.function.outcome import send_error, send_value
-from shoal.launch.joining.join import join, report_absence
+from shoal.launch.joining.join import end_membership, join, report_absence
 
 
 def main(channel: socket.socket, payload: bytes) -> int:
@@ -17,12 +17,11 @@ def main(channel: socket.socket, payload: bytes) -> int:
     timeout = float(os.environ["SHOAL_TIMEOUT"])
     try:
         fn, args = decode_call(payload)
-        backend = join(os.environ["SHOAL_BACKEND"], timeout)
+        world = join(os.environ["SHOAL_BACKEND"], timeout)
     except BaseException as error:
         report_absence(os.environ["SHOAL_BACKEND"], error)
         send_error(channel, error)
         return 1
-    world = World(backend)
     set_current(world, process_wide=True)
     rank = os.getpid()
     try:
@@ -30,6 +29,7 @@ def main(channel: socket.socket, payload: bytes) -> int:
         if os.getpid() != rank:
             return 0
         world.shutdown()
+        end_membership(world)
         send_value(channel, value)
     except BaseException as error:
         if os.getpid() != rank:  # a child that the user forked ends by itself

@@ -17,7 +17,7 @@ from shoal.comm.bootstrap.bootstrap import AloneBootstrap, Bootstrap
 from shoal.comm.bootstrap.connect import NAMES, connect_backend
 from shoal.comm.control.page.control import is_supported
 from shoal.comm.memory.backend import InMemoryBackend
-from shoal.comm.world import find_current
+from shoal.comm.world import World, find_current
 from shoal.errors import BackendUnavailableError, LaunchError, MismatchError
 from shoal.launch.joining.environment import RankInfo, discover
 from shoal.launch.joining.exits import (
@@ -27,13 +27,14 @@ from shoal.launch.joining.exits import (
     noted_exit,
 )
 from shoal.launch.joining.meet import meet, report
+from shoal.launch.joining.process_membership import ProcessMembership, is_elastic
 from shoal.system.site import describe
 
 _MPI_SOURCES = ("openmpi", "pmi")
 
 
-def join(name: str, timeout: float, *, on_cpu: bool = False) -> Backend:
-    """The backend of that name ("auto" to choose), joined by all ranks of the environment.
+def join(name: str, timeout: float, *, on_cpu: bool = False) -> World:
+    """The world over that backend ("auto" to choose), joined by all ranks of the environment.
 
     ``on_cpu``: what it has to carry is known to be on the CPU.
     """
@@ -44,9 +45,11 @@ def join(name: str, timeout: float, *, on_cpu: bool = False) -> Backend:
         check_name(name)
     if name == "auto":
         name = choose(info, on_cpu=on_cpu)
+    if is_elastic():
+        return ProcessMembership(name, timeout).first_world()
     if name == "memory":
-        return _alone(info, timeout)
-    return connect_backend(name, _bootstrap(name, info, timeout), timeout)
+        return World(_alone(info, timeout))
+    return World(connect_backend(name, _bootstrap(name, info, timeout), timeout))
 
 
 def check_name(name: str) -> None:
@@ -99,8 +102,8 @@ def _bootstrap(name: str, info: RankInfo, timeout: float) -> Bootstrap:
 def report_absence(name: str, error: BaseException) -> None:
     """Tells the others why this rank will not join; where there is no server, its end has to do."""
     info = discover()
-    if name == "mpi" or info.size == 1:
-        return
+    if name == "mpi" or info.size == 1 or is_elastic():
+        return  # of the end of an elastic rank its launcher tells
     with contextlib.suppress(Exception):  # the rank has a better error to show than this one's
         report(info, describe(error))
 
@@ -122,6 +125,12 @@ def watch_exit() -> None:
     atexit.register(_leave_world)
 
 
+def end_membership(world: World) -> None:
+    """Tells the holder of an elastic run that this rank is not lost, but done."""
+    if isinstance(world.membership, ProcessMembership):
+        world.membership.end()
+
+
 def _leave_world() -> None:
     world, noted = find_current(), noted_exit()
     if noted is not None and noted.code:
@@ -132,6 +141,8 @@ def _leave_world() -> None:
         world.backend.part_by(noted.text)
     try:
         world.shutdown()
+        if not world.has_failed and not (noted is not None and noted.code):
+            end_membership(world)
     except MismatchError as error:  # at this point an exception would not change the exit code
         sys.excepthook(type(error), error, error.__traceback__)
         sys.stdout.flush()
