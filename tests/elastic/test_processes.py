@@ -1,0 +1,82 @@
+"""Training that goes on when processes are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import leaks
+import shoal
+from shoal.elastic import Elastic
+from shoal.launch.function.forkserver.forkserver import fork_server
+
+PHASES = ("forward", "backward", "step", "between")
+
+
+def train(strategy: str, victim: int | None, phase: str) -> tuple[Any, int, int]:
+    """Parameters, committed steps and ranks at the end; the victim kills itself in step 3."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Dropout(0.1), nn.Linear(9, 1))
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.01)
+    inputs = torch.randn(36, 4)
+    data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    loader: Any = DataLoader(data, batch_size=12, shuffle=True)
+    model, optimizer, loader = shoal.as_distributed(
+        model, optimizer, loader, strategy=strategy, elastic=True
+    )
+
+    def die_in(here: str) -> None:
+        is_due = optimizer.generation == 1 and optimizer.num_committed == 3
+        if is_due and here == phase and shoal.world().rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    for _ in loader.epochs(3):
+        for x, y in loader:
+            with optimizer.attempt():
+                output = model(x)
+                die_in("forward")
+                F.mse_loss(output, y).backward()
+                die_in("backward")
+                optimizer.step()
+                die_in("step")
+                optimizer.zero_grad()
+            die_in("between")
+    return model.state_dict(), optimizer.num_committed, shoal.world().size
+
+
+@pytest.fixture(autouse=True, scope="module")
+def server() -> None:
+    fork_server()
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize(
+    ("strategy", "phase"),
+    [("zero3", "forward"), ("ddp", "backward"), ("zero2", "step"), ("zero1", "between")],
+)
+def test_a_killed_rank_is_replaced(backend: str, strategy: str, phase: str) -> None:
+    leaks.baseline()
+    expected = shoal.run(train, 3, backend, args=(strategy, None, ""), elastic=Elastic())
+    elastic = Elastic(min_ranks=3, restarts=1)
+    found = shoal.run(train, 3, backend, args=(strategy, 1, phase), elastic=elastic)
+    assert [rest for _, *rest in found] == [rest for _, *rest in expected] == [[9, 3]] * 3
+    for (state, *_), (wanted, *_) in zip(found, expected, strict=True):
+        assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_the_others_go_on(backend: str, victim: int) -> None:
+    leaks.baseline()
+    found = shoal.run(
+        train, 3, backend, args=("zero3", victim, "backward"), elastic=Elastic(min_ranks=2)
+    )
+    assert [rest for _, *rest in found] == [[9, 2]] * 2
+    assert all(torch.equal(found[0][0][name], found[1][0][name]) for name in found[0][0])
