@@ -46,9 +46,12 @@ def go_on(deed: Deed, steps: int, size: int) -> Any:
     assert membership is not None
     if membership.generation == 0:
         membership.regroup()
-    while step < steps or world.size < size:
+    while True:
         try:
+            # All of a world end together: one that has just come hears here how far the others are.
             step = max(world.all_gather_object(step))
+            if step >= steps and world.size >= size:
+                break
             deed(step)
             counted(step)
             step += 1
