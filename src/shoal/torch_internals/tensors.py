@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, MutableMapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -38,6 +38,36 @@ foreach_norm = torch._foreach_norm
 def version_of(tensor: Tensor) -> int:
     """How often a tensor, or what shares its memory, was written to in place."""
     return tensor._version
+
+
+Versioned = tuple[Tensor, int]
+"""A tensor that autograd needs in backward, and how often it had been written to when saved.
+
+Autograd makes this check itself, but not where hooks pack what it saves.
+"""
+
+
+def versioned(tensor: Tensor) -> Versioned:
+    """A tensor as it is now."""
+    return tensor, tensor._version
+
+
+def is_versioned(packed: object) -> TypeGuard[Versioned]:
+    """Whether this is what `versioned` makes, and nothing that another hook has packed."""
+    return type(packed) is tuple and len(packed) == 2 and isinstance(packed[0], Tensor)
+
+
+def unchanged(saved: Versioned) -> Tensor:
+    """The tensor, unless it was written to since."""
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: a {tensor.dtype} tensor of shape {tuple(tensor.shape)}, saved at version "
+            f"{version}, is at version {tensor._version}. Write to a copy of it instead, or after "
+            "backward"
+        )
+    return tensor
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:

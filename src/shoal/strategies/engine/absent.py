@@ -9,7 +9,8 @@ keep it even then: autograd must not save the memory of a parameter that will so
 Autograd would keep the memory of a gathered parameter alive until backward. So hooks save its
 group, offset and shape instead, and backward gathers the group again, hidden: its parameters stay
 absent unless something uses them, as blocks do that are computed again. A parameter that has new
-values by then is an error, as it is in plain PyTorch: each change starts a new *generation*.
+values by then is an error, as it is in plain PyTorch: each change starts a new *generation*. What
+is no parameter is kept as it is, and checked for writes, as autograd does where no hooks are.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shoal.strategies.engine.gather_buffers import Place
 from shoal.torch_internals.autograd import has_saved_tensors_hooks
-from shoal.torch_internals.tensors import ATTRIBUTES_WITHOUT_VALUES, as_plain_tensors, storage_id
+from shoal.torch_internals.tensors import (
+    ATTRIBUTES_WITHOUT_VALUES,
+    as_plain_tensors,
+    is_versioned,
+    storage_id,
+    unchanged,
+    versioned,
+)
 
 if TYPE_CHECKING:
     from shoal.strategies.engine.flat_group import FlatGroup
@@ -177,26 +185,28 @@ class SavedParameters:
         for begin, end, group in self._wholes.values():
             if begin <= address < end:
                 return self._place(tensor, group, (address - begin) // tensor.itemsize)
-        return tensor
+        return versioned(tensor)
 
     def _pack_by_storage(self, tensor: Tensor) -> object:
         storage = storage_id(tensor)
         for _, _, group in self._wholes.values():
             if group.buffer.storage_id == storage:
                 return self._place(tensor, group, int(tensor.storage_offset()))
-        return tensor
+        return versioned(tensor)
 
     def _place(self, tensor: Tensor, group: FlatGroup, start: int) -> object:
         """What autograd keeps of a sharded parameter: where it lies, not its memory."""
         dtype = tensor.dtype
         if dtype is not group.whole.dtype or (dtype.is_complex and tensor.is_conj()):
-            return tensor
+            return versioned(tensor)
         return group, self._generation, (tensor.shape, tensor.stride(), start)
 
     def _unpack(self, packed: object) -> Tensor:
-        if type(packed) is not tuple:
-            return packed  # type: ignore[return-value]
-        saved: _Saved = packed
+        if isinstance(packed, Tensor):  # what a store has given back
+            return packed
+        if is_versioned(packed):
+            return unchanged(packed)
+        saved: _Saved = packed  # type: ignore[assignment]
         group, generation, place = saved
         if generation != self._generation and self._is_old(saved):
             raise RuntimeError(

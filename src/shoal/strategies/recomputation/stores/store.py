@@ -4,7 +4,7 @@
 A store takes tensors in forward and gives what stands for them; in backward it gives the tensors
 back. What moves is the memory behind a tensor, once, however many blocks or views have it, so that
 views come back as views and kernels find the strides that they had. What a store does not take
-stays as it is, and autograd or `Unmoved` notice if it is written to.
+stays as it is, and it is an error if it is written to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shoal.torch_internals.autograd import top_saved_tensors_hooks
-from shoal.torch_internals.tensors import WeakStorage, storage_id, version_of
+from shoal.torch_internals.tensors import (
+    WeakStorage,
+    is_versioned,
+    storage_id,
+    unchanged,
+    version_of,
+    versioned,
+)
 
 
 class Store:
@@ -141,27 +148,6 @@ class MovingStore(Store):
         return kept.view(whole)
 
 
-class Unmoved(NamedTuple):
-    """A tensor that a store did not take, with the number of writes to it so far."""
-
-    tensor: Tensor
-    version: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Unmoved:
-        """Without its graph, which autograd puts back."""
-        return cls(tensor.detach(), version_of(tensor))
-
-    def check(self) -> Tensor:
-        """As autograd does for what it keeps itself."""
-        if version_of(self.tensor) != self.version:
-            raise RuntimeError(
-                f"one of the variables needed for gradient computation, of shape "
-                f"{tuple(self.tensor.shape)}, has been modified by an inplace operation"
-            )
-        return self.tensor
-
-
 class _Hooks(saved_tensors_hooks):
     """Sees what autograd saves; hooks that are there already, as those of parameters, go first."""
 
@@ -170,6 +156,8 @@ class _Hooks(saved_tensors_hooks):
 
         def pack_both(tensor: Tensor) -> Any:
             packed = tensor if outer is None else outer[0](tensor)
+            if is_versioned(packed):
+                packed, _ = packed
             return pack(packed) if isinstance(packed, Tensor) else packed
 
         def unpack_both(kept: Any) -> Any:
@@ -187,10 +175,10 @@ class Moving(_Hooks):
 
         def pack(tensor: Tensor) -> Any:
             kept = tensor if storage_id(tensor) in own else store.put(tensor, place)
-            return Unmoved.of(kept) if isinstance(kept, Tensor) else kept
+            return versioned(kept) if isinstance(kept, Tensor) else kept
 
         def unpack(kept: Any) -> Any:
-            return kept.check() if isinstance(kept, Unmoved) else store.get(kept)
+            return unchanged(kept) if is_versioned(kept) else store.get(kept)
 
         super().__init__(pack, unpack)
 
@@ -204,12 +192,11 @@ class Counting(_Hooks):
         self.is_paused = False
 
         def pack(tensor: Tensor) -> Any:
-            if self.is_paused:
-                return tensor
-            self._seen.setdefault(storage_id(tensor), tensor.untyped_storage().nbytes())
-            return Unmoved.of(tensor)
+            if not self.is_paused:
+                self._seen.setdefault(storage_id(tensor), tensor.untyped_storage().nbytes())
+            return versioned(tensor)
 
-        super().__init__(pack, lambda kept: kept.check() if isinstance(kept, Unmoved) else kept)
+        super().__init__(pack, lambda kept: unchanged(kept) if is_versioned(kept) else kept)
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """The memory of these is counted elsewhere."""
