@@ -47,6 +47,9 @@ class DeadlineError(ShoalError):
 class DeadlockError(DeadlineError):
     """Ranks wait for each other, and none of them can go on; the message names their calls."""
 
+    reason = ""
+    """What other ranks are told, so that those which are stuck too raise the same."""
+
 
 class NotHeldError(ShoalError, LookupError):
     """A tensor was asked for that no rank holds, or not the one that was asked."""

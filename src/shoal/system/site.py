@@ -7,7 +7,7 @@ import os
 from functools import lru_cache
 from types import TracebackType
 
-from shoal.errors import PeerError
+from shoal.errors import DeadlockError, PeerError
 
 # Where torch is, without loading it.
 _SPEC = importlib.util.find_spec("torch")
@@ -60,7 +60,7 @@ def error_site(traceback: TracebackType | None) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Type, text and place of an exception; of a `PeerError` the reason that it passes on."""
-    if isinstance(error, PeerError):
+    """Type, text and place of an exception, or the reason that it passes on."""
+    if isinstance(error, PeerError | DeadlockError) and error.reason:
         return error.reason
     return f"{type(error).__name__}: {error} ({error_site(error.__traceback__)})"

@@ -11,9 +11,11 @@ import pytest
 
 from control_worlds import page_world, socket_world
 from shoal.comm.control.deadlock import watch
+from shoal.comm.control.deadlock.finding import decode_reason
 from shoal.comm.control.deadlock.record import OPERATION, Awaited, RankProgress, WaitRecord
 from shoal.comm.control.deadlock.watch import DeadlockWatch, Examined
 from shoal.errors import DeadlockError
+from shoal.system.site import describe
 from shoal.system.threads import busy_threads
 
 WAITS = Examined(Awaited(OPERATION, 1, 1), "the world", lambda: "barrier() at a.py:1")
@@ -126,8 +128,10 @@ def test_told_only_after_a_second_look(
     assert time.monotonic() - begin >= 0.2
     until(controls[1].failure)
     second.examine(elsewhere, [0])
-    with pytest.raises(DeadlockError, match=r"rank 0 in .*: waits for rank 1 in the world"):
+    with pytest.raises(DeadlockError, match=r"rank 0 in .*: waits for rank 1 in the world") as told:
         second.check_verdict(controls[1].failure())
+    # A third rank may hear of the second's failure first, and must learn of the same verdict.
+    assert decode_reason(describe(told.value)) == decode_reason(controls[1].failure().reason)
 
 
 def test_a_change_begins_the_second_anew(

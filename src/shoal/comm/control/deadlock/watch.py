@@ -72,9 +72,9 @@ class DeadlockWatch:
             verdict = self._verdict()
         if verdict is not None:
             self._is_told = True
-            reason = encode_reason(verdict)
-            self._control.publish(Failure(self._control.rank, reason, time.monotonic_ns()))
-            raise DeadlockError(verdict.text)
+            error = _as_error(verdict)
+            self._control.publish(Failure(self._control.rank, error.reason, time.monotonic_ns()))
+            raise error
 
     def end(self) -> None:
         """The calling thread's wait is over."""
@@ -90,7 +90,7 @@ class DeadlockWatch:
         if verdict is not None:
             self._is_told |= self._control.rank in verdict.ranks
             if self._is_told:  # also by another thread: operations are queued behind each other
-                raise DeadlockError(verdict.text)
+                raise _as_error(verdict)
 
     def call_of(self, rank: int) -> str | None:
         """The public call that a blocked rank is in."""
@@ -168,3 +168,9 @@ class DeadlockWatch:
             if call is not None:
                 return call
         return next(iter(self._texts.values()))()
+
+
+def _as_error(verdict: Deadlock) -> DeadlockError:
+    error = DeadlockError(verdict.text)
+    error.reason = encode_reason(verdict)
+    return error
