@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shoal.meeting.roster import JOINER, Announcement, Roster
+from shoal.meeting.roster import ENDING_S, JOINER, Announcement, Roster
 from shoal.meeting.server_thread import Guest
 
 Tell = Callable[[Guest, Any], None]
@@ -25,15 +25,18 @@ class RosterDesk:
     Attributes:
         on_world: Called with each announcement, in the server's thread.
         on_change: Wakes the server's thread: there may be something to tell.
+        variables: What a process from outside is started with, to be like the others.
     """
 
     def __init__(self, roster: Roster) -> None:
         self.roster = roster
         self.on_world: Callable[[Announcement], None] = lambda announcement: None
         self.on_change: Callable[[], None] = lambda: None
+        self.variables: dict[str, str] = {}
         self._lock = threading.Lock()
         self._guests: dict[int, Guest] = {}
         self._numbers: dict[Guest, int] = {}
+        self._started_by: dict[Guest, list[int]] = {}
         self._num_worlds = 0
         self._kind = ""
         self._requests: dict[str, Callable[[Guest, dict[str, Any]], Any]] = {
@@ -98,12 +101,14 @@ class RosterDesk:
             self.on_world(world)
 
     def forget(self, guest: Guest) -> None:
-        """A connection has ended."""
-        number = self._numbers.pop(guest, None)
-        if number is not None:
-            del self._guests[number]
-            with self._lock:
-                self.roster.lose(number, time.monotonic())
+        """A connection has ended, and with a launcher's whoever it has started."""
+        number, now = self._numbers.pop(guest, None), time.monotonic()
+        with self._lock:
+            if number is not None:
+                del self._guests[number]
+                self.roster.lose(number, now, ENDING_S)
+            for each in self._started_by.pop(guest, ()):
+                self.roster.lose(each, now)
 
     # Requests -------------------------------------------------------------------------------
 
@@ -149,7 +154,9 @@ class RosterDesk:
     def _expect(self, guest: Guest, message: dict[str, Any]) -> Any:
         if len(self.roster.persons) >= _MOST_PERSONS:
             raise ValueError("too many have come")
-        return {"person": self.roster.expect(JOINER)}
+        number = self.roster.expect(JOINER)
+        self._started_by.setdefault(guest, []).append(number)
+        return {"person": number, "variables": self.variables}
 
     def _hear_of_end(self, guest: Guest, message: dict[str, Any]) -> Any:
         number, is_good = _whole(message["person"]), message["is_good"]
@@ -157,7 +164,7 @@ class RosterDesk:
             raise ValueError("no end of a process")
         reason = str(message["reason"])
         self.roster.end(number, reason, time.monotonic(), is_good=is_good)
-        return {"noted": True}
+        return {"was_member": self.roster.persons[number].rank is not None}
 
 
 def _whole(value: object) -> int:

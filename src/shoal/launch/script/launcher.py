@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shoal.errors import LaunchError
+from shoal.launch.elastic.elastic_launch import ElasticLaunch
+from shoal.launch.elastic.joined_run import JoinedRun
+from shoal.launch.elastic.joining_launch import JoiningLaunch
 from shoal.launch.script.config import LaunchConfig
 from shoal.launch.script.guard import Guard, adopting_orphans
 from shoal.launch.script.meeting_place import MeetingPlace
@@ -43,10 +46,17 @@ def launch(config: LaunchConfig) -> int:
         stack.enter_context(_refusing_at_limits())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-")))
         folder.chmod(0o700)  # whatever the umask
-        place = stack.enter_context(MeetingPlace(config))
+        kind, meeting = _kind_of(config)
+        place = stack.enter_context(meeting(config))
         guard = stack.enter_context(Guard(folder))
         stack.enter_context(adopting_orphans())
-        return asyncio.run(NodeLaunch(config, folder, guard, place).run())
+        return asyncio.run(kind(config, folder, guard, place).run())
+
+
+def _kind_of(config: LaunchConfig) -> tuple[type[NodeLaunch], type[MeetingPlace]]:
+    if config.join is not None:
+        return JoiningLaunch, JoinedRun
+    return NodeLaunch if config.elastic is None else ElasticLaunch, MeetingPlace
 
 
 @contextlib.contextmanager

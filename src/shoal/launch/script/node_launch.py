@@ -51,6 +51,9 @@ _MET_SECONDS = 2.0
 class NodeLaunch:
     """One launch: its ranks, and what they share."""
 
+    noun = "rank"
+    """What those are called that it has started, and numbered."""
+
     def __init__(
         self, config: LaunchConfig, folder: Path, guard: Guard, place: MeetingPlace
     ) -> None:
@@ -64,6 +67,7 @@ class NodeLaunch:
         self._out, self._err = console(sys.stdout, sys.stderr)
 
     async def run(self) -> int:
+        """Returns the exit code, when all ranks have ended."""
         signals = self._signals
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(signals.forwarded())
@@ -74,13 +78,20 @@ class NodeLaunch:
             await self._wait_for_nodes(signals, failed=code != 0)
         return code
 
+    def _variables(self) -> dict[str, str]:
+        """What all ranks start with."""
+        place = self._place
+        master = (place.master_host, place.master_port)
+        common = common_variables(self._config, master, place.address, self._folder)
+        return {**os.environ, **common}
+
     async def _start(self) -> None:
         config = self._config
         if config.log_dir is not None:
-            self._err.say(f"shoal: {config.ranks} rank(s) write to {config.log_dir}/rank-K.log")
-        place = self._place
-        master = (place.master_host, place.master_port)
-        env = {**os.environ, **common_variables(config, master, place.address, self._folder)}
+            self._err.say(
+                f"shoal: {config.ranks} {self.noun}(s) write to {config.log_dir}/{self.noun}-K.log"
+            )
+        env = self._variables()
         if self._job is not None:
             words = ScreenOutput("mpiexec", self._err, self._err)
             await self._job.start(env, words, self._output_of, self._add)
@@ -94,7 +105,7 @@ class NodeLaunch:
 
     def _output_of(self, number: int) -> RankOutput:
         if self._config.log_dir is not None:
-            return FileOutput(self._config.log_dir / f"rank-{number}.log")
+            return FileOutput(self._config.log_dir / f"{self.noun}-{number}.log")
         record = record_path(self._folder, number)
 
         def patience() -> float:
@@ -102,15 +113,17 @@ class NodeLaunch:
                 return math.inf  # what ranks say to that is no news, and they end in any case
             return LONGEST_SECONDS if self._is_ending or record.exists() else MOMENT_SECONDS
 
-        return ScreenOutput(f"rank {number}", self._out, self._err, patience)
+        return ScreenOutput(f"{self.noun} {number}", self._out, self._err, patience)
 
     def _add(self, rank: Rank) -> None:
         self._ranks.append(rank)
-        rank.ended.add_done_callback(lambda _: self._tell_guard())
-        rank.ended.add_done_callback(
-            lambda ended: self._place.report_failure(rank.number, ended.result())
-        )
+        rank.ended.add_done_callback(lambda _: self._on_end(rank))
         self._tell_guard()
+
+    def _on_end(self, rank: Rank) -> None:
+        """A rank has ended, in whichever way."""
+        self._tell_guard()
+        self._place.report_failure(rank.number, rank.ended.result())
 
     def _tell_guard(self) -> None:
         groups = [rank.pid for rank in self._ranks if rank.is_running]
@@ -118,21 +131,26 @@ class NodeLaunch:
 
     async def _see_through(self, signals: Signals) -> None:
         """Returns when no rank runs any more, however that came about."""
-        everyone = [rank.ended for rank in self._ranks]
-        await _first_of(_all_well(everyone), signals.stop.wait())
+        await self._await_end(signals)
         self._is_ending = True
+        everyone = [rank.ended for rank in self._ranks]
         grace = self._config.grace
         hearing = asyncio.create_task(self._kill_stopped())
-        await _first_of(_all_ended(everyone), signals.hurry.wait(), timeout=grace)
+        await first_of(_all_ended(everyone), signals.hurry.wait(), timeout=grace)
         for rank in self._ranks:
             rank.end_group(signal.SIGTERM, f"still running {grace:g} s later, and ended")
-        await _first_of(_all_ended(everyone), signals.hurry.wait(), timeout=_TERM_SECONDS)
+        await first_of(_all_ended(everyone), signals.hurry.wait(), timeout=_TERM_SECONDS)
         for rank in self._ranks:
             rank.send_group(signal.SIGKILL)
-        await _first_of(_all_ended(everyone), timeout=_TERM_SECONDS)
+        await first_of(_all_ended(everyone), timeout=_TERM_SECONDS)
         hearing.cancel()
         for rank in self._ranks:
             rank.end(-signal.SIGKILL)  # the kernel has it, and may never let go
+
+    async def _await_end(self, signals: Signals) -> None:
+        """Returns when ranks may not go on much longer, or have ended."""
+        everyone = [rank.ended for rank in self._ranks]
+        await first_of(_all_well(everyone), signals.stop.wait())
 
     async def _kill_stopped(self) -> None:
         """A stopped rank hears nothing that it could use the grace for."""
@@ -194,7 +212,7 @@ class NodeLaunch:
         if self._config.nodes == 1 or signals.stop.is_set():
             return
         patience = self._patience() if failed else _OTHER_NODES_SECONDS
-        await _first_of(self._place.leave(), signals.stop.wait(), timeout=patience)
+        await first_of(self._place.leave(), signals.stop.wait(), timeout=patience)
 
     def _patience(self) -> float:
         """How long the server stays after a failure: for ranks that have yet to hear of it there.
@@ -232,7 +250,7 @@ async def _all_well(codes: list[asyncio.Future[int]]) -> None:
             return
 
 
-async def _first_of(*waits: Coroutine[Any, Any, object], timeout: float | None = None) -> None:
+async def first_of(*waits: Coroutine[Any, Any, object], timeout: float | None = None) -> None:
     """Waits for the first of several things, and drops the others."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
