@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from shoal.launch.script.summary import Ending, story_of
 from shoal.meeting.roster import JOINER, Announcement, Person, Roster
@@ -20,8 +21,8 @@ def change_text(roster: Roster, world: Announcement) -> str:
     for rank, number in enumerate(world.members):
         if number not in before:
             place = [gone for gone, other in replaced.items() if other == number]
-            instead = f" in place of worker {place[0]}" if place else ""
-            words.append(f"worker {number} is rank {rank}{instead}")
+            how = f"takes the place of worker {place[0]}" if place else "joins"
+            words.append(f"worker {number} {how} as rank {rank}")
     what = "; ".join(words) or "the same as before"
     return f"generation {world.generation}, {len(world.members)} rank(s): {what}."
 
@@ -30,8 +31,7 @@ def replacements(roster: Roster) -> dict[int, int]:
     """Who took the place of whom. One that has to be started first may do so worlds later."""
     found: dict[int, int] = {}
     waiting: list[int] = []
-    worlds = list(roster.worlds)
-    for before, after in zip(worlds, worlds[1:], strict=False):
+    for before, after in pairwise(list(roster.worlds)):
         gone = [number for number in before.members if number not in after.members]
         waiting += [number for number in gone if not roster.persons[number].is_leaving]
         for number in after.members:

@@ -1,0 +1,242 @@
+"""`shoal launch --elastic` and `--join`: workers die in all ways, and the others go on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.conftest import LAUNCHER
+from launch.watching import assert_gone
+
+SCRIPT = str(Path(__file__).with_name("counting.py"))
+DEADLINE_S = 120
+Background = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """While the file is there, workers wait at the step where they are told to."""
+    path = tmp_path / "hold"
+    path.touch()
+    monkeypatch.setenv("HOLD", str(path))
+    return path
+
+
+def end_of(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=DEADLINE_S)
+    return process.returncode, out, err
+
+
+def run(line: str, *arguments: str) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [*LAUNCHER, "--elastic", *line.split(), SCRIPT, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def counted(out: str) -> list[str]:
+    """What ranks said at their end: rank and size."""
+    return sorted(re.findall(r"counted (\d+ \d+)", out))
+
+
+def at_step(process: subprocess.Popen[str], count: int) -> dict[int, tuple[int, int]]:
+    """Waits for so many workers at their step: rank and pid, by worker."""
+    found = {}
+    while len(found) < count:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, process.communicate(timeout=DEADLINE_S)
+        if match := re.match(r"\[worker (\d+)\] at (\d+) (\d+)", line):
+            found[int(match[1])] = (int(match[2]), int(match[3]))
+    return found
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_spare_takes_the_place_of_rank_0(backend: str) -> None:
+    code, out, err = run(f"-n 2 --min 2 --spares 1 --backend {backend}", "6", "2", "0@3=KILL")
+    assert code == 0, err
+    assert counted(out) == ["0 2", "1 2"]
+    assert "generation 2, 2 rank(s): worker 0 (rank 0) is gone: killed by SIGKILL; worker 2" in err
+    assert err.endswith(
+        "shoal: the run has finished with 2 rank(s); lost on the way:\n"
+        "  worker 0 (rank 0): killed by SIGKILL; worker 2 took its place\n"
+    )
+
+
+def test_losses_in_several_ways_and_restarts(tmp_path: Path) -> None:
+    """An error, and a stop; the restart of the first is killed, too."""
+    deeds = ("1@2=raise", "2@4=STOP", "3@5=KILL")
+    line = f"-n 3 --min 3 --restarts 3 --log-dir {tmp_path}"
+    code, _, err = run(line, "8", "3", *deeds)
+    assert code == 0, err
+    fates = {1: "ValueError: the loss is nan", 2: "stopped (SIGSTOP), and killed for that"}
+    for number, fate in {**fates, 3: "killed by SIGKILL"}.items():
+        pattern = rf"  worker {number} \(rank [12]\): {re.escape(fate)}; worker \d took its place"
+        assert len(re.findall(pattern, err)) == 1, err
+    logs = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert sorted(logs) == [f"worker-{number}.log" for number in range(6)]
+    assert counted("".join(logs.values())) == ["0 3", "1 3", "2 3"]
+    assert "the loss is nan" in logs["worker-1.log"]
+
+
+def test_too_few_are_the_end_and_the_code_is_that_of_the_last(tmp_path: Path) -> None:
+    line = f"-n 3 --min 2 --log-dir {tmp_path}"
+    code, _, err = run(line, "8", "3", "0@2=KILL", "2@4=raise")
+    assert code == 1, err
+    summary = err[err.index("shoal: the run could not go on") :]
+    assert "it needs" not in summary
+    assert "the run needs at least 2 rank(s) and has 1 left" in summary
+    assert "worker 0 (rank 0): killed by SIGKILL; nobody took its place" in summary
+    assert "ValueError: the loss is nan" in summary
+    assert summary.count("Traceback") == 1  # not that of the one that was left
+
+
+def test_a_sigterm_is_a_request_to_leave_and_nobody_is_lost() -> None:
+    code, out, err = run("-n 2 --restarts 1", "6", "1", "0@3=TERM")
+    assert code == 0, err
+    assert counted(out) == ["0 1"]
+    assert "worker 0 (rank 0) is gone: it left, as it had asked to" in err
+    assert "lost" not in err
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_ends_all(background: Background, hold: Path, by: int) -> None:
+    process = background("--elastic", "-n", "2", "--restarts", "2", SCRIPT, "9", "2", "0@2=wait")
+    at_step(process, 1)
+    process.send_signal(by)
+    code, _, err = end_of(process)
+    assert code == 128 + by
+    assert err.endswith(f"shoal: stopped by {signal.Signals(by).name}.\n"), err
+
+
+def test_the_end_of_the_launcher_is_the_end_of_all_and_joiners_say_why(
+    background: Background, hold: Path
+) -> None:
+    process, joiner, pids = joined(background)
+    process.kill()
+    for pid in pids:
+        assert_gone(pid)
+    code, _, err = end_of(joiner)
+    assert code == 1
+    assert "shoal.errors.LaunchError: the run has ended: its holder is gone" in err
+    assert "shoal: worker 2: LaunchError: the run has ended: its holder is gone" in err
+
+
+def test_one_from_another_terminal_joins_is_killed_and_named(
+    background: Background, hold: Path
+) -> None:
+    process, joiner, _ = joined(background)
+    (_, pid), = at_step(joiner, 1).values()
+    os.kill(pid, signal.SIGKILL)
+    hold.unlink()
+    assert end_of(joiner)[0] == 128 + signal.SIGKILL
+    code, out, err = end_of(process)
+    assert code == 0, err
+    assert counted(out) == ["0 2", "1 2"]
+    assert "generation 2, 3 rank(s): worker 2 joins as rank 2" in err
+    assert "worker 2 (rank 2): killed by SIGKILL; nobody took its place" in err
+
+
+def test_the_end_of_its_launcher_is_the_end_of_a_joiner(background: Background, hold: Path) -> None:
+    process, joiner, _ = joined(background)
+    at_step(joiner, 1)
+    joiner.kill()
+    hold.unlink()
+    code, out, err = end_of(process)
+    assert code == 0, err
+    assert counted(out) == ["0 2", "1 2"]
+    assert "worker 2 (rank 2): its connection to the run's holder ended" in err
+
+
+def joined(background: Background) -> tuple[Any, Any, list[int]]:
+    """A run of two that wait, one that has joined them, and the pids of the two."""
+    deeds = ("0@2=wait", "1@2=wait", "0@3=wait", "1@3=wait", "2@3=wait")
+    process = background("--elastic", "-n", "2", SCRIPT, "5", "2", *deeds)
+    address = invitation(process)
+    pids = [pid for _, pid in at_step(process, 2).values()]
+    joiner = background("--join", address, SCRIPT, "5", "2", *deeds)
+    at_step(process, 2)
+    return process, joiner, pids
+
+
+def invitation(process: subprocess.Popen[str]) -> str:
+    assert process.stderr is not None
+    found = re.search(r"shoal launch --join (\S+) ", process.stderr.readline())
+    assert found is not None
+    return found[1]
+
+
+@pytest.fixture
+def refused(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def words(*arguments: str, **options: Any) -> str:
+        done = subprocess.run(
+            [*LAUNCHER, *arguments, SCRIPT],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+            **options,
+        )
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.count("\n") == 1
+        return done.stderr
+
+    return words
+
+
+@contextmanager
+def held(background: Background, *options: str) -> Iterator[str]:
+    """An elastic run under way, by the address to join it."""
+    yield invitation(background("--elastic", *options, "-n", "1", SCRIPT, "3", "9"))
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="to play another user one must be root")
+def test_another_user_cannot_join(background: Background, refused: Callable[..., str]) -> None:
+    with held(background) as address:
+        said = refused("--join", address, user=65534, group=65534, cwd="/")
+    assert f"There is no elastic run of yours at {address}" in said
+
+
+def test_who_has_another_secret_cannot_join(
+    background: Background, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_TOKEN", "the secret")
+    name = os.uname().nodename
+    with held(background, "--master", f"{name}:29873") as address:
+        assert address == f"{name}:29873"
+        for wrong in ("another", ""):
+            said = refused("--join", address, env={**os.environ, "SHOAL_TOKEN": wrong})
+            assert "SHOAL_TOKEN" in said
+
+
+def test_other_hosts_are_not_let_in_without_a_secret(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SHOAL_TOKEN", raising=False)
+    said = refused("--elastic", "--master", "10.0.0.1:29874")
+    assert "SHOAL_TOKEN" in said
+
+
+def test_a_run_that_is_not_elastic_cannot_be_joined(
+    background: Background, refused: Callable[..., str]
+) -> None:
+    assert "There is no elastic run of yours" in refused("--join", "localhost:29875")
