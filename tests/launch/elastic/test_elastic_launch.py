@@ -6,7 +6,8 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import pytest
 
 from launch.conftest import LAUNCHER
 from launch.watching import assert_gone
+from shoal.meeting.address import elastic_address
+from shoal.meeting.server import MeetingServer
 
 SCRIPT = str(Path(__file__).with_name("counting.py"))
 DEADLINE_S = 120
@@ -144,7 +147,7 @@ def test_one_from_another_terminal_joins_is_killed_and_named(
     background: Background, hold: Path
 ) -> None:
     process, joiner, _ = joined(background)
-    (_, pid), = at_step(joiner, 1).values()
+    ((_, pid),) = at_step(joiner, 1).values()
     os.kill(pid, signal.SIGKILL)
     hold.unlink()
     assert end_of(joiner)[0] == 128 + signal.SIGKILL
@@ -186,9 +189,9 @@ def invitation(process: subprocess.Popen[str]) -> str:
 
 @pytest.fixture
 def refused(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    def words(*arguments: str, **options: Any) -> str:
+    def words(*arguments: str, launcher: Sequence[str] = LAUNCHER, **options: Any) -> str:
         done = subprocess.run(
-            [*LAUNCHER, *arguments, SCRIPT],
+            [*launcher, *arguments],
             capture_output=True,
             text=True,
             timeout=DEADLINE_S,
@@ -202,6 +205,22 @@ def refused(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return words
 
 
+# Becomes another user once all is imported, which that one may not read.
+STRANGER = """
+import os, sys
+from shoal.errors import LaunchError
+from shoal.launch.script.launcher import LaunchConfig, launch
+os.chdir("/")
+os.setresgid(*3 * [65534])
+os.setresuid(*3 * [65534])
+try:
+    launch(LaunchConfig("/dev/null", join=sys.argv[2]))
+except LaunchError as error:
+    print(error, file=sys.stderr)
+    sys.exit(2)
+"""
+
+
 @contextmanager
 def held(background: Background, *options: str) -> Iterator[str]:
     """An elastic run under way, by the address to join it."""
@@ -212,7 +231,7 @@ def held(background: Background, *options: str) -> Iterator[str]:
 @pytest.mark.skipif(os.geteuid() != 0, reason="to play another user one must be root")
 def test_another_user_cannot_join(background: Background, refused: Callable[..., str]) -> None:
     with held(background) as address:
-        said = refused("--join", address, user=65534, group=65534, cwd="/")
+        said = refused("--join", address, launcher=[sys.executable, "-c", STRANGER])
     assert f"There is no elastic run of yours at {address}" in said
 
 
@@ -224,7 +243,7 @@ def test_who_has_another_secret_cannot_join(
     with held(background, "--master", f"{name}:29873") as address:
         assert address == f"{name}:29873"
         for wrong in ("another", ""):
-            said = refused("--join", address, env={**os.environ, "SHOAL_TOKEN": wrong})
+            said = refused("--join", address, SCRIPT, env={**os.environ, "SHOAL_TOKEN": wrong})
             assert "SHOAL_TOKEN" in said
 
 
@@ -232,11 +251,15 @@ def test_other_hosts_are_not_let_in_without_a_secret(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SHOAL_TOKEN", raising=False)
-    said = refused("--elastic", "--master", "10.0.0.1:29874")
+    said = refused("--elastic", "--master", "10.0.0.1:29874", SCRIPT)
     assert "SHOAL_TOKEN" in said
 
 
-def test_a_run_that_is_not_elastic_cannot_be_joined(
-    background: Background, refused: Callable[..., str]
+def test_a_run_that_is_not_there_or_not_elastic_cannot_be_joined(
+    refused: Callable[..., str],
 ) -> None:
-    assert "There is no elastic run of yours" in refused("--join", "localhost:29875")
+    said = refused("--join", "localhost:29875", SCRIPT)
+    assert "There is no elastic run of yours at localhost:29875" in said
+    with MeetingServer.on_one_host(elastic_address("localhost", 29876)):
+        said = refused("--join", "127.0.0.1:29876", SCRIPT)
+    assert "The run at 127.0.0.1:29876 does not let ranks join: it is not elastic" in said
