@@ -61,7 +61,8 @@ class LaunchConfig:
                 "Add --master HOST:PORT with the address of node 0, the same on every node."
             )
         if self.master is not None:
-            host, port = _parse_place("--master", self.master, lowest=0 if self.nodes == 1 else 1)
+            lowest = 0 if self.nodes == 1 and self.elastic is None else 1
+            host, port = _parse_place("--master", self.master, lowest)
             object.__setattr__(self, "port", port)
             if self.nodes > 1 or (self.elastic is not None and not is_this_host(host)):
                 object.__setattr__(self, "host", host)
