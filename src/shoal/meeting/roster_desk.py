@@ -3,6 +3,12 @@
 It stands between the server where ranks meet and the `Roster`: it knows which connection is whose,
 and passes on what the roster has to say. A process speaks for itself only, over a connection that
 stays open as long as it lives; whoever started it speaks for it when it has ended.
+
+[Note: launchers that are cut off]
+The launcher of another host that has started some of the processes says now and then that it lives.
+If it is silent for `silence_s`, they count as lost. It is answered, and when it hears nothing for
+half of that time it ends them: so nobody can be on both sides of a cable that was cut, and those
+that are cut off are gone before the others go on.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ from typing import Any
 
 from shoal.meeting.roster import ENDING_S, JOINER, Announcement, Roster
 from shoal.meeting.server_thread import Guest
+from shoal.meeting.silence import silence_s
 
 Tell = Callable[[Guest, Any], None]
 _MOST_PERSONS = 100_000
@@ -37,6 +44,8 @@ class RosterDesk:
         self._guests: dict[int, Guest] = {}
         self._numbers: dict[Guest, int] = {}
         self._started_by: dict[Guest, list[int]] = {}
+        self._beats: dict[Guest, float] = {}
+        self._silence_s = silence_s()
         self._num_worlds = 0
         self._kind = ""
         self._requests: dict[str, Callable[[Guest, dict[str, Any]], Any]] = {
@@ -48,6 +57,7 @@ class RosterDesk:
             "awaited": lambda guest, message: {"awaited": self.roster.awaited()},
             "expect": self._expect,
             "person-ended": self._hear_of_end,
+            "beat": self._beat,
         }
 
     # For the process that holds it ----------------------------------------------------------
@@ -83,11 +93,15 @@ class RosterDesk:
 
     def due(self) -> float | None:
         """When `tick` is to be called."""
+        silent = [beat + self._silence_s for beat in self._beats.values()]
         with self._lock:
-            return self.roster.next_time()
+            times = [*silent, self.roster.next_time()]
+        return min((each for each in times if each is not None), default=None)
 
     def tick(self, now: float, tell: Tell) -> None:
         """Tells all what there is to be told."""
+        for guest in [each for each, beat in self._beats.items() if now >= beat + self._silence_s]:
+            self._give_up(guest, now)
         with self._lock:
             if (due := self.roster.next_time()) is not None and now >= due:
                 self.roster.tick(now)
@@ -107,8 +121,17 @@ class RosterDesk:
             if number is not None:
                 del self._guests[number]
                 self.roster.lose(number, now, ENDING_S)
+            self._beats.pop(guest, None)
             for each in self._started_by.pop(guest, ()):
                 self.roster.lose(each, now)
+
+    def _give_up(self, guest: Guest, now: float) -> None:
+        """See [Note: launchers that are cut off]."""
+        del self._beats[guest]
+        reason = f"its launcher has been silent for {self._silence_s:g} s"
+        with self._lock:
+            for number in self._started_by.pop(guest, ()):
+                self.roster.end(number, reason, now)
 
     # Requests -------------------------------------------------------------------------------
 
@@ -165,6 +188,12 @@ class RosterDesk:
         reason = str(message["reason"])
         self.roster.end(number, reason, time.monotonic(), is_good=is_good)
         return {"was_member": self.roster.persons[number].rank is not None}
+
+    def _beat(self, guest: Guest, message: dict[str, Any]) -> Any:
+        if guest not in self._started_by:
+            raise ValueError("it has started nobody, or has been given up")
+        self._beats[guest] = time.monotonic()
+        return {"beat": True}
 
 
 def _whole(value: object) -> int:

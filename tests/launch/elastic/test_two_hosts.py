@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from launch.elastic.test_elastic_launch import SCRIPT, at_step, counted, end_of
-from launch.script.test_two_hosts import ADDRESSES, SHOAL, hosts, pytestmark
+from launch.script.test_two_hosts import ADDRESSES, CABLE, SHOAL, hosts, ip, pytestmark
 
 __all__ = ["hosts", "pytestmark"]
 
@@ -56,3 +56,23 @@ def test_a_worker_of_another_host_joins_and_is_lost(start, tmp_path):
     assert counted(out) == ["0 2", "1 2"]
     assert "worker 2 joins as rank 2" in err
     assert "worker 2 (rank 2): killed by SIGKILL; nobody took its place" in err
+
+
+def test_one_that_is_cut_off_ends_and_the_others_go_on(start, hosts, tmp_path, monkeypatch):
+    monkeypatch.setenv("SHOAL_SILENCE_S", "6")
+    process = start(0, "--elastic", "--min", "2", "--master", PLACE)
+    at_step(process, 2)
+    joiner = start(1, "--join", PLACE)
+    at_step(joiner, 1)
+    ip("-n", hosts[0], "link", "set", CABLE[0], "down")
+    try:
+        (tmp_path / "hold").unlink()
+        code, _, err = end_of(joiner)
+        assert code == 128 + signal.SIGKILL
+        assert "worker 2: cut off from the run's launcher, and killed" in err
+        code, out, err = end_of(process)
+        assert code == 0, err
+        assert counted(out) == ["0 2", "1 2"]
+        assert "worker 2 (rank 2): its launcher has been silent for 6 s" in err
+    finally:
+        ip("-n", hosts[0], "link", "set", CABLE[0], "up")

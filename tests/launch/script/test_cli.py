@@ -67,7 +67,8 @@ def test_names_for_the_number_of_nodes(launched: list[LaunchConfig], option: str
 
 
 def test_options_of_elastic_runs(launched: list[LaunchConfig]) -> None:
-    assert run(*"launch --elastic --min 2 --max 8 --spares 1 --restarts 3 s.py".split()) == 0
+    line = "launch --elastic --min 2 --max 8 --spares 1 --restarts 3 s.py"
+    assert run(*line.split()) == 0
     bounds = Elastic(min_ranks=2, max_ranks=8, spares=1, restarts=3)
     assert launched == [LaunchConfig("s.py", ranks=2, elastic=bounds)]
     run("launch", "-n", "3", "--elastic", "s.py")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Any
 
 from shoal.errors import LaunchError, ShoalError
@@ -10,6 +12,7 @@ from shoal.launch.script.meeting_place import MeetingPlace
 from shoal.meeting.address import host_and_port
 from shoal.meeting.client import MeetingClient, MeetingGone, NotThereYet
 from shoal.meeting.handshake import TOKEN_VARIABLE
+from shoal.meeting.silence import silence_s
 
 _ANSWER_S = 10.0
 
@@ -19,6 +22,7 @@ class JoinedRun(MeetingPlace):
 
     Attributes:
         variables: What the workers of the run have in common.
+        is_cut_off: Whether the holder is on another host, and has been silent for too long.
     """
 
     def __init__(self, config: LaunchConfig) -> None:
@@ -27,6 +31,10 @@ class JoinedRun(MeetingPlace):
         self.address, self._name = config.run_address, config.join
         self.master_host, self.master_port = config.host, config.port
         self.variables: dict[str, str] = {}
+        self.is_cut_off = False
+        # See [Note: launchers that are cut off]. On one host the kernel tells of an end.
+        self._patience_s = math.inf if host_and_port(self.address) is None else silence_s() / 2
+        self._told_at, self._heard_at = 0.0, time.monotonic()
         try:
             self._client = MeetingClient(self.address)
         except (NotThereYet, MeetingGone) as error:
@@ -59,12 +67,18 @@ class JoinedRun(MeetingPlace):
             return True
 
     def is_there(self) -> bool:
-        """Whether the holder still is."""
+        """Whether the holder still is; to be asked again and again."""
+        now = time.monotonic()
         try:
-            self._client.poll("")
+            if now - self._told_at >= self._patience_s / 8:
+                self._told_at = now
+                self._client.tell({"kind": "beat"})
+            while self._client.poll("beat") is not None:
+                self._heard_at = now
         except MeetingGone:
             return False
-        return True
+        self.is_cut_off = now - self._heard_at >= self._patience_s
+        return not self.is_cut_off
 
     def _answer(self, key: str) -> dict[str, Any]:
         answer: dict[str, Any] | None = self._client.reply(_ANSWER_S, key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 from shoal.launch.elastic.elastic_launch import WorkerLaunch
@@ -27,8 +28,15 @@ class JoiningLaunch(WorkerLaunch):
         return {**super()._variables(), **self._run.variables}
 
     def is_going_on(self) -> bool:
-        """A worker without a holder hears of that by itself, and has the grace to say so."""
-        return bool(self._ranks) and self._run.is_there()
+        """A worker whose holder has hung up hears of that by itself, and has the grace to say so.
+
+        One that is cut off would hear of nothing, and the others go on without it.
+        """
+        is_there = not self._ranks or self._run.is_there()
+        if self._run.is_cut_off:
+            for rank in self._ranks:
+                rank.end_group(signal.SIGKILL, "cut off from the run's launcher, and killed")
+        return bool(self._ranks) and is_there
 
     def note_end(self, ending: Ending) -> None:
         """The holder cannot see the process."""
