@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal.meeting.roster import ENDING_S, JOINER, Announcement, Roster
 from shoal.meeting.server_thread import Guest
@@ -26,6 +26,20 @@ Tell = Callable[[Guest, Any], None]
 _MOST_PERSONS = 100_000
 
 
+class Progress(NamedTuple):
+    """What a member has said of itself.
+
+    Attributes:
+        generation: The world that it is about.
+        waiting: Which part of the time it has waited for others.
+        num_reports: How many times it has said so.
+    """
+
+    generation: int
+    waiting: float
+    num_reports: int
+
+
 class RosterDesk:
     """Serves one roster. Any thread may call; what is to be told is told by the server's thread.
 
@@ -33,6 +47,7 @@ class RosterDesk:
         on_world: Called with each announcement, in the server's thread.
         on_change: Wakes the server's thread: there may be something to tell.
         variables: What a process from outside is started with, to be like the others.
+        progress: What members have said last, by number.
     """
 
     def __init__(self, roster: Roster) -> None:
@@ -40,6 +55,7 @@ class RosterDesk:
         self.on_world: Callable[[Announcement], None] = lambda announcement: None
         self.on_change: Callable[[], None] = lambda: None
         self.variables: dict[str, str] = {}
+        self.progress: dict[int, Progress] = {}
         self._lock = threading.Lock()
         self._guests: dict[int, Guest] = {}
         self._numbers: dict[Guest, int] = {}
@@ -58,6 +74,7 @@ class RosterDesk:
             "expect": self._expect,
             "person-ended": self._hear_of_end,
             "beat": self._beat,
+            "progress": self._note_progress,
         }
 
     # For the process that holds it ----------------------------------------------------------
@@ -188,6 +205,11 @@ class RosterDesk:
         reason = str(message["reason"])
         self.roster.end(number, reason, time.monotonic(), is_good=is_good)
         return {"was_member": self.roster.persons[number].rank is not None}
+
+    def _note_progress(self, guest: Guest, message: dict[str, Any]) -> None:
+        number, generation = self._number(guest), _whole(message["generation"])
+        count = self.progress[number].num_reports if number in self.progress else 0
+        self.progress[number] = Progress(generation, float(message["waiting"]), count + 1)
 
     def _beat(self, guest: Guest, message: dict[str, Any]) -> Any:
         if guest not in self._started_by:

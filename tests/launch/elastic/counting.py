@@ -1,6 +1,7 @@
 """A script for elastic launches: ranks count together, and do deeds at their steps.
 
 counting.py STEPS SIZE [WORKER@STEP=DEED ...]: to so many steps, and until there are so many ranks.
+If STEPS is 0 they go on until the file HOLD is gone. The worker SLOW sleeps in each step.
 Deeds: KILL, TERM and STOP are sent to itself; `raise` raises.
 `wait` at a step: nobody goes on before the file HOLD is gone, or the world is another one.
 """
@@ -21,6 +22,7 @@ from shoal.comm.membership import RunComplete
 from shoal.errors import LaunchError, MembershipChanged
 
 NUMBER = os.environ.get("SHOAL_PERSON", "alone")
+SLOW = os.environ.get("SLOW", "")
 HOLD = Path(os.environ.get("HOLD", "/nowhere"))
 
 
@@ -52,8 +54,10 @@ def count(steps: int, size: int, deeds: dict[str, str]) -> None:
     while True:
         try:
             step = max(world.all_gather_object(step))
-            if step >= steps and world.size >= size:
+            if (steps or not world.agree(HOLD.exists())) and step >= steps and world.size >= size:
                 break
+            if NUMBER == SLOW:
+                time.sleep(0.2)
             do(deeds.get(f"{NUMBER}@{step}", ""), world)
             total = world.all_reduce(torch.full((300,), float(step)))[7].item()
             assert total == step * world.size

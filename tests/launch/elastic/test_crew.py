@@ -8,9 +8,11 @@ import pytest
 
 from shoal.launch.elastic.account import Account, change_text, replacements
 from shoal.launch.elastic.crew import Crew
+from shoal.launch.elastic.stragglers import Stragglers
 from shoal.launch.script.summary import Ending
 from shoal.meeting.elastic_options import Elastic
 from shoal.meeting.roster import JOINER
+from shoal.meeting.roster_desk import Progress
 from shoal.meeting.server import MeetingServer
 
 
@@ -158,3 +160,25 @@ def test_nothing_is_said_where_nobody_was_lost(server: MeetingServer) -> None:
         run.crew.note_end(number, 0, "")
     account = Account(run.roster, [], 1)
     assert (account.exit_code, account.text(is_shown=True)) == (0, "")
+
+
+def test_one_that_waits_much_less_than_the_others_is_told_once(server: MeetingServer) -> None:
+    run, stragglers = Run(server, 3, Elastic()), Stragglers()
+    run.begin(0, 1, 2)
+
+    def news(count: int, *waiting: float, generation: int = 1) -> list[str]:
+        reports = {n: Progress(generation, share, count) for n, share in enumerate(waiting)}
+        return stragglers.news(run.roster, reports)
+
+    assert news(1, 0.5, 0.0) == []  # one has said nothing yet
+    assert news(1, 0.5, 0.0, 0.5, generation=0) == []
+    assert news(1, 0.5, 0.0, 0.5) == []  # it may be by chance
+    assert news(1, 0.5, 0.0, 0.5) == []
+    assert news(2, 0.5, 0.0, 0.5) == [
+        "worker 1 (rank 1) holds the others up: it waits 0% of the time and they 50%, so it takes "
+        "2.0 times as long for its part of a step."
+    ]
+    assert news(3, 0.5, 0.0, 0.5) == []
+    assert news(4, 0.3, 0.2, 0.3) == []  # it has caught up
+    assert news(5, 0.6, 0.0, 0.5) == []
+    assert len(news(6, 0.6, 0.0, 0.5)) == 1

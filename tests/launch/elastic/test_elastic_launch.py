@@ -187,6 +187,20 @@ def invitation(process: subprocess.Popen[str]) -> str:
     return found[1]
 
 
+def test_one_that_is_slow_is_named_and_stays(
+    background: Background, hold: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLOW", "1")
+    process = background("--elastic", "-n", "3", SCRIPT, "0", "3")
+    assert process.stderr is not None
+    lines = iter(process.stderr.readline, "")
+    said = next(line for line in lines if "holds the others up" in line)
+    assert said.startswith("shoal: worker 1 (rank 1) holds the others up: it waits ")
+    hold.unlink()
+    code, out, _ = end_of(process)
+    assert (code, counted(out)) == (0, ["0 3", "1 3", "2 3"])
+
+
 @pytest.fixture
 def refused(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
     def words(*arguments: str, launcher: Sequence[str] = LAUNCHER, **options: Any) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from shoal.errors import LaunchError
 from shoal.launch.elastic.account import Account, change_text
 from shoal.launch.elastic.crew import Crew, Fence, worker_variables
+from shoal.launch.elastic.stragglers import Stragglers
 from shoal.launch.script.node_launch import NodeLaunch, Signals, first_of
 from shoal.launch.script.rank import Rank, start_rank
 from shoal.launch.script.summary import STOPPED, Ending, is_interrupt
@@ -57,6 +58,10 @@ class WorkerLaunch(NodeLaunch):
             await first_of(self._changed.wait(), signals.stop.wait(), timeout=_LOOK_SECONDS)
             self._changed.clear()
             self._kill_fenced()
+            self.look()
+
+    def look(self) -> None:
+        """Called now and then."""
 
     def _kill_fenced(self) -> None:
         running = {rank.number: rank for rank in self._ranks if rank.is_running}
@@ -89,6 +94,10 @@ class WorkerLaunch(NodeLaunch):
 
 class ElasticLaunch(WorkerLaunch):
     """Holds the roster."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._stragglers = Stragglers()
 
     async def _start(self) -> None:
         config, place = self._config, self._place
@@ -123,6 +132,11 @@ class ElasticLaunch(WorkerLaunch):
             for rank in [each for each in self._ranks if each.number == number]:
                 rank.end_group(signal.SIGKILL, "not needed any more")
         return self._crew.has_result and bool(self._ranks)
+
+    def look(self) -> None:
+        """Tells who is slow."""
+        for text in self._stragglers.news(self._crew.roster, self._crew.desk.progress):
+            self._err.say(f"shoal: {text}")
 
     def note_end(self, ending: Ending) -> None:
         """Another takes its place, if one is left."""

@@ -25,6 +25,7 @@ from shoal.comm.membership import Membership, Regrouped, RunComplete
 from shoal.comm.process_backend import ProcessBackend
 from shoal.comm.world import World, set_current
 from shoal.errors import LaunchError, PeerError, ShoalError, TransportError
+from shoal.launch.joining.progress import ProgressTeller
 from shoal.meeting.address import MEETING_VARIABLE
 from shoal.meeting.client import MeetingClient, MeetingGone
 from shoal.meeting.roster import PERSON_VARIABLE
@@ -82,6 +83,7 @@ class ProcessMembership(Membership):
             raise LaunchError(f"this process cannot join the run: {answer['refused']}")
         self._is_first = bool(answer["is_first"])
         self._world: World | None = None
+        self._progress = ProgressTeller(self._client.tell)
         _note_sigterm(self)
         _own[:] = [self]
 
@@ -115,10 +117,15 @@ class ProcessMembership(Membership):
         return Regrouped(self._world, old_size, old_ranks, reasons)
 
     def wants_change(self) -> bool:
-        """Reads what the holder has said; its end counts as well."""
+        """Reads what the holder has said, and tells it of this rank's progress.
+
+        The holder's end counts as a change.
+        """
         try:
             if self.is_leaving:
                 self._tell_leave()
+            if self._world is not None and self.generation:
+                self._progress.look(self._world.backend, self.generation)
             while (notice := self._client.poll("change")) is not None:
                 if notice["generation"] == self.generation:  # else it has come true
                     self._is_change_wanted = bool(notice["change"])
@@ -159,6 +166,7 @@ class ProcessMembership(Membership):
                         raise
                     break
                 self._is_change_wanted = False
+                self._progress.begin(backend)
                 return told.old_size, told.old_ranks, told.reasons, backend
         raise AssertionError("the last failure is raised")
 
