@@ -16,7 +16,10 @@ import pytest
 
 from launch.conftest import LAUNCHER
 from launch.watching import assert_gone
+from shoal.launch.script.config import LaunchConfig
+from shoal.launch.script.meeting_place import MeetingPlace
 from shoal.meeting.address import elastic_address
+from shoal.meeting.elastic_options import Elastic
 from shoal.meeting.server import MeetingServer
 
 SCRIPT = str(Path(__file__).with_name("counting.py"))
@@ -259,6 +262,19 @@ def test_who_has_another_secret_cannot_join(
         for wrong in ("another", ""):
             said = refused("--join", address, SCRIPT, env={**os.environ, "SHOAL_TOKEN": wrong})
             assert "SHOAL_TOKEN" in said
+
+
+def test_two_elastic_runs_of_a_host_have_two_ports(
+    background: Background, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with held(background, "--master", "localhost:29877"):
+        said = refused("--elastic", "--master", "localhost:29877", SCRIPT)
+        assert "Another elastic run of this host has port 29877" in said
+        ports = iter([29877, 29878])
+        place = "shoal.launch.script.meeting_place.free_port"
+        monkeypatch.setattr(place, lambda: ("127.0.0.1", next(ports)))
+        with MeetingPlace(LaunchConfig("x.py", elastic=Elastic())) as found:
+            assert found.master_port == 29878
 
 
 def test_other_hosts_are_not_let_in_without_a_secret(

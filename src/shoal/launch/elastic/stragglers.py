@@ -9,7 +9,7 @@ from shoal.meeting.roster import Roster
 from shoal.meeting.roster_desk import Progress
 
 _LEAST_DIFFERENCE = 0.25
-_LEAST_REPORTS = 2
+_LEAST_REPORTS = 4
 
 
 class Stragglers:
@@ -20,7 +20,7 @@ class Stragglers:
         self._told: set[int] = set()
 
     def news(self, roster: Roster, progress: Mapping[int, Progress]) -> list[str]:
-        """A line for each that has become one, in two reports or more."""
+        """A line for each that has become one, in all of its last reports."""
         numbers = [person.number for person in roster.members()]
         reports = [progress.get(number) for number in numbers]
         found = {

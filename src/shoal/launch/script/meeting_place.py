@@ -17,6 +17,7 @@ from shoal.meeting.server import MeetingServer
 
 _POLL_S = 0.05
 _LAST_PORT = 65_535
+_TRIES = 5
 _NO_TOKEN = (
     f"Ranks of other hosts prove by {TOKEN_VARIABLE} that they may join, but it is not set. Set it "
     "to the same secret here and where they are started."
@@ -38,16 +39,28 @@ class MeetingPlace:
         self.address = tcp_address(config.host, config.port)
         self.master_host, self.master_port = _master(config)
         if not config.is_between_hosts:
-            name = None
-            if config.elastic is not None:
-                name = elastic_address(self.master_host, self.master_port)
-            self._server = MeetingServer.on_one_host(name)
+            is_elastic = config.elastic is not None
+            self._server = self._hold_elastic() if is_elastic else MeetingServer.on_one_host()
             self.address = self._server.address
         elif config.node_rank == 0:
             token = os.environ.get(TOKEN_VARIABLE, "")
             if config.elastic is not None and not token:
                 raise LaunchError(_NO_TOKEN)
             self._server = MeetingServer.between_hosts(_listen(config), config.host, token)
+
+    def _hold_elastic(self) -> MeetingServer:
+        """At the name that belongs to the port, which nobody listens on: another may choose it."""
+        for is_last in (*[False] * _TRIES, True):
+            try:
+                address = elastic_address(self.master_host, self.master_port)
+                return MeetingServer.on_one_host(address)
+            except LaunchError:
+                if self._config.port:
+                    raise LaunchError(_taken(self._config.port)) from None
+                if is_last:
+                    raise
+                self.master_host, self.master_port = free_port()
+        raise AssertionError("the last failure is raised")
 
     @property
     def server(self) -> MeetingServer:
@@ -97,6 +110,13 @@ def _listen(config: LaunchConfig) -> socket.socket:
         return socket.create_server((config.host, config.port))
     except OSError as error:
         raise _refusal(config, error) from None
+
+
+def _taken(port: int) -> str:
+    return (
+        f"Another elastic run of this host has port {port} in its --master, or another user holds "
+        "its name. Choose another port with --master HOST:PORT, or leave --master out."
+    )
 
 
 def _refusal(config: LaunchConfig, error: OSError) -> LaunchError:
