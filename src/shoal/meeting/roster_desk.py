@@ -59,7 +59,7 @@ class RosterDesk:
         self._lock = threading.Lock()
         self._guests: dict[int, Guest] = {}
         self._numbers: dict[Guest, int] = {}
-        self._started_by: dict[Guest, list[int]] = {}
+        self._started_by: dict[Guest, set[int]] = {}
         self._beats: dict[Guest, float] = {}
         self._silence_s = silence_s()
         self._num_worlds = 0
@@ -89,6 +89,10 @@ class RosterDesk:
         with self._lock:
             self.roster.end(number, reason, time.monotonic(), is_good=is_good)
         self.on_change()
+
+    def is_listened_to(self) -> bool:
+        """Whether another launcher has processes whose end it has not told yet."""
+        return any(list(self._started_by.values()))
 
     # For the server's thread ----------------------------------------------------------------
 
@@ -195,13 +199,15 @@ class RosterDesk:
         if len(self.roster.persons) >= _MOST_PERSONS:
             raise ValueError("too many have come")
         number = self.roster.expect(JOINER)
-        self._started_by.setdefault(guest, []).append(number)
+        self._started_by.setdefault(guest, set()).add(number)
         return {"person": number, "variables": self.variables}
 
     def _hear_of_end(self, guest: Guest, message: dict[str, Any]) -> Any:
         number, is_good = _whole(message["person"]), message["is_good"]
         if not isinstance(is_good, bool) or number not in self.roster.persons:
             raise ValueError("no end of a process")
+        for started in self._started_by.values():
+            started.discard(number)
         reason = str(message["reason"])
         self.roster.end(number, reason, time.monotonic(), is_good=is_good)
         return {"was_member": self.roster.persons[number].rank is not None}

@@ -50,6 +50,7 @@ def count(steps: int, size: int, deeds: dict[str, str]) -> None:
     world, step = shoal.world(), 0
     membership: Any = world.membership
     if membership.generation == 0:
+        print("waits to be a member", flush=True)
         regroup(membership)
     while True:
         try:

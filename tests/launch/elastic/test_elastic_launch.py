@@ -16,8 +16,10 @@ import pytest
 
 from launch.conftest import LAUNCHER
 from launch.watching import assert_gone
-from shoal.launch.script.config import LaunchConfig
+from shoal.errors import LaunchError
+from shoal.launch.script.launcher import LaunchConfig, launch
 from shoal.launch.script.meeting_place import MeetingPlace
+from shoal.launch.script.rank import start_rank
 from shoal.meeting.address import elastic_address
 from shoal.meeting.elastic_options import Elastic
 from shoal.meeting.server import MeetingServer
@@ -103,6 +105,21 @@ def test_losses_in_several_ways_and_restarts(tmp_path: Path) -> None:
     assert "the loss is nan" in logs["worker-1.log"]
 
 
+def test_one_that_cannot_be_started_anew_is_no_reason_to_wait(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def start(number: int, *rest: Any) -> Any:
+        if number == 1:
+            raise LaunchError("there are too many processes")
+        return start_rank(number, *rest)
+
+    monkeypatch.setattr("shoal.launch.elastic.elastic_launch.start_rank", start)
+    script = tmp_path / "fails.py"
+    script.write_text("raise SystemExit(3)")
+    assert launch(LaunchConfig(str(script), elastic=Elastic(restarts=1))) == 3
+    assert "worker 1 cannot be started: there are too many" in capfd.readouterr().err
+
+
 def test_too_few_are_the_end_and_the_code_is_that_of_the_last(tmp_path: Path) -> None:
     line = f"-n 3 --min 2 --log-dir {tmp_path}"
     code, _, err = run(line, "8", "3", "0@2=KILL", "2@4=raise")
@@ -170,6 +187,22 @@ def test_the_end_of_its_launcher_is_the_end_of_a_joiner(background: Background, 
     assert code == 0, err
     assert counted(out) == ["0 2", "1 2"]
     assert "worker 2 (rank 2): its connection to the run's holder ended" in err
+
+
+def test_one_for_whom_there_was_no_room_is_told_so_at_the_end(
+    background: Background, hold: Path
+) -> None:
+    process = background("--elastic", "-n", "1", "--max", "1", SCRIPT, "5", "1", "0@2=wait")
+    address = invitation(process)
+    at_step(process, 1)
+    joiner = background("--join", address, SCRIPT, "5", "1")
+    assert joiner.stdout is not None
+    assert "waits to be a member" in joiner.stdout.readline()
+    hold.unlink()
+    code, out, err = end_of(process)
+    assert (code, counted(out), err) == (0, ["0 1"], "")
+    said = "shoal: worker 1 was not needed: the run has come to its end.\n"
+    assert end_of(joiner) == (0, "", said)
 
 
 def joined(background: Background) -> tuple[Any, Any, list[int]]:

@@ -67,6 +67,19 @@ def test_what_the_user_exported_about_threads_is_kept(
     assert capfd.readouterr().out == "[rank 0] 7\n"
 
 
+def test_a_launch_in_a_worker_of_an_elastic_run_is_a_launch_of_its_own(
+    script: Write, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_PERSON", "7")
+    path = script(
+        "from shoal.launch.joining.environment import own_number\n"
+        "from shoal.launch.joining.process_membership import is_elastic\n"
+        "print(own_number(), is_elastic())"
+    )
+    assert launch(LaunchConfig(path)) == 0
+    assert capfd.readouterr().out == "[rank 0] 0 False\n"
+
+
 def test_ranks_of_a_second_node(script: Write, capfd: pytest.CaptureFixture[str]) -> None:
     path = script(
         "print(*(os.environ.get(k) for k in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'GROUP_RANK',"

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from shoal.launch.script.summary import STOPPED, Ending, is_interrupt
 from shoal.meeting.roster import Announcement
 
 _LOOK_SECONDS = 0.25
+_FAREWELL_SECONDS = 5.0
 # What a worker from outside is started with, to be like the others.
 _SHARED = ("MASTER_ADDR", "MASTER_PORT", "SHOAL_RUN_ID", "SHOAL_BACKEND", "OMP_NUM_THREADS")
 
@@ -98,6 +100,8 @@ class ElasticLaunch(WorkerLaunch):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._stragglers = Stragglers()
+        self._farewell = 0.0
+        self._has_begun = False
 
     async def _start(self) -> None:
         config, place = self._config, self._place
@@ -113,13 +117,14 @@ class ElasticLaunch(WorkerLaunch):
         port = config.port if config.is_between_hosts else place.master_port
         self._err.say(f"shoal: others join by: shoal launch --join {host}:{port} {config.script}")
         self._crew.begin()
+        self._has_begun = True
 
     def _start_if_possible(self, number: int, rank: int, size: int) -> None:
-        """The run goes on without one that cannot be started while it is under way."""
+        """The run goes on without one that cannot be started once others were."""
         try:
             self.start_worker(number, rank, size)
-        except LaunchError as error:
-            if not self._crew.roster.worlds:
+        except (LaunchError, OSError) as error:
+            if not self._has_begun:
                 raise
             self._err.say(f"shoal: worker {number} cannot be started: {error}")
             self._crew.desk.end(number, "it could not be started")
@@ -131,7 +136,12 @@ class ElasticLaunch(WorkerLaunch):
         for number in self._crew.end():
             for rank in [each for each in self._ranks if each.number == number]:
                 rank.end_group(signal.SIGKILL, "not needed any more")
-        return self._crew.has_result and bool(self._ranks)
+        return self._crew.has_result and (bool(self._ranks) or self._is_listened_to())
+
+    def _is_listened_to(self) -> bool:
+        """Whether workers of other launchers have yet to hear from here that the run has ended."""
+        self._farewell = self._farewell or time.monotonic() + _FAREWELL_SECONDS
+        return self._crew.desk.is_listened_to() and time.monotonic() < self._farewell
 
     def look(self) -> None:
         """Tells who is slow."""

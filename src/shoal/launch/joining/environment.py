@@ -173,7 +173,7 @@ def discover(env: Environment = os.environ) -> RankInfo:
 def own_number(env: Environment = os.environ) -> int:
     """By which number the launcher knows this process: its rank, where ranks do not change."""
     number = env.get(PERSON_VARIABLE)
-    return discover(env).rank if number is None else int(number)
+    return int(number) if number else discover(env).rank
 
 
 _OTHER_NAMES = (

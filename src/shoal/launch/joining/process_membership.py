@@ -44,7 +44,7 @@ _own: list[ProcessMembership] = []
 
 def is_elastic() -> bool:
     """Whether whoever started this process holds a roster."""
-    return PERSON_VARIABLE in os.environ
+    return bool(os.environ.get(PERSON_VARIABLE))
 
 
 def fail_membership() -> None:

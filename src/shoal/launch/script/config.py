@@ -19,6 +19,7 @@ from shoal.errors import LaunchError
 from shoal.launch.rank_settings import rank_settings
 from shoal.meeting.address import MEETING_VARIABLE, elastic_address, is_this_host
 from shoal.meeting.elastic_options import Elastic
+from shoal.meeting.roster import PERSON_VARIABLE
 
 BACKENDS = ("auto", "shm", "gloo", "nccl", "mpi")
 
@@ -242,6 +243,7 @@ def common_variables(
         "MASTER_PORT": str(master[1]),
         MEETING_VARIABLE: meeting,
         "SHOAL_LAUNCHED": "1",
+        PERSON_VARIABLE: "",  # that of an elastic worker in which this launch may run
         "SHOAL_RUN_ID": run_id,
         "SHOAL_ERROR_DIR": str(error_dir),
         "TORCHELASTIC_RUN_ID": run_id,
