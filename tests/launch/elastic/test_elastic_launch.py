@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -16,10 +17,9 @@ import pytest
 
 from launch.conftest import LAUNCHER
 from launch.watching import assert_gone
-from shoal.errors import LaunchError
+from shoal.launch.script.guard import spawn
 from shoal.launch.script.launcher import LaunchConfig, launch
 from shoal.launch.script.meeting_place import MeetingPlace
-from shoal.launch.script.rank import start_rank
 from shoal.meeting.address import elastic_address
 from shoal.meeting.elastic_options import Elastic
 from shoal.meeting.server import MeetingServer
@@ -108,16 +108,16 @@ def test_losses_in_several_ways_and_restarts(tmp_path: Path) -> None:
 def test_one_that_cannot_be_started_anew_is_no_reason_to_wait(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def start(number: int, *rest: Any) -> Any:
-        if number == 1:
-            raise LaunchError("there are too many processes")
-        return start_rank(number, *rest)
+    def refuse(command: Any, **options: Any) -> Any:
+        if options["env"]["SHOAL_PERSON"] == "1":
+            raise OSError(errno.EAGAIN, "there are too many processes")
+        return spawn(command, **options)
 
-    monkeypatch.setattr("shoal.launch.elastic.elastic_launch.start_rank", start)
+    monkeypatch.setattr("shoal.launch.script.rank.spawn", refuse)
     script = tmp_path / "fails.py"
     script.write_text("raise SystemExit(3)")
     assert launch(LaunchConfig(str(script), elastic=Elastic(restarts=1))) == 3
-    assert "worker 1 cannot be started: there are too many" in capfd.readouterr().err
+    assert "worker 1 cannot be started: " in capfd.readouterr().err
 
 
 def test_too_few_are_the_end_and_the_code_is_that_of_the_last(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def refused(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
 # Becomes another user once all is imported, which that one may not read.
 STRANGER = """
 import os, sys
-from shoal.errors import LaunchError
+from shoal.launch.script.guard import spawn
 from shoal.launch.script.launcher import LaunchConfig, launch
 os.chdir("/")
 os.setresgid(*3 * [65534])
