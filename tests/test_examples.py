@@ -205,6 +205,26 @@ def test_resume(tmp_path, first_use):
     assert loss == pytest.approx(expected, rel=1e-4)
 
 
+def test_elastic():
+    """A rank is killed, and a spare takes its place: the same to the last bit."""
+    command = (SHOAL, "launch", "--elastic", "-n", "3", "--min", "3", "--spares", "1")
+    script = str(EXAMPLES / "elastic.py")
+    undisturbed = output_of(*command, script)
+    killed = output_of("sh", "-c", 'exec "$@" 2>&1', "sh", *command, script, "--kill", "1@20")
+    assert "worker 1 (rank 1): killed by SIGKILL; worker 3 took its place" in killed
+    assert "on 3 ranks: loss 0.0" in undisturbed
+    assert undisturbed in killed
+    fewer = output_of(*command[:5], script, "--kill", "0@7")
+    found = re.search(r"on 2 ranks: loss (\S+)", fewer)
+    assert found is not None
+    assert float(found[1]) < 0.1
+
+
+def test_elastic_alone():
+    text = output_of(sys.executable, str(EXAMPLES / "elastic.py"))
+    assert "on 1 ranks: loss 0.0" in text
+
+
 def test_gpu(first_use):
     """The loop of the README, here on a CPU."""
     losses = shoal.run(load("gpu").train, 2, "memory", args=(20, 16))

@@ -23,8 +23,9 @@ from faults.worlds import (
     warnings_of_shoal,
 )
 from shoal.comm.control.sockets import topology
-from shoal.comm.control.sockets.sockets import SILENCE_VARIABLE, SocketControl
+from shoal.comm.control.sockets.sockets import SocketControl
 from shoal.errors import DeadlineError, MismatchError, PeerError, ShoalError
+from shoal.meeting.silence import SILENCE_VARIABLE
 
 
 @pytest.fixture(autouse=True, params=[topology.ALL_PAIRS_RANKS, 1], ids=["all-pairs", "graph"])

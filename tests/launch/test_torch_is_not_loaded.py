@@ -46,11 +46,14 @@ main()
 """
 
 
-@pytest.mark.parametrize("backend", ["shm", pytest.param("mpi", marks=pytest.mark.mpi)])
-def test_nobody_loads_torch_when_the_ranks_do_not(
-    script: Callable[[str], str], backend: str
-) -> None:
-    line = f"launch -n 2 --grace 0 --backend {backend}".split()
+KINDS = ("-n 2 --backend shm", "-n 1 --elastic --restarts 0")
+
+
+@pytest.mark.parametrize(
+    "kind", [*KINDS, pytest.param("-n 2 --backend mpi", marks=pytest.mark.mpi)]
+)
+def test_nobody_loads_torch_when_the_ranks_do_not(script: Callable[[str], str], kind: str) -> None:
+    line = f"launch --grace 0 {kind}".split()
     answer = subprocess.run(
         [sys.executable, "-c", LAUNCHER, *line, script(SCRIPT)],
         capture_output=True,

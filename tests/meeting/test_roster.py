@@ -207,7 +207,7 @@ def test_the_end_of_all_is_the_end_of_those_that_wait() -> None:
     run = Run(2).begin()
     spare = run.outsider(SPARE)
     run.end(0, 1, is_good=True)
-    assert run.last(spare) == {"refused": "the run has come to its end"}
+    assert run.last(spare) == {"refused": "the run has come to its end", "is_complete": True}
 
 
 def test_spares_go_on_where_all_have_died() -> None:

@@ -60,8 +60,11 @@ def launch_command(
         list[str] | None, typer.Argument(help="Its arguments, passed on exactly.")
     ] = None,
     ranks: Annotated[
-        int, typer.Option("-n", "--ranks", "--nproc-per-node", help="Ranks on this node.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            "-n", "--ranks", "--nproc-per-node", help="Ranks on this node; default: 1, or --min."
+        ),
+    ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="Run a module.")] = False,
     backend: Annotated[
         str | None, typer.Option(help="auto, shm, gloo, nccl or mpi; default: the script's.")
@@ -77,14 +80,29 @@ def launch_command(
     grace: Annotated[
         float, typer.Option(help="Seconds others have to end after a failure or an interrupt.")
     ] = 10.0,
+    elastic: Annotated[bool, typer.Option("--elastic", help="Ranks may come, go and die.")] = False,
+    least: Annotated[
+        int | None, typer.Option("--min", help="With fewer ranks an elastic run ends; default: 1.")
+    ] = None,
+    most: Annotated[int | None, typer.Option("--max", help="More are not let in.")] = None,
+    spares: Annotated[
+        int | None, typer.Option(help="Started besides, and wait until a rank is lost.")
+    ] = None,
+    restarts: Annotated[
+        int | None, typer.Option(help="How many are started anew after a loss, over the whole run.")
+    ] = None,
+    join: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Join an elastic run that is under way.")
+    ] = None,
 ) -> None:
     """Start ranks of a script: shoal launch -n 4 train.py --its arguments."""
+    from shoal.launch.script.config import elastic_bounds
     from shoal.launch.script.launcher import LaunchConfig, launch
 
     config = LaunchConfig(
         script=script,
         args=tuple(args or ()),
-        ranks=ranks,
+        ranks=(least or 1) if ranks is None else ranks,
         module=module,
         backend=backend,
         nodes=nodes,
@@ -92,6 +110,8 @@ def launch_command(
         master=master,
         log_dir=log_dir,
         grace=grace,
+        elastic=elastic_bounds(elastic, least, most, spares, restarts),
+        join=join,
     )
     code = launch(config)
     give_up_output()  # what is lost has been said; the code is the ranks'

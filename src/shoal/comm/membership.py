@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.comm.world import World
+from shoal.errors import LaunchError
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,10 @@ class Change:
     left: tuple[int, ...]
     joined: tuple[int, ...]
     step: int
+
+
+class RunComplete(LaunchError):
+    """The run has come to its end while this rank waited to be a member: it was not needed."""
 
 
 class Regrouped(NamedTuple):

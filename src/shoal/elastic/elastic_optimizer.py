@@ -15,7 +15,7 @@ from shoal.checkpoint.loading import load
 from shoal.checkpoint.save.rank_state import RankState, collect
 from shoal.checkpoint.training_state import Companions
 from shoal.comm import Backend
-from shoal.comm.membership import Change, Membership, Regrouped
+from shoal.comm.membership import Change, Membership, Regrouped, RunComplete
 from shoal.comm.world import current
 from shoal.elastic.keeper import IS_LEAVING, WANTS_CHANGE, Keeper
 from shoal.elastic.recovery import Recovery, refuse
@@ -265,8 +265,8 @@ class ElasticOptimizer(ShardedOptimizer):
         assert membership is not None
         try:
             return membership.regroup()
-        except LaunchError:
-            if membership.is_leaving:
+        except LaunchError as error:
+            if membership.is_leaving or isinstance(error, RunComplete):
                 raise SystemExit(0) from None
             raise
 

@@ -33,6 +33,19 @@ def tcp_address(host: str, port: int) -> str:
     return f"tcp:{host}:{port}"
 
 
+def elastic_address(host: str, port: int) -> str:
+    """Where the elastic run meets that its launcher calls HOST:PORT.
+
+    By a name of the loopback that is a run of the same user on this host, and no port of anything.
+    """
+    return unix_address("elastic", port) if is_this_host(host) else tcp_address(host, port)
+
+
+def is_this_host(host: str) -> bool:
+    """Whether a name or an address can mean nothing but the host itself."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
 def host_and_port(address: str) -> tuple[str, int] | None:
     """Of a TCP address; None for another."""
     kind, _, rest = address.partition(":")

@@ -24,9 +24,13 @@ from typing import Any
 
 from shoal.meeting.elastic_options import Elastic
 
+PERSON_VARIABLE = "SHOAL_PERSON"
+"""Tells a process its number in the roster."""
 WORKER, SPARE, JOINER = ROLES = ("worker", "spare", "joiner")
-# A connection may end a moment before the news of why.
+# Where whoever started a process cannot tell of its end any more.
 LOST_S = 1.0
+# Where it can, and will: a process may take long to end after its last word.
+ENDING_S = 10.0
 
 Notice = tuple[int, dict[str, Any]]
 """To whom, and what it is told."""
@@ -51,7 +55,8 @@ class Person:
         stage: How far it has come.
         rank: In the present generation; None for one that waits outside.
         is_leaving: Whether it has asked to be let go.
-        lost_at: When its connection ended, if it did.
+        has_finished: Whether it was a member until it came to its end by itself.
+        lost_at: When it counts as lost, since a connection has ended.
         reason: Why it is gone.
     """
 
@@ -60,6 +65,7 @@ class Person:
     stage: Stage = Stage.EXPECTED
     rank: int | None = None
     is_leaving: bool = False
+    has_finished: bool = False
     lost_at: float | None = None
     reason: str = ""
 
@@ -112,6 +118,7 @@ class Roster:
         generation: Of the present world; 0 before the first.
         present: The members of the present world, by rank, the dead among them.
         refusal: Why there will be no next generation, once that is so.
+        is_complete: Whether that is because the last members have come to their end.
         worlds: All announcements.
     """
 
@@ -121,6 +128,7 @@ class Roster:
         self.generation = 0
         self.present: list[Person] = []
         self.refusal = ""
+        self.is_complete = False
         self.worlds: list[Announcement] = []
         self._min, self._max = options.min_ranks, options.max_ranks
         self._wanted, self._join_s = ranks, join_s
@@ -146,19 +154,20 @@ class Roster:
             return
         if is_good or person.is_leaving:
             self._note_good_end(person)
+        person.has_finished = is_good and person.rank is not None and not person.is_leaving
         person.stage, person.reason = Stage.GONE, reason
         self._settle(now)
 
     def tick(self, now: float) -> None:
         """Time has passed."""
         for person in list(self.persons.values()):
-            if person.is_alive and person.lost_at is not None and now >= person.lost_at + LOST_S:
+            if person.is_alive and person.lost_at is not None and now >= person.lost_at:
                 self.end(person.number, "its connection to the run's holder ended", now)
         self._settle(now)
 
     def next_time(self) -> float | None:
         """When `tick` should be called at the latest."""
-        lost = [each.lost_at + LOST_S for each in self._living() if each.lost_at is not None]
+        lost = [each.lost_at for each in self._living() if each.lost_at is not None]
         if self._short_since is not None:
             lost.append(self._short_since + self._join_s)
         return min(lost, default=None)
@@ -198,9 +207,13 @@ class Roster:
             person.is_leaving = True
             self._settle(now)
 
-    def lose(self, number: int, now: float) -> None:
-        """The connection of a process has ended: it will hardly live on."""
-        self.persons[number].lost_at = now
+    def lose(self, number: int, now: float, wait_s: float = LOST_S) -> None:
+        """The connection of a process has ended, or of its launcher: it will hardly live on.
+
+        News of why is waited for so long.
+        """
+        before = self.persons[number].lost_at
+        self.persons[number].lost_at = now + wait_s if before is None else min(before, now + wait_s)
 
     def require(self, number: int, least: int, most: int | None, now: float) -> str:
         """Narrows the bounds; what speaks against that, if anything does."""
@@ -250,8 +263,8 @@ class Roster:
     def _settle(self, now: float) -> None:
         """Announces or refuses what is due after a change."""
         self._let_go(self.outside())
-        if self.worlds and not self.members() and self._has_ended_well:
-            self.refusal = self.refusal or "the run has come to its end"
+        if self.worlds and not self.members() and self._has_ended_well and not self.refusal:
+            self.refusal, self.is_complete = "the run has come to its end", True
         if self.refusal:
             for person in self._living():
                 self._refuse_if_asking(person)
@@ -347,7 +360,10 @@ class Roster:
             self._refuse(person, self.refusal)
 
     def _refuse(self, person: Person, why: str) -> None:
-        self._notices.append((person.number, {"refused": why}))
+        notice: dict[str, Any] = {"refused": why}
+        if self.is_complete:
+            notice["is_complete"] = True
+        self._notices.append((person.number, notice))
 
     def _tell_wishes(self) -> None:
         """Members are told whether a change is due, so that they can ask for it together."""

@@ -123,6 +123,13 @@ def test_a_sigterm_is_a_request_to_leave_at_the_end_of_the_step(backend: str) ->
     assert [each[1:] for each in found] == [(2, 2, 0)] * 2  # nobody was lost, nobody replaced
 
 
+def test_a_run_inside_of_a_rank_is_a_run_of_its_own() -> None:
+    def outer() -> Any:
+        return shoal.run(lambda: shoal.world().membership is None, 2, "shm", timeout=TIMEOUT_S)
+
+    assert shoal.run(outer, 1, "shm", timeout=TIMEOUT_S, elastic=Elastic()) == [[True, True]]
+
+
 def test_too_few_end_the_run_with_what_it_failed_of() -> None:
     def deed(step: int) -> None:
         if step == 3 and shoal.world().rank == 1:

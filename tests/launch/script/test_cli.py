@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shoal.cli import main
 from shoal.launch.script.launcher import LaunchConfig, launch
+from shoal.meeting.elastic_options import Elastic
 
 
 @pytest.fixture
@@ -63,6 +64,17 @@ def test_names_for_the_number_of_ranks(launched: list[LaunchConfig], option: str
 def test_names_for_the_number_of_nodes(launched: list[LaunchConfig], option: str) -> None:
     run("launch", option, "2", "--master", "a:5", "s.py")
     assert launched[0].nodes == 2
+
+
+def test_options_of_elastic_runs(launched: list[LaunchConfig]) -> None:
+    line = "launch --elastic --min 2 --max 8 --spares 1 --restarts 3 s.py"
+    assert run(*line.split()) == 0
+    bounds = Elastic(min_ranks=2, max_ranks=8, spares=1, restarts=3)
+    assert launched == [LaunchConfig("s.py", ranks=2, elastic=bounds)]
+    run("launch", "-n", "3", "--elastic", "s.py")
+    assert launched[1] == LaunchConfig("s.py", ranks=3, elastic=Elastic())
+    run("launch", "--join", "localhost:4", "s.py", "x")
+    assert launched[2] == LaunchConfig("s.py", ("x",), join="localhost:4")
 
 
 def test_a_module(launched: list[LaunchConfig]) -> None:

@@ -3,7 +3,9 @@
 import pytest
 
 from shoal.errors import LaunchError
+from shoal.launch.script.config import elastic_bounds
 from shoal.launch.script.launcher import LaunchConfig, launch
+from shoal.meeting.elastic_options import Elastic
 
 
 @pytest.mark.parametrize(
@@ -24,11 +26,48 @@ from shoal.launch.script.launcher import LaunchConfig, launch
         ({"backend": "gluon"}, "one of auto.*'gluon'"),
         ({"backend": "mpi", "nodes": 2, "master": "a:1"}, "mpirun or srun"),
         ({"grace": -1.0}, "0 seconds or more"),
+        ({"ranks": 2, "elastic": Elastic(min_ranks=3)}, "-n 2 --min 3"),
+        ({"ranks": 2, "elastic": Elastic(min_ranks=0)}, "1 or more.*--min 0"),
+        ({"ranks": 4, "elastic": Elastic(max_ranks=3)}, "-n 4 --min 1 --max 3"),
+        ({"elastic": Elastic(spares=-1)}, "--spares.*-1"),
+        ({"elastic": Elastic(restarts=-1)}, "--restarts.*-1"),
+        ({"elastic": Elastic(), "nodes": 2, "master": "a:1"}, "shoal launch --join"),
+        ({"elastic": Elastic(), "backend": "nccl"}, "shm or gloo, but --backend is nccl"),
+        ({"elastic": Elastic(), "backend": "shm", "master": "a:1"}, "between hosts.*over gloo"),
+        ({"elastic": Elastic(), "master": "a:0"}, "port from 1"),
+        ({"join": "localhost"}, "--join must be HOST:PORT"),
+        ({"join": "localhost:5", "elastic": Elastic()}, "leave out --elastic"),
+        ({"join": "localhost:5", "backend": "gloo"}, "leave out.*--backend"),
     ],
 )
 def test_what_cannot_run_is_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         LaunchConfig("train.py", **options)
+
+
+def test_bounds_are_for_elastic_runs_only() -> None:
+    assert elastic_bounds(False, None, None, None, None) is None
+    for number in range(4):
+        given = [1 if number == each else None for each in range(4)]
+        with pytest.raises(LaunchError, match="--elastic: add it"):
+            elastic_bounds(False, *given)
+
+
+def test_an_elastic_run_that_others_may_join_is_over_gloo() -> None:
+    config = LaunchConfig("x.py", elastic=Elastic(), master="10.0.0.1:5")
+    assert (config.is_between_hosts, config.backend) == (True, "gloo")
+    config = LaunchConfig("x.py", elastic=Elastic(), master="localhost:5")
+    assert (config.is_between_hosts, config.backend) == (False, None)
+
+
+def test_where_a_run_is_joined() -> None:
+    assert LaunchConfig("x.py", join="10.0.0.1:5").run_address == "tcp:10.0.0.1:5"
+    names = {LaunchConfig("x.py", join=f"{host}:5").run_address for host in LOOPBACKS}
+    assert len(names) == 1
+    assert names.pop().startswith("unix:")
+
+
+LOOPBACKS = ("localhost", "127.0.0.1", "[::1]")
 
 
 def test_an_ipv6_master_is_understood() -> None:

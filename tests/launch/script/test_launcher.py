@@ -25,7 +25,11 @@ Background = Callable[..., subprocess.Popen[str]]
 @pytest.fixture(autouse=True)
 def ranks_may_end_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine a rank that has printed its traceback may take seconds to end."""
-    for name in ("held.MOMENT_SECONDS", "launcher.MOMENT_SECONDS", "launcher.LONGEST_SECONDS"):
+    for name in (
+        "held.MOMENT_SECONDS",
+        "node_launch.MOMENT_SECONDS",
+        "node_launch.LONGEST_SECONDS",
+    ):
         monkeypatch.setattr(f"shoal.launch.script.{name}", 60.0)
 
 
@@ -61,6 +65,19 @@ def test_what_the_user_exported_about_threads_is_kept(
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     launch(LaunchConfig(script("print(os.environ['OMP_NUM_THREADS'])")))
     assert capfd.readouterr().out == "[rank 0] 7\n"
+
+
+def test_a_launch_in_a_worker_of_an_elastic_run_is_a_launch_of_its_own(
+    script: Write, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_PERSON", "7")
+    path = script(
+        "from shoal.launch.joining.environment import own_number\n"
+        "from shoal.launch.joining.process_membership import is_elastic\n"
+        "print(own_number(), is_elastic())"
+    )
+    assert launch(LaunchConfig(path)) == 0
+    assert capfd.readouterr().out == "[rank 0] 0 False\n"
 
 
 def test_ranks_of_a_second_node(script: Write, capfd: pytest.CaptureFixture[str]) -> None:
@@ -284,7 +301,7 @@ def test_a_record_that_is_cut_short_is_passed_over(
 def test_survivors_are_ended_with_all_they_started(
     script: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.launch.script.launcher._TERM_SECONDS", 0.2)
+    monkeypatch.setattr("shoal.launch.script.node_launch._TERM_SECONDS", 0.2)
     path = script(
         "pids = sys.argv[1]\n"
         "if os.environ['RANK'] == '0':\n"
@@ -400,7 +417,11 @@ def test_the_exit_code_after_a_stop_is_the_signals(
 def test_after_an_interrupt_there_is_one_line_however_long_ranks_take_to_end(
     script: Write, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("held.MOMENT_SECONDS", "launcher.MOMENT_SECONDS", "launcher.LONGEST_SECONDS"):
+    for name in (
+        "held.MOMENT_SECONDS",
+        "node_launch.MOMENT_SECONDS",
+        "node_launch.LONGEST_SECONDS",
+    ):
         monkeypatch.setattr(f"shoal.launch.script.{name}", 0.05)
     path = script(
         "import atexit; atexit.register(time.sleep, 1)\n"

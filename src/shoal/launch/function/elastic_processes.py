@@ -13,22 +13,19 @@ from collections.abc import Callable
 from typing import Any
 
 from shoal.errors import LaunchError
+from shoal.launch.elastic.crew import Crew, Fence, worker_variables
 from shoal.launch.function.call import WORKER as ENTRY
 from shoal.launch.function.call import encode_call, will_use_compiler
 from shoal.launch.function.collector import Collector
 from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.launch.function.outcome import Outcome
-from shoal.launch.joining.process_membership import PERSON_VARIABLE
 from shoal.meeting.address import MEETING_VARIABLE, free_port
 from shoal.meeting.elastic_options import Elastic
-from shoal.meeting.roster import SPARE, WORKER, Roster
 from shoal.meeting.server import MeetingServer
 from shoal.system.memory_file import MemoryFile
-from shoal.system.stopped import StoppedProcesses
 
 _GRACE_S = 10.0
 _LOOK_EVERY_S = 0.25
-_BEAT_S = 2.0
 
 
 def run_elastic_processes(
@@ -61,13 +58,10 @@ class _Processes(Collector):
         settings: dict[str, str],
         bounds: Elastic,
     ) -> None:
-        super().__init__(ranks, _GRACE_S)
-        self._roster = Roster(ranks, bounds)
-        self._desk = server.hold(self._roster)
+        super().__init__(ranks, _GRACE_S, self._hear_of_end)
+        self._crew = Crew(server, ranks, bounds, self._start)
+        self._roster, self._fence = self._crew.roster, Fence()
         self._payload, self._bounds = payload, bounds
-        self._restarts = bounds.restarts
-        self._fenced = StoppedProcesses(_BEAT_S)
-        self._is_over = False
         host, port = free_port()
         self._settings = {
             **settings,
@@ -77,84 +71,49 @@ class _Processes(Collector):
             "MASTER_PORT": str(port),
             MEETING_VARIABLE: server.address,
         }
-        # All are expected before the first one is there.
-        roles = [WORKER] * ranks + [SPARE] * bounds.spares
-        for number in [self._desk.expect(role) for role in roles]:
-            first = (number, ranks) if number < ranks else (0, 1)
-            self._start(number, *first)
+        self._crew.begin()
 
     def run(self) -> list[Outcome]:
         """Sees all processes through to their end."""
         while any(not member.ended for member in self._members.values()):
             self.step(time.monotonic() + _LOOK_EVERY_S)
             self._kill_fenced()
-            if not self._is_over and not self._is_going_on():
+            if not self._crew.is_over and not self._crew.is_going_on:
                 self._end_run()
         return self._outcomes()
 
     def expect_end(self) -> None:
         """The end of one is not the end of all."""
-        if self._is_over:
+        if self._crew.is_over:
             super().expect_end()
 
     def _start(self, number: int, rank: int, size: int) -> None:
-        env = {
-            **os.environ,
-            **self._settings,
-            "RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(size),
-            PERSON_VARIABLE: str(number),
-        }
+        env = {**os.environ, **self._settings, **worker_variables(number, rank, size)}
         child = fork_server().spawn(ENTRY, self._payload, env)
         self.add(number, child.channel, child)
-        self._on_exit = self._hear_of_end
 
     def _hear_of_end(self, number: int, code: int) -> None:
-        person = self._roster.persons[number]
-        if not person.is_alive:  # it said goodbye
-            return
-        if self._restarts > 0 and not self._is_over and not self._has_result():
-            self._restarts -= 1
-            another = self._desk.expect(WORKER)
-            self._start(another, 0, 1)
-        member = self._members[number]
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        outcome = member.outcome()
+        member = self._members[number]
+        error = member.outcome().error if code else None
         why = member.fate or f"its process {how}"
-        if outcome.error is not None:
-            why = f"{type(outcome.error).__name__}: {outcome.error}".partition("\n")[0]
-        self._desk.end(number, why)
-
-    def _has_result(self) -> bool:
-        return any(each.ended and each.exit_code == 0 for each in self._members.values())
+        if error is not None:
+            why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        self._crew.note_end(number, code, why)
 
     def _kill_fenced(self) -> None:
-        """One that is stopped is gone for the others, and must not wake up among them."""
-        running = {member.process.pid: member for member in self._running()}
-        for pid in self._fenced.among(running):
-            running[
-                pid
-            ].fate = f"its process (pid {pid}) was stopped (SIGSTOP), and killed for that"
-            running[pid].process.kill()
-
-    def _is_going_on(self) -> bool:
-        """Whether somebody trains, or will."""
-        if self._roster.refusal:
-            return False
-        living = [self._roster.persons[member.rank] for member in self._running()]
-        if not self._roster.worlds:
-            return bool(living)
-        is_member = any(each.rank is not None and each.is_alive for each in living)
-        return is_member or (not self._has_result() and bool(living))
+        pids = {member.rank: member.process.pid for member in self._running()}
+        for number in self._fence.beyond(pids):
+            member = self._members[number]
+            pid = pids[number]
+            member.fate = f"its process (pid {pid}) was stopped (SIGSTOP), and killed for that"
+            member.process.kill()
 
     def _end_run(self) -> None:
-        """Members that were told so end by themselves; those who wait in vain are not needed."""
-        self._is_over = True
-        for member in self._running():
-            if self._roster.persons[member.rank].rank is None:
-                member.process.kill()
+        """Members that were told so end by themselves; those who wait in vain are killed."""
+        for number in self._crew.end():
+            if not self._members[number].ended:
+                self._members[number].process.kill()
         self.expect_end()
 
     def _outcomes(self) -> list[Outcome]:
@@ -176,7 +135,9 @@ class _Processes(Collector):
             outcome = member.outcome()
             person = self._roster.persons[number]
             outcome.rank = number if person.rank is None else person.rank
-            is_told = isinstance(outcome.error, LaunchError) and bool(self._roster.refusal)
+            is_told = bool(self._roster.refusal) and (
+                person.rank is None or isinstance(outcome.error, LaunchError)
+            )
             if outcome.failed and (person.rank is not None or outcome.error is not None):
                 outcome.is_echo = outcome.is_echo or is_told
                 failures.append(outcome)

@@ -29,6 +29,7 @@ from shoal.launch.mpi import mpiexec
 from shoal.launch.rank_settings import rank_settings
 from shoal.meeting.address import MEETING_VARIABLE, free_port
 from shoal.meeting.elastic_options import Elastic
+from shoal.meeting.roster import PERSON_VARIABLE
 from shoal.meeting.server import MeetingServer
 from shoal.system.deadline import wait_until
 from shoal.system.memory_file import MemoryFile
@@ -69,6 +70,7 @@ def _settings(ranks: int, backend: str, timeout: float) -> dict[str, str]:
         "SHOAL_BACKEND": backend,
         "SHOAL_TIMEOUT": str(timeout),
         "SHOAL_RUN_ID": secrets.token_hex(8),
+        PERSON_VARIABLE: "",  # that of an elastic worker which is the caller
         **rank_settings(ranks, os.environ),
     }
 

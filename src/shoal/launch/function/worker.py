@@ -9,7 +9,8 @@ import traceback
 from shoal.comm.world import set_current
 from shoal.launch.function.call import decode_call
 from shoal.launch.function.outcome import send_error, send_value
-from shoal.launch.joining.join import end_membership, join, report_absence
+from shoal.launch.joining.join import join, report_absence
+from shoal.launch.joining.process_membership import end_membership
 
 
 def main(channel: socket.socket, payload: bytes) -> int:
@@ -29,7 +30,7 @@ def main(channel: socket.socket, payload: bytes) -> int:
         if os.getpid() != rank:
             return 0
         world.shutdown()
-        end_membership(world)
+        end_membership()
         send_value(channel, value)
     except BaseException as error:
         if os.getpid() != rank:  # a child that the user forked ends by itself

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from shoal.errors import LaunchError
+from shoal.meeting.roster import PERSON_VARIABLE
 
 Environment = Mapping[str, str]
 
@@ -169,7 +170,14 @@ def discover(env: Environment = os.environ) -> RankInfo:
     return ALONE
 
 
+def own_number(env: Environment = os.environ) -> int:
+    """By which number the launcher knows this process: its rank, where ranks do not change."""
+    number = env.get(PERSON_VARIABLE)
+    return int(number) if number else discover(env).rank
+
+
 _OTHER_NAMES = (
+    PERSON_VARIABLE,
     "SHOAL_MEETING",
     "SHOAL_ERROR_DIR",
     "GROUP_WORLD_SIZE",

@@ -11,7 +11,7 @@ import traceback
 from typing import NamedTuple, NoReturn
 
 from shoal.errors import PeerError
-from shoal.launch.joining.environment import discover
+from shoal.launch.joining.environment import own_number
 from shoal.system.public_call import call_site
 
 
@@ -79,7 +79,7 @@ def _write_record(kind: str, message: str, text: str, failure: PeerError | None)
     folder = os.environ.get("SHOAL_ERROR_DIR")
     if folder is None:
         return
-    rank = discover().rank
+    rank = own_number()
     record = {
         "rank": rank,
         "time": time.time(),

@@ -27,7 +27,12 @@ from shoal.launch.joining.exits import (
     noted_exit,
 )
 from shoal.launch.joining.meet import meet, report
-from shoal.launch.joining.process_membership import ProcessMembership, is_elastic
+from shoal.launch.joining.process_membership import (
+    ProcessMembership,
+    end_membership,
+    fail_membership,
+    is_elastic,
+)
 from shoal.system.site import describe
 
 _MPI_SOURCES = ("openmpi", "pmi")
@@ -117,6 +122,7 @@ def watch_exit() -> None:
         world = find_current()
         if world is not None:
             world.fail(error.with_traceback(trace))
+        fail_membership()
         leave_record(error)
         previous(kind, error, trace)
 
@@ -125,24 +131,17 @@ def watch_exit() -> None:
     atexit.register(_leave_world)
 
 
-def end_membership(world: World) -> None:
-    """Tells the holder of an elastic run that this rank is not lost, but done."""
-    if isinstance(world.membership, ProcessMembership):
-        world.membership.end()
-
-
 def _leave_world() -> None:
     world, noted = find_current(), noted_exit()
     if noted is not None and noted.code:
         leave_record_of_exit(noted)
-    if world is None:
-        return
-    if noted is not None:
+        fail_membership()
+    if world is not None and noted is not None:
         world.backend.part_by(noted.text)
     try:
-        world.shutdown()
-        if not world.has_failed and not (noted is not None and noted.code):
-            end_membership(world)
+        if world is not None:
+            world.shutdown()
+        end_membership()
     except MismatchError as error:  # at this point an exception would not change the exit code
         sys.excepthook(type(error), error, error.__traceback__)
         sys.stdout.flush()

@@ -6,7 +6,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from shoal.launch.joining.environment import discover
+from shoal.launch.joining.environment import own_number
 
 
 def leave_mark() -> None:
@@ -14,7 +14,7 @@ def leave_mark() -> None:
     folder = os.environ.get("SHOAL_ERROR_DIR")
     if folder is not None:
         with contextlib.suppress(OSError):  # the launcher then knows a little less
-            Path(folder, f"joined-{discover().rank}").touch()
+            Path(folder, f"joined-{own_number()}").touch()
 
 
 def has_mark(folder: Path, rank: int) -> bool:

@@ -21,15 +21,16 @@ from shoal.comm.bootstrap.bootstrap import (
 )
 from shoal.comm.bootstrap.connect import connect_backend
 from shoal.comm.control.connect import host_id
-from shoal.comm.membership import Membership, Regrouped
+from shoal.comm.membership import Membership, Regrouped, RunComplete
 from shoal.comm.process_backend import ProcessBackend
 from shoal.comm.world import World, set_current
 from shoal.errors import LaunchError, PeerError, ShoalError, TransportError
+from shoal.launch.joining.progress import ProgressTeller
 from shoal.meeting.address import MEETING_VARIABLE
 from shoal.meeting.client import MeetingClient, MeetingGone
+from shoal.meeting.roster import PERSON_VARIABLE
 from shoal.system.deadline import Deadline, regrouping_text
 
-PERSON_VARIABLE = "SHOAL_PERSON"
 _LOOK_EVERY_S = 0.5
 _ANSWER_S = 10.0
 # Of worlds that cannot be connected though nobody died: then something is wrong here.
@@ -37,9 +38,25 @@ _MOST_IN_VAIN = 5
 _TRANSPORTS = ("shm", "gloo")
 
 
+# Of this process; its end is told though the script has left its world before.
+_own: list[ProcessMembership] = []
+
+
 def is_elastic() -> bool:
     """Whether whoever started this process holds a roster."""
-    return PERSON_VARIABLE in os.environ
+    return bool(os.environ.get(PERSON_VARIABLE))
+
+
+def fail_membership() -> None:
+    """This process ends by an error: whoever sees it end will count it as lost."""
+    for membership in _own:
+        membership.has_failed = True
+
+
+def end_membership() -> None:
+    """Tells the holder of an elastic run that this rank is not lost, but done."""
+    for membership in _own:
+        membership.end()
 
 
 class ProcessMembership(Membership):
@@ -52,7 +69,7 @@ class ProcessMembership(Membership):
                 f"ranks of an elastic run communicate over {' or '.join(_TRANSPORTS)}, not over "
                 f"{transport}: choose one of them as the backend"
             )
-        self.generation, self.is_leaving = 0, False
+        self.generation, self.is_leaving, self.has_failed = 0, False, False
         self._transport, self._timeout = transport, timeout
         self._address = os.environ[MEETING_VARIABLE]
         self._client: MeetingClient = find_server(self._address, 0, 1, timeout, 0)
@@ -66,7 +83,9 @@ class ProcessMembership(Membership):
             raise LaunchError(f"this process cannot join the run: {answer['refused']}")
         self._is_first = bool(answer["is_first"])
         self._world: World | None = None
+        self._progress = ProgressTeller(self._client.tell)
         _note_sigterm(self)
+        _own[:] = [self]
 
     def first_world(self) -> World:
         """That of the first generation; for one that comes later, a world of its own."""
@@ -98,10 +117,15 @@ class ProcessMembership(Membership):
         return Regrouped(self._world, old_size, old_ranks, reasons)
 
     def wants_change(self) -> bool:
-        """Reads what the holder has said; its end counts as well."""
+        """Reads what the holder has said, and tells it of this rank's progress.
+
+        The holder's end counts as a change.
+        """
         try:
             if self.is_leaving:
                 self._tell_leave()
+            if self._world is not None and self.generation:
+                self._progress.look(self._world.backend, self.generation)
             while (notice := self._client.poll("change")) is not None:
                 if notice["generation"] == self.generation:  # else it has come true
                     self._is_change_wanted = bool(notice["change"])
@@ -115,7 +139,8 @@ class ProcessMembership(Membership):
 
     def end(self) -> None:
         """This process has come to its end by itself, and does not count as lost."""
-        if self._process == os.getpid() and not self._is_over:
+        has_failed = self.has_failed or (self._world is not None and self._world.has_failed)
+        if self._process == os.getpid() and not self._is_over and not has_failed:
             self._is_over = True
             try:
                 self._client.tell({"kind": "depart"})
@@ -141,6 +166,7 @@ class ProcessMembership(Membership):
                         raise
                     break
                 self._is_change_wanted = False
+                self._progress.begin(backend)
                 return told.old_size, told.old_ranks, told.reasons, backend
         raise AssertionError("the last failure is raised")
 
@@ -156,7 +182,8 @@ class ProcessMembership(Membership):
             self._is_over = True
             raise LaunchError("this rank has left the run, as it asked to")
         if "refused" in answer:
-            raise LaunchError(f"the run cannot go on: {answer['refused']}")
+            kind = RunComplete if answer.get("is_complete") else LaunchError
+            raise kind(f"the run cannot go on: {answer['refused']}")
         world: dict[str, Any] = answer["world"]
         self.generation = world["generation"]
         return world

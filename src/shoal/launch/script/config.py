@@ -17,7 +17,9 @@ from pathlib import Path
 
 from shoal.errors import LaunchError
 from shoal.launch.rank_settings import rank_settings
-from shoal.meeting.address import MEETING_VARIABLE
+from shoal.meeting.address import MEETING_VARIABLE, elastic_address, is_this_host
+from shoal.meeting.elastic_options import Elastic
+from shoal.meeting.roster import PERSON_VARIABLE
 
 BACKENDS = ("auto", "shm", "gloo", "nccl", "mpi")
 
@@ -41,6 +43,10 @@ class LaunchConfig:
     node_rank: int = 0
     master: str | None = None
     """HOST:PORT where the ranks of all nodes meet. One node needs none, and uses only the port."""
+    elastic: Elastic | None = None
+    """Within which bounds ranks may come and go, if they may. With a `master` from other hosts."""
+    join: str | None = None
+    """HOST:PORT of an elastic run that the ranks join, as its launcher tells it."""
     log_dir: Path | None = None
     grace: float = 10.0
     """Seconds that the others have to end by themselves after a failure or an interrupt."""
@@ -56,10 +62,28 @@ class LaunchConfig:
                 "Add --master HOST:PORT with the address of node 0, the same on every node."
             )
         if self.master is not None:
-            host, port = _parse_master(self.master, lowest=0 if self.nodes == 1 else 1)
+            lowest = 0 if self.nodes == 1 and self.elastic is None else 1
+            host, port = _parse_place("--master", self.master, lowest)
             object.__setattr__(self, "port", port)
-            if self.nodes > 1:
+            if self.nodes > 1 or (self.elastic is not None and not is_this_host(host)):
                 object.__setattr__(self, "host", host)
+        if self.elastic is not None:
+            _refuse_elastic(self, self.elastic)
+            if self.is_between_hosts:
+                object.__setattr__(self, "backend", "gloo")
+        if self.join is not None:
+            _refuse_join(self)
+
+    @property
+    def is_between_hosts(self) -> bool:
+        """Whether ranks of other hosts may come."""
+        return self.nodes > 1 or not is_this_host(self.host)
+
+    @property
+    def run_address(self) -> str:
+        """Where the elastic run meets that is to be joined."""
+        assert self.join is not None
+        return elastic_address(*_parse_place("--join", self.join, lowest=1))
 
     @property
     def size(self) -> int:
@@ -90,6 +114,17 @@ class LaunchConfig:
                 f"The script must exist, but there is no {self.script!r} in {os.getcwd()}. "
                 "Check the path, or start a module with -m MODULE."
             )
+
+
+def elastic_bounds(
+    is_elastic: bool, least: int | None, most: int | None, spares: int | None, restarts: int | None
+) -> Elastic | None:
+    """From the command line's options, of which none is for other runs."""
+    if is_elastic:
+        return Elastic(1 if least is None else least, most, spares or 0, restarts or 0)
+    if any(each is not None for each in (least, most, spares, restarts)):
+        raise LaunchError("--min, --max, --spares and --restarts go with --elastic: add it.")
+    return None
 
 
 def _refuse_counts(config: LaunchConfig) -> None:
@@ -128,14 +163,50 @@ def _refuse_backend(config: LaunchConfig) -> None:
         )
 
 
-def _parse_master(text: str, lowest: int) -> tuple[str, int]:
+def _refuse_elastic(config: LaunchConfig, bounds: Elastic) -> None:
+    most = config.ranks if bounds.max_ranks is None else bounds.max_ranks
+    if not 1 <= bounds.min_ranks <= config.ranks <= most:
+        shown = "" if bounds.max_ranks is None else f" --max {bounds.max_ranks}"
+        raise LaunchError(
+            f"An elastic run begins with at least --min ranks, which is 1 or more, and at most "
+            f"--max, but there are -n {config.ranks} --min {bounds.min_ranks}{shown}."
+        )
+    if bounds.spares < 0 or bounds.restarts < 0:
+        raise LaunchError(
+            f"--spares and --restarts must be 0 or more, but they are {bounds.spares} and "
+            f"{bounds.restarts}."
+        )
+    if config.nodes > 1:
+        raise LaunchError(
+            "An elastic run is started on one host, without --nodes. Ranks of other hosts join it: "
+            "start it with --master HOST:PORT, and there: shoal launch --join HOST:PORT SCRIPT"
+        )
+    carriers = ("auto", "gloo") if config.is_between_hosts else ("auto", "shm", "gloo")
+    if config.backend is not None and config.backend not in carriers:
+        where = " between hosts" if config.is_between_hosts else ""
+        raise LaunchError(
+            f"Ranks that come and go{where} communicate over {' or '.join(carriers[1:])}, but "
+            f"--backend is {config.backend}."
+        )
+
+
+def _refuse_join(config: LaunchConfig) -> None:
+    if config.elastic is not None or config.nodes > 1 or config.master or config.backend:
+        raise LaunchError(
+            "Ranks that --join an elastic run do as it does: leave out --elastic, --nodes, "
+            "--master and --backend."
+        )
+    _parse_place("--join", config.join or "", lowest=1)
+
+
+def _parse_place(option: str, text: str, lowest: int) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     fits = port.isdecimal() and lowest <= int(port) < 65_536
     if not (colon and host and fits):
         raise LaunchError(
-            f"--master must be HOST:PORT with a port from {lowest} to 65535, but it is {text!r}. "
-            "For example: --master 10.0.0.1:29500"
+            f"{option} must be HOST:PORT with a port from {lowest} to 65535, but it is {text!r}. "
+            f"For example: {option} 10.0.0.1:29500"
         )
     return host, int(port)
 
@@ -172,6 +243,7 @@ def common_variables(
         "MASTER_PORT": str(master[1]),
         MEETING_VARIABLE: meeting,
         "SHOAL_LAUNCHED": "1",
+        PERSON_VARIABLE: "",  # that of an elastic worker in which this launch may run
         "SHOAL_RUN_ID": run_id,
         "SHOAL_ERROR_DIR": str(error_dir),
         "TORCHELASTIC_RUN_ID": run_id,

@@ -10,20 +10,26 @@ import socket
 
 from shoal.errors import LaunchError, ShoalError
 from shoal.launch.script.config import LaunchConfig
-from shoal.meeting.address import free_port, listen_everywhere, tcp_address
+from shoal.meeting.address import elastic_address, free_port, listen_everywhere, tcp_address
 from shoal.meeting.client import NotThereYet, report_node_ended
 from shoal.meeting.handshake import TOKEN_VARIABLE
 from shoal.meeting.server import MeetingServer
 
 _POLL_S = 0.05
 _LAST_PORT = 65_535
+_TRIES = 5
+_NO_TOKEN = (
+    f"Ranks of other hosts prove by {TOKEN_VARIABLE} that they may join, but it is not set. Set it "
+    "to the same secret here and where they are started."
+)
 
 
 class MeetingPlace:
     """Where the ranks of all nodes meet, from before the first one starts.
 
     On one node that is a socket of this host which only the same user can call. Node 0 of several
-    holds a port; its server stays until the ranks of all nodes have ended.
+    holds a port; its server stays until the ranks of all nodes have ended. So does the launcher of
+    an elastic run that ranks of other hosts may join.
     """
 
     def __init__(self, config: LaunchConfig) -> None:
@@ -32,12 +38,35 @@ class MeetingPlace:
         self._server: MeetingServer | None = None
         self.address = tcp_address(config.host, config.port)
         self.master_host, self.master_port = _master(config)
-        if config.nodes == 1:
-            self._server = MeetingServer.on_one_host()
+        if not config.is_between_hosts:
+            is_elastic = config.elastic is not None
+            self._server = self._hold_elastic() if is_elastic else MeetingServer.on_one_host()
             self.address = self._server.address
         elif config.node_rank == 0:
             token = os.environ.get(TOKEN_VARIABLE, "")
+            if config.elastic is not None and not token:
+                raise LaunchError(_NO_TOKEN)
             self._server = MeetingServer.between_hosts(_listen(config), config.host, token)
+
+    def _hold_elastic(self) -> MeetingServer:
+        """At the name that belongs to the port, which nobody listens on: another may choose it."""
+        for is_last in (*[False] * _TRIES, True):
+            try:
+                address = elastic_address(self.master_host, self.master_port)
+                return MeetingServer.on_one_host(address)
+            except LaunchError:
+                if self._config.port:
+                    raise LaunchError(_taken(self._config.port)) from None
+                if is_last:
+                    raise
+                self.master_host, self.master_port = free_port()
+        raise AssertionError("the last failure is raised")
+
+    @property
+    def server(self) -> MeetingServer:
+        """Where this node holds one."""
+        assert self._server is not None
+        return self._server
 
     def __enter__(self) -> MeetingPlace:
         return self
@@ -66,7 +95,7 @@ class MeetingPlace:
 
 def _master(config: LaunchConfig) -> tuple[str, int]:
     """Where torch's own store may listen, for scripts that make a process group by themselves."""
-    if config.nodes > 1:
+    if config.is_between_hosts:
         return config.host, config.port + 1 if config.port < _LAST_PORT else config.port - 1
     if config.port:
         with _listen(config):  # is it free?
@@ -76,11 +105,18 @@ def _master(config: LaunchConfig) -> tuple[str, int]:
 
 def _listen(config: LaunchConfig) -> socket.socket:
     try:
-        if config.nodes > 1:
+        if config.is_between_hosts:
             return listen_everywhere(config.port)
         return socket.create_server((config.host, config.port))
     except OSError as error:
         raise _refusal(config, error) from None
+
+
+def _taken(port: int) -> str:
+    return (
+        f"Another elastic run of this host has port {port} in its --master, or another user holds "
+        "its name. Choose another port with --master HOST:PORT, or leave --master out."
+    )
 
 
 def _refusal(config: LaunchConfig, error: OSError) -> LaunchError:

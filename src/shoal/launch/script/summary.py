@@ -69,6 +69,13 @@ class Ending:
         return f"exit code {self.code}"
 
     @property
+    def reason(self) -> str:
+        """The same, or the exception that it was."""
+        if self.record is None:
+            return self.cause
+        return f"{self.record.type}: {self.record.message}".partition("\n")[0].removesuffix(": ")
+
+    @property
     def is_own(self) -> bool:
         """Whether it failed by itself: others end because one did, or are ended for that.
 
@@ -136,10 +143,15 @@ def summarize(first: Ending, endings: Sequence[Ending]) -> str:
             "  Nobody but the system or a person sends SIGKILL: look for 'out of memory' in dmesg."
         )
     story = _story(first)
-    lines += ["", *_indented(_shorten(hide_own_frames(story).splitlines())), ""]
+    lines += ["", *story_of(first), ""]
     for others in _alike([ending for ending in endings if ending is not first]):
         lines += _indented(_account(others, story))
     return "\n".join(lines).rstrip()
+
+
+def story_of(ending: Ending) -> list[str]:
+    """How it came to the end, as lines to be shown: a traceback, or last words."""
+    return _indented(_shorten(hide_own_frames(_story(ending)).splitlines()))
 
 
 def _summarize_leaving(first: Ending, endings: Sequence[Ending]) -> str:

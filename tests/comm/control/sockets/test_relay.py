@@ -20,8 +20,9 @@ from control_worlds import (
 )
 from shoal.comm.control.plane import Control, Failure
 from shoal.comm.control.sockets import frames, relay, topology
-from shoal.comm.control.sockets.sockets import SILENCE_VARIABLE, SocketControl
+from shoal.comm.control.sockets.sockets import SocketControl
 from shoal.errors import DeadlineError, PeerError, ShoalError
+from shoal.meeting.silence import SILENCE_VARIABLE
 
 SIZE = 16
 LATE = 5

@@ -29,8 +29,9 @@ from control_worlds import (
 )
 from shoal.comm.control.plane import Channel, Control, Failure
 from shoal.comm.control.sockets import frames, topology
-from shoal.comm.control.sockets.sockets import SILENCE_VARIABLE, SocketControl
+from shoal.comm.control.sockets.sockets import SocketControl
 from shoal.errors import ClosedError, DeadlineError, PeerError, ShoalError
+from shoal.meeting.silence import SILENCE_VARIABLE
 
 World = Callable[[int], contextlib.AbstractContextManager[list[Any]]]
 

@@ -36,15 +36,13 @@ from shoal.comm.control.sockets.news import News
 from shoal.comm.control.sockets.reader import Reader
 from shoal.comm.control.sockets.topology import neighbours
 from shoal.comm.control.sockets.wiring import Wires, connect_all
-from shoal.errors import ShoalError
+from shoal.meeting.silence import SILENCE_S, silence_s
 
 if TYPE_CHECKING:
     from shoal.comm.bootstrap.bootstrap import Bootstrap
 
-__all__ = ["SILENCE_S", "SocketChannel", "SocketControl", "SocketMessage"]
+__all__ = ["SocketChannel", "SocketControl", "SocketMessage"]
 
-SILENCE_S = 10.0
-SILENCE_VARIABLE = "SHOAL_SILENCE_S"
 # How long `publish` waits for the peers' hosts to have the news, should this process end next.
 _FLUSH_S = 1.0
 
@@ -80,8 +78,8 @@ class SocketControl(Control):
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> SocketControl:
         """Connects the ranks; every rank of the world calls this."""
-        silence_s = _silence_s()
-        control = cls(bootstrap.rank, bootstrap.size, connect_all(bootstrap), silence_s)
+        silence = silence_s()  # an error of it comes before anybody is called
+        control = cls(bootstrap.rank, bootstrap.size, connect_all(bootstrap), silence)
         control.secret = bootstrap.secret
         return control
 
@@ -275,14 +273,3 @@ def _forget_all() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_all)
-
-
-def _silence_s() -> float:
-    text = os.environ.get(SILENCE_VARIABLE)
-    try:
-        silence_s = SILENCE_S if text is None else float(text)
-    except ValueError:
-        silence_s = 0.0
-    if not silence_s > 0:
-        raise ShoalError(f"{SILENCE_VARIABLE} must be a number of seconds above 0, not {text!r}")
-    return silence_s
