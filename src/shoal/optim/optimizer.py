@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -258,6 +259,7 @@ class ShardedOptimizer(Optimizer):
         Raises:
             MismatchError: If the ranks do not train alike, or their weights have drifted apart.
         """
+        self._check_groups()
         self._record.begin_step()
         self.supervision.check_options()
         with users_hooks(self.optimizer, self, closure, own=self._check_step):
@@ -269,6 +271,20 @@ class ShardedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of its parameters, or makes them zero."""
         self.model.engine.gradients.zero(self.parameters, set_to_none=set_to_none)
+
+    def _check_groups(self) -> None:
+        """Refuses parameters that were taken out of the groups, or put in, after wrapping."""
+        here = [group["params"] for group in self.param_groups]
+        known = self.division.parameters
+        if list(map(len, here)) != list(map(len, known)) or not all(
+            all(map(operator.is_, own, users)) for own, users in zip(here, known, strict=True)
+        ):
+            raise ShoalError(
+                "the parameters of the optimizer's param_groups have changed since it was wrapped: "
+                "its memory is laid out for those that it had then. Nothing has been stepped. To "
+                "train some of them only, freeze the others on every rank "
+                "(parameter.requires_grad_(False)), or wrap a new optimizer"
+            )
 
     def _check_ranks(self) -> None:
         """Now and then, when all gradients are there and nothing has been stepped yet."""

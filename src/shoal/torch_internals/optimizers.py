@@ -33,6 +33,15 @@ def hooks_after_step(optimizer: Optimizer) -> MutableMapping[int, Any]:
     return hooks
 
 
+def has_own_step(optimizer: Optimizer) -> bool:
+    """Whether ``step`` was replaced on the object, by somebody else than a scheduler that counts."""
+    step = vars(optimizer).get("step")
+    if getattr(step, "_wrapped_by_lr_sched", False):
+        step = step.__wrapped__
+        return step is not type(optimizer).step
+    return step is not None
+
+
 class UnscalingScaler(torch.amp.GradScaler):
     """A gradient scaler whose way to unscale gradients, and to find infinities, can be replaced."""
 

@@ -174,10 +174,12 @@ class ShownGradients:
     def _adopt_part(self, index: int, gradient: ShardedGradient) -> None:
         """One that was computed from averaged ones is averaged."""
         if gradient.replacement is not None:
-            self.by_hand[index] = gradient.replacement
             self.parts.views.pop(index, None)
             gradient.part.leave()  # what was gathered of it must not be taken over any more
-            return
+            if not isinstance(gradient.replacement, ShardedGradient):
+                self.by_hand[index] = gradient.replacement
+                return
+            gradient = gradient.replacement
         layout = self.parts.layout_of(index)
         if gradient.part.layout.conforms(layout):
             values = gradient.part.values()

@@ -231,7 +231,7 @@ def _on_wholes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _on_replacements(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What was put in by hand is this rank's own until the ranks average it."""
+    """What was put in by hand stands for itself: a rank's own, or another sharded gradient."""
     given: dict[int, PartTensor] = {}
 
     def plain(leaf: Any) -> Any:
