@@ -21,7 +21,7 @@ from shoal.optim.proof.judging import judge_or_believe
 from shoal.optim.state import Reception, renew_state
 from shoal.optim.stepping.supervision import Supervision, users_hooks
 from shoal.sharding.holding import FullState, HeldState
-from shoal.strategies.consistency.progress import StepRecord, compare
+from shoal.strategies.consistency.progress import PLACE, StepRecord, compare
 from shoal.strategies.foreign import refuse_foreign_optimizer
 from shoal.strategies.model import ShardedModel
 
@@ -76,6 +76,7 @@ class ShardedOptimizer(Optimizer):
         for parameter in (each for group in self.param_groups for each in group["params"]):
             if id(parameter) not in model.engine.index_of:
                 refuse_parameter(parameter)
+        compare(model.engine.backend, self._order())
         division_class = self.division_for(self.kind)
         division_class.admit(optimizer, model)
         renew_state(optimizer)
@@ -136,6 +137,15 @@ class ShardedOptimizer(Optimizer):
         """Each parameter's number among all of the user's, by its id."""
         parameters = [each for group in self.param_groups for each in group["params"]]
         return {id(parameter): number for number, parameter in enumerate(parameters)}
+
+    def _order(self) -> dict[str, str]:
+        """Where each parameter stands; each rank steps its part with the options of that group."""
+        names = {id(each): name for name, each in self.model.engine.module.named_parameters()}
+        return {
+            f"{PLACE}{names[id(each)]} in the optimizer": f"group {which}, number {number}"
+            for which, group in enumerate(self.param_groups)
+            for number, each in enumerate(group["params"])
+        }
 
     def describe(self) -> str:
         """Its kind, and how that is known."""

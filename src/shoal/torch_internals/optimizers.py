@@ -34,7 +34,7 @@ def hooks_after_step(optimizer: Optimizer) -> MutableMapping[int, Any]:
 
 
 def has_own_step(optimizer: Optimizer) -> bool:
-    """Whether ``step`` was replaced on the object, by somebody else than a scheduler that counts."""
+    """Whether ``step`` was replaced on the object, other than by a scheduler that counts steps."""
     step = vars(optimizer).get("step")
     if getattr(step, "_wrapped_by_lr_sched", False):
         step = step.__wrapped__
