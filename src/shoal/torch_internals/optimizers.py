@@ -35,10 +35,9 @@ def hooks_after_step(optimizer: Optimizer) -> MutableMapping[int, Any]:
 
 def has_own_step(optimizer: Optimizer) -> bool:
     """Whether ``step`` was replaced on the object, other than by a scheduler that counts steps."""
-    step = vars(optimizer).get("step")
+    step: Any = vars(optimizer).get("step")
     if getattr(step, "_wrapped_by_lr_sched", False):
-        step = step.__wrapped__
-        return step is not type(optimizer).step
+        return step.__wrapped__ is not type(optimizer).step
     return step is not None
 
 

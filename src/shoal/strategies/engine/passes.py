@@ -266,7 +266,7 @@ class Passes:
 
         Other ranks may be at the end of a backward: unlike `synchronize`, this meets them there.
         """
-        self._reductions.begin()
+        self._reductions.begin(is_averaged=True)
         self._complete_round()
         self._gradients.show()
 
