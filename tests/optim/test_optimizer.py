@@ -324,3 +324,82 @@ def test_adding_a_group_later_is_right_or_refused() -> None:
     for state in run(train):
         if state is not None:
             assert_same(state, whole_state(model))
+
+
+def drop_a_group(optimizer: Any) -> None:
+    del optimizer.param_groups[1]
+
+
+def drop_a_parameter(optimizer: Any) -> None:
+    optimizer.param_groups[0]["params"].pop()
+
+
+def replace_a_list(optimizer: Any) -> None:
+    optimizer.param_groups[1]["params"] = optimizer.param_groups[1]["params"][:1]
+
+
+def add_a_parameter(optimizer: Any) -> None:
+    optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(2)))
+
+
+def swap_groups(optimizer: Any) -> None:
+    first, second = optimizer.param_groups
+    first["params"], second["params"] = second["params"], first["params"]
+
+
+@distinct
+@pytest.mark.parametrize(
+    "change", [drop_a_group, drop_a_parameter, replace_a_list, add_a_parameter, swap_groups]
+)
+def test_other_parameters_in_the_groups_are_refused(
+    strategy: str, change: Callable[[Any], None]
+) -> None:
+    """They were stepped on as if nothing had changed, or it was an error of `zip`."""
+
+    def train() -> None:
+        module = seeded()
+        first, *others = module.layers
+        groups = [
+            {"params": list(first.parameters())},
+            {"params": list(nn.ModuleList(others).parameters())},
+        ]
+        plain = torch.optim.SGD(groups, lr=0.1)
+        model, optimizer = shoal.as_distributed(module, plain, strategy=strategy)
+        one_step(model, optimizer, local(0))
+        before = whole_state(model)
+        change(optimizer)
+        with pytest.raises(ShoalError, match="param_groups have changed since it was wrapped"):
+            one_step(model, optimizer, local(1))
+        assert_same(whole_state(model), before)
+
+    run(train)
+
+
+class Scaled(nn.Module):
+    """With a whole number among its parameters, which has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(7, 3)
+        self.scale = nn.Parameter(torch.tensor([3]), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale
+
+
+@distinct
+@pytest.mark.parametrize("kind", ["Adam", "Adafactor"])
+def test_a_parameter_of_whole_numbers_is_passed_over(strategy: str, kind: str) -> None:
+    def train(strategy: str | None) -> State:
+        torch.manual_seed(0)
+        model: Any = Scaled()
+        model.layer.double()
+        optimizer: Any = getattr(torch.optim, kind)(model.parameters(), lr=0.01)
+        if strategy is not None:
+            model, optimizer = shoal.as_distributed(model, optimizer, strategy=strategy)
+        for step in range(3):
+            one_step(model, optimizer, data(step) if strategy is None else local(step))
+        return whole_state(model)
+
+    for state in run(train, strategy):
+        assert_same(state, train(None), 1e-6)

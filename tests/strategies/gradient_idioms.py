@@ -251,9 +251,31 @@ def put_into_data(model: Any, optimizer: Any, loss: Loss) -> list[Tensor]:
     return []
 
 
+def averaged_put_into_data(model: Any, optimizer: Any, loss: Loss) -> list[Tensor]:
+    """What is computed from averaged gradients is averaged, also by way of ``.data``."""
+    norms = []
+    for step in range(3):
+        loss(step).backward()
+        first, second, third, *others = model.parameters()
+        first.grad.data = first.grad.data  # itself
+        second.grad.data = second.grad.data.sign() * 0.5 + 0.01
+        scaled = third.grad * 0.5
+        third.grad.data = scaled
+        scaled.mul_(3)
+        for parameter in others:
+            parameter.grad.data = torch.ones_like(parameter)
+            parameter.grad.data = parameter.grad.data * 0.1
+        norms += [parameter.grad.norm() for parameter in model.parameters()]
+        if step:
+            loss(step + 1).backward()  # adds to them
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
 IDIOMS = [
     clipping_by_norm, clipping_in_two_halves, clipping_by_value, clipping_of_the_optimizers_groups,
     adaptive_clipping, edits_in_place, views_that_are_held, replaced_gradients, old_gradients,
     sharpness_aware, gradient_surgery, several_backwards, numbers, scaled_losses, put_in_by_hand,
-    put_into_data,
+    put_into_data, averaged_put_into_data,
 ]  # fmt: skip

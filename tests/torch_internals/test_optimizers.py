@@ -28,6 +28,17 @@ def test_hooks_of_a_step_can_be_taken_away_and_put_back() -> None:
     assert called == ["before", "after"], needs("a step calls the hooks in its dicts")
 
 
+def test_a_step_that_a_scheduler_counts_is_the_classs() -> None:
+    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    assert not optimizers.has_own_step(optimizer)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert "step" in vars(optimizer), needs("schedulers replace a step by one that counts")
+    assert not optimizers.has_own_step(optimizer), needs("schedulers mark the step they replace")
+    step = optimizer.step
+    optimizer.step = lambda closure=None: step(closure)  # type: ignore[method-assign]
+    assert optimizers.has_own_step(optimizer)
+
+
 def test_unscaling_can_be_replaced() -> None:
     seen = []
 

@@ -29,6 +29,17 @@ def test_nothing_to_look_at() -> None:
     assert fingerprint_number([]) == 0
 
 
+def test_what_vmap_runs_over_is_not_looked_at() -> None:
+    seen: list[str] = []
+
+    def look(row: torch.Tensor) -> torch.Tensor:
+        seen.append(fingerprint(row))
+        return row
+
+    torch.func.vmap(look)(torch.ones(2, 3))
+    assert seen == [""]
+
+
 def test_all_elements_or_a_sample() -> None:
     left = torch.zeros(1000)
     right = left.clone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -20,7 +21,7 @@ from shoal.optim.proof.judging import judge_or_believe
 from shoal.optim.state import Reception, renew_state
 from shoal.optim.stepping.supervision import Supervision, users_hooks
 from shoal.sharding.holding import FullState, HeldState
-from shoal.strategies.consistency.progress import StepRecord, compare
+from shoal.strategies.consistency.progress import PLACE, StepRecord, compare
 from shoal.strategies.foreign import refuse_foreign_optimizer
 from shoal.strategies.model import ShardedModel
 
@@ -75,6 +76,7 @@ class ShardedOptimizer(Optimizer):
         for parameter in (each for group in self.param_groups for each in group["params"]):
             if id(parameter) not in model.engine.index_of:
                 refuse_parameter(parameter)
+        compare(model.engine.backend, self._order())
         division_class = self.division_for(self.kind)
         division_class.admit(optimizer, model)
         renew_state(optimizer)
@@ -135,6 +137,15 @@ class ShardedOptimizer(Optimizer):
         """Each parameter's number among all of the user's, by its id."""
         parameters = [each for group in self.param_groups for each in group["params"]]
         return {id(parameter): number for number, parameter in enumerate(parameters)}
+
+    def _order(self) -> dict[str, str]:
+        """Where each parameter stands; each rank steps its part with the options of that group."""
+        names = {id(each): name for name, each in self.model.engine.module.named_parameters()}
+        return {
+            f"{PLACE}{names[id(each)]} in the optimizer": f"group {which}, number {number}"
+            for which, group in enumerate(self.param_groups)
+            for number, each in enumerate(group["params"])
+        }
 
     def describe(self) -> str:
         """Its kind, and how that is known."""
@@ -258,6 +269,7 @@ class ShardedOptimizer(Optimizer):
         Raises:
             MismatchError: If the ranks do not train alike, or their weights have drifted apart.
         """
+        self._check_groups()
         self._record.begin_step()
         self.supervision.check_options()
         with users_hooks(self.optimizer, self, closure, own=self._check_step):
@@ -269,6 +281,20 @@ class ShardedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of its parameters, or makes them zero."""
         self.model.engine.gradients.zero(self.parameters, set_to_none=set_to_none)
+
+    def _check_groups(self) -> None:
+        """Refuses parameters that were taken out of the groups, or put in, after wrapping."""
+        here = [group["params"] for group in self.param_groups]
+        known = self.division.parameters
+        if list(map(len, here)) != list(map(len, known)) or not all(
+            all(map(operator.is_, own, users)) for own, users in zip(here, known, strict=True)
+        ):
+            raise ShoalError(
+                "the parameters of the optimizer's param_groups have changed since it was wrapped: "
+                "its memory is laid out for those that it had then. Nothing has been stepped. To "
+                "train some of them only, freeze the others on every rank "
+                "(parameter.requires_grad_(False)), or wrap a new optimizer"
+            )
 
     def _check_ranks(self) -> None:
         """Now and then, when all gradients are there and nothing has been stepped yet."""

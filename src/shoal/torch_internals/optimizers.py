@@ -33,6 +33,14 @@ def hooks_after_step(optimizer: Optimizer) -> MutableMapping[int, Any]:
     return hooks
 
 
+def has_own_step(optimizer: Optimizer) -> bool:
+    """Whether ``step`` was replaced on the object, other than by a scheduler that counts steps."""
+    step: Any = vars(optimizer).get("step")
+    if getattr(step, "_wrapped_by_lr_sched", False):
+        return step.__wrapped__ is not type(optimizer).step
+    return step is not None
+
+
 class UnscalingScaler(torch.amp.GradScaler):
     """A gradient scaler whose way to unscale gradients, and to find infinities, can be replaced."""
 

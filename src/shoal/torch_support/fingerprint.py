@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.torch_internals.autograd import transforms
 from shoal.torch_internals.trees import tree_leaves
 
 _MOST_ELEMENTS = 1 << 16
@@ -43,7 +44,7 @@ def _bytes_of(leaf: Any, most_elements: int | None) -> bytes:
         leaf = torch.frombuffer(bytearray(leaf.tobytes()), dtype=torch.uint8) if leaf.size else None
     if isinstance(leaf, Tensor):
         is_hidden = leaf.is_meta or leaf.is_nested or leaf.layout is not torch.strided
-        return b"" if is_hidden else _elements_of(leaf, most_elements)
+        return b"" if is_hidden or transforms() else _elements_of(leaf, most_elements)
     return repr(leaf).encode() if isinstance(leaf, _PLAIN) else b""
 
 

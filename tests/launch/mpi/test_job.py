@@ -1,5 +1,6 @@
 """Ranks that mpiexec starts: told the same, watched the same, ended the same."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -33,6 +34,21 @@ def test_mpi_ranks_are_told_the_same(script: Write, capfd: pytest.CaptureFixture
     expected = [f"[rank {rank}] {rank} mpi {list(arguments)}" for rank in range(3)]
     assert sorted(out.splitlines()) == expected
     assert "rank 1 failed first (exit code 3)" in err
+
+
+@pytest.mark.mpi
+@needs_mpiexec
+def test_mpi_has_folders_that_its_owner_can_use(
+    script: Write, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Under a umask of 0777 Open MPI cannot write to the folder that it makes, except as root."""
+    path = script("print(oct(os.umask(0)), flush=True)")
+    before = os.umask(0o777)
+    try:
+        assert launch(LaunchConfig(path, ranks=2, backend="mpi")) == 0
+    finally:
+        os.umask(before)
+    assert sorted(capfd.readouterr().out.splitlines()) == ["[rank 0] 0o77", "[rank 1] 0o77"]
 
 
 @pytest.mark.mpi

@@ -74,10 +74,10 @@ class Clips(Own):
 
 
 class BranchesLate(Own):
-    """The probe takes fewer steps."""
+    """Not at the rate that the probe takes."""
 
     def prepare(self) -> None:
-        if self.count == 5:
+        if self.count == 5 and self.param_groups[0]["lr"] == 0.02:
             total = sum(p.grad.sum() for p in self.every())
             for p in self.every():
                 p.sub_(total * 1e-3)
@@ -138,6 +138,48 @@ class CountsElements(Own):
 
     def move(self, p: nn.Parameter, gradient: Tensor, lr: Any) -> None:
         p.sub_(gradient * (lr / self.total))
+
+
+class CountsLate(Own):
+    """As `CountsParameters`, once it has warmed up; of a number that counts, no operation tells."""
+
+    def move(self, p: nn.Parameter, gradient: Tensor, lr: Any) -> None:
+        p.sub_(gradient * (lr / (len(list(self.every())) if self.count > 4 else 1)))
+
+
+class KeepsAside(Own):
+    """Its momentum is not in the state, so it is not cut where parameters are."""
+
+    def move(self, p: nn.Parameter, gradient: Tensor, lr: Any) -> None:
+        momenta = vars(self).setdefault("momenta", {})
+        if p not in momenta:
+            momenta[p] = torch.zeros_like(p)
+        p.sub_(momenta[p].mul_(0.9).add_(gradient) * lr)
+
+
+class KeepsList(Own):
+    def __init__(self, params: Any, lr: Any = 0.01) -> None:
+        super().__init__(params, lr)
+        self.momenta = [torch.zeros_like(p) for p in self.param_groups[0]["params"]]
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for p, own in zip(self.param_groups[0]["params"], self.momenta, strict=True):
+                if p.grad is not None:
+                    p.sub_(own.mul_(0.9).add_(p.grad) * 0.01)
+
+
+def patched(params: Any) -> Optimizer:
+    """What is known of a class does not hold for an object whose step was replaced."""
+    optimizer = AdamW(params)
+    step = optimizer.step
+
+    def clip_and_step(closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 0.1)
+        return step(closure)
+
+    optimizer.step = clip_and_step  # type: ignore[method-assign]
+    return optimizer
 
 
 def scaled_by_size(gradient: Tensor) -> Tensor:
@@ -207,7 +249,7 @@ ADVERSARIES: list[tuple[Callable[..., Optimizer], Kind, str]] = [
     (CoupledAboveThreshold, Kind.GLOBAL, "`stack` combines data of several parameters"),
     (LearnsItsRate, Kind.GLOBAL, "`item` takes a number"),
     (Clips, Kind.GLOBAL, "several parameters"),
-    (BranchesLate, Kind.ELEMENT_WISE, REFUSED),
+    (partial(BranchesLate, lr=0.02), Kind.ELEMENT_WISE, REFUSED),
     (WritesThroughNumpy, Kind.GLOBAL, "`numpy` takes data"),
     (FactorsBySize, Kind.PER_PARAMETER, "`dim` looks at the shape"),
     (ClippedByItem, Kind.GLOBAL, "`item` takes a number"),
@@ -216,6 +258,10 @@ ADVERSARIES: list[tuple[Callable[..., Optimizer], Kind, str]] = [
     (AddsUpAlong, Kind.PER_PARAMETER, "`cumsum` combines elements"),
     (CountsParameters, Kind.GLOBAL, "each parameter on its own"),
     (CountsElements, Kind.GLOBAL, "each parameter on its own"),
+    (CountsLate, Kind.GLOBAL, "each parameter on its own"),
+    (KeepsAside, Kind.GLOBAL, "keeps data of parameters in `momenta`, outside of its state"),
+    (KeepsList, Kind.GLOBAL, "keeps data of parameters in `momenta`, outside of its state"),
+    (patched, Kind.GLOBAL, "`step` was replaced"),
     (CountsUnseen, Kind.PER_PARAMETER, "cut into pieces"),
     (ReplacesMemory, Kind.GLOBAL, "other memory"),
     (Langevin, Kind.PER_PARAMETER, "`randn_like` draws"),
@@ -233,6 +279,42 @@ NAMES = [
 ]
 
 
+class SometimesWide(nn.Module):
+    """Has a layer that only every third batch leaves out, in the middle of the others' memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(5, 7), nn.Linear(5, 7), nn.Linear(7, 2)
+
+    def forward(self, x: Tensor, is_wide: bool) -> Tensor:
+        return self.last(self.first(x) + self.second(x) if is_wide else self.first(x))
+
+
+def train_sometimes_wide(strategy: str | None) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model: Any = SometimesWide().double()
+    optimizer: Any = KeepsAside(model.parameters())
+    if strategy is not None:
+        model, optimizer = shoal.as_distributed(model, optimizer, strategy=strategy)
+    for step in range(6):
+        batch = torch.arange(30.0).view(6, 5).double().sin() + step
+        optimizer.zero_grad()
+        model(batch, step % 3 != 1).square().mean().backward()
+        optimizer.step()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.filterwarnings("ignore:.*identical inputs")
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_what_is_kept_outside_of_the_state_survives_a_parameter_that_comes_and_goes(
+    strategy: str,
+) -> None:
+    expected = train_sometimes_wide(None)
+    for state in shoal.run(train_sometimes_wide, 2, "memory", (strategy,)):
+        for name, value in state.items():
+            assert torch.allclose(value, expected[name], rtol=0, atol=1e-10), name
+
+
 def build(make: Callable[..., Optimizer]) -> Any:
     """Gradients of usual size for three steps and far larger ones from then on."""
     model = nn.Sequential(nn.Linear(5, 33), nn.ReLU(), nn.Linear(33, 34), nn.Linear(34, 2))
@@ -247,7 +329,7 @@ def test_kind_and_why(make: Callable[..., Optimizer], kind: Kind, reason: str) -
     judgement = judge(optimizer)
     assert find_kind(optimizer) is judgement.kind is kind
     assert reason == REFUSED or reason in judgement.reason
-    if "`" in reason:
+    if reason.startswith("`") and "replaced" not in reason:
         assert "test_adversaries.py:" in judgement.reason or "clip_grad.py:" in judgement.reason
 
 

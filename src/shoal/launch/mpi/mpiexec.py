@@ -41,7 +41,17 @@ def command(ranks: int) -> tuple[list[str], dict[str, str]]:
             f"mpiexec must be Open MPI's or MPICH's, but {program} --version says "
             f"{version.strip()[:200]!r}. Put another first on PATH, or pip install 'shoal[mpi]'."
         )
-    return [program, *words, "-n", str(ranks)], variables
+    return [*_usable_umask(), program, *words, "-n", str(ranks)], variables
+
+
+def _usable_umask() -> list[str]:
+    """Words before a command that makes folders and writes to them, as MPI does for a run.
+
+    Under an umask that takes permissions from the owner it could not. Its ranks have them, too.
+    """
+    status = Path("/proc/self/status").read_text()
+    umask = int(status.partition("Umask:")[2].split()[0], 8)
+    return ["/bin/sh", "-c", 'umask u=rwx; exec "$0" "$@"'] if umask & 0o700 else []
 
 
 def find() -> str:

@@ -120,8 +120,13 @@ def _segment(
     if run and keys[run[0][0]] is not None:
         base = group.master_bounds[0]
         start, stop = run[0][1] - base, run[-1][2] - base
-        parameter = nn.Parameter(group.master[start:stop].detach())
+        parameter = _as_parameter(group.master[start:stop].detach())
         yield ParameterSegment(group, [index for index, _, _ in run], start, parameter)
+
+
+def _as_parameter(memory: Tensor) -> nn.Parameter:
+    """Whole numbers have no gradients, and optimizers pass over them."""
+    return nn.Parameter(memory, memory.is_floating_point() or memory.is_complex())
 
 
 KeyOf = Callable[[int, FlatGroup, int], object]
@@ -279,7 +284,7 @@ class WholeParameters(Segmentation):
         apart = [None if key is None else (index, key) for index, key in enumerate(keys)]
         for segment in super()._cut_group(group, apart, is_short=False):
             shape = group.layout.slots[segment.indices[0]].shape
-            segment.parameter = nn.Parameter(segment.parameter.detach().view(shape))
+            segment.parameter = _as_parameter(segment.parameter.detach().view(shape))
             yield segment
 
     def _state_for(self, segment: ParameterSegment) -> State:

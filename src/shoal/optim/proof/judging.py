@@ -21,6 +21,7 @@ from shoal.optim.kinds import Kind
 from shoal.optim.proof.judgement import Judgement
 from shoal.optim.proof.known import look_up
 from shoal.optim.proof.proving import prove
+from shoal.torch_internals.optimizers import has_own_step
 from shoal.torch_internals.trees import tree_leaves
 
 # What libraries write on parameters for purposes of their own.
@@ -49,6 +50,8 @@ def judge(
         >>> print(judge(torch.optim.AdamW([nn.Parameter(torch.zeros(2))])))
         element-wise: torch's own AdamW
     """
+    if has_own_step(optimizer):
+        return Judgement(Kind.GLOBAL, "its `step` was replaced on the object", may_draw=True)
     known = look_up(optimizer)
     if known is not None:
         return known

@@ -4,7 +4,8 @@
 Following shows what a step does to the data of its parameters. Replaying shows that following has
 seen all of it. Both look at the values of tensors; an optimizer may also count its parameters, or
 add up their sizes. So the finest kind that is not ruled out is tried last: each parameter on its
-own, and all of them in one row that is cut anywhere.
+own, and all of them in one row that is cut anywhere. No operation shows a count, and watching no
+later step will find it, so these are many steps.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ _OTHER_SCALES = (1e-3, 1.0, 300.0)
 _SEED = 0
 # What dividing may change: kernels round the last few elements of a tensor in another way.
 _ROUNDING = 1e-6
+# More than what is usually left for later: warm-up, and what is done every so many steps.
+_NUM_TRIED_STEPS = 60
+_NO_STATE = ("param_groups", "state", "defaults")
 
 
 def prove(
@@ -88,9 +92,9 @@ class _Proof(Following):
         """All of it."""
         parameters = self._data.start()
         optimizer, written = self._record(parameters)
-        outcome = Trained.of(optimizer, parameters)
-        self._replay(outcome, optimizer)
-        kind, reason = self._tried(outcome, *self._followed())
+        self._replay(Trained.of(optimizer, parameters), optimizer)
+        self._look_aside(optimizer)
+        kind, reason = self._tried(*self._followed())
         return Judgement(
             kind,
             reason,
@@ -160,6 +164,13 @@ class _Proof(Following):
                 marked[name] = marked.get(name, False) or has_data
         return marked
 
+    def _look_aside(self, optimizer: Optimizer) -> None:
+        """What is not in the state is not cut where parameters are, nor saved or loaded."""
+        for name, value in vars(optimizer).items():
+            if name not in _NO_STATE and any(map(self.marks.find, _tensors(tree_leaves(value)))):
+                what = f"its step keeps data of parameters in `{name}`, outside of its state"
+                self._rule_out(Kind.GLOBAL, what)
+
     # Replaying ----------------------------------------------------------------------------
 
     def _replay(self, recorded: Trained, optimizer: Optimizer) -> None:
@@ -199,23 +210,25 @@ class _Proof(Following):
 
     # Trying -------------------------------------------------------------------------------
 
-    def _tried(self, together: Trained, kind: Kind, reason: str) -> tuple[Kind, str]:
+    def _tried(self, kind: Kind, reason: str) -> tuple[Kind, str]:
         """Is there anything left that a division changes?"""
         if kind is Kind.GLOBAL:
             return kind, reason
+        data = self._data.repeated(_NUM_TRIED_STEPS)
+        together = self._train(data)
         apart = [
-            self._train(self._data.only(which), [which]).parameters[0]
-            for which in range(len(self._data.values))
+            self._train(data.only(which), [which]).parameters[0]
+            for which in range(len(data.values))
         ]
         if not _are_same(together.parameters, apart, rounding=_ROUNDING):
             return Kind.GLOBAL, "stepping each parameter on its own gives another result"
-        if kind is Kind.ELEMENT_WISE and not self._may_be_cut(together):
+        if kind is Kind.ELEMENT_WISE and not self._may_be_cut(data, together):
             return Kind.PER_PARAMETER, "stepping parameters cut into pieces gives another result"
         return kind, reason
 
-    def _may_be_cut(self, together: Trained) -> bool:
+    def _may_be_cut(self, data: SampleData, together: Trained) -> bool:
         try:
-            cut = self._train(self._data.cut()).parameters
+            cut = self._train(data.cut()).parameters
         except Exception:  # some refuse tensors that are not matrices
             return False
         rows = [torch.cat([each.reshape(-1) for each in tensors]) for tensors in (

@@ -85,6 +85,11 @@ class SampleData:
         """Of one parameter."""
         return SampleData([self.values[which]], [[step[which]] for step in self.gradients])
 
+    def repeated(self, num_steps: int) -> SampleData:
+        """The same gradients again and again."""
+        steps = [self.gradients[number % len(self.gradients)] for number in range(num_steps)]
+        return SampleData(self.values, steps)
+
     def cut(self) -> SampleData:
         """All of them in one row, cut in places that are no borders between parameters."""
         return SampleData(_cut(self.values), [_cut(step) for step in self.gradients])

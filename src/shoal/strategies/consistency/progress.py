@@ -32,6 +32,8 @@ NUM_WORDS = 3
 _MOST_EDITS = 1 << 62  # as many bits as a header has room for
 _STEPS = "the number of steps of "
 _EDITS = "what was done to averaged gradients"
+PLACE = "the place of "
+"""With what facts begin that say where a parameter stands in an optimizer."""
 _PLAIN = (bool, int, float, complex, str, type(None))
 _Key = tuple[int, str]
 
@@ -124,10 +126,10 @@ class Progress:
         """One more optimizer steps this model."""
         self._records.append(record)
 
-    def note_edit(self, edit: str) -> None:
-        """A user has changed a gradient; see [Note: edits of gradients]."""
+    def note_edit(self, edit: str, count: int = 1) -> None:
+        """A user has changed a gradient so often; see [Note: edits of gradients]."""
         number = zlib.crc32(f"{self._num_edited_steps} {edit}".encode())
-        self._edits = (self._edits + number) % _MOST_EDITS
+        self._edits = (self._edits + count * number) % _MOST_EDITS
 
     def note_step(self) -> None:
         """A step is over: an edit before it is another than the same edit after it."""
@@ -206,19 +208,28 @@ class FrozenParameters:
     """Which parameters have no gradients on this rank: where that differs, averages are wrong.
 
     A rank that has frozen a parameter contributes nothing to its gradient, as if it had not used
-    it, and all ranks would step it by too little.
+    it, and all ranks would step it by too little. That counts in every backward whose gradients are
+    averaged together.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """``parameters`` by name; whether they are frozen may change."""
         self._names, self._parameters = list(parameters), list(parameters.values())
         self._are_trained: list[bool] = []
+        self._seen: list[bool] = []
         self._fingerprint = 0
 
-    def fingerprint(self) -> int:
-        """The same number on all ranks that have frozen the same parameters."""
+    def see(self) -> None:
+        """There is a backward whose gradients are averaged later."""
         with as_plain_tensors():  # whether it is frozen can be asked of an absent parameter
             are_trained = [parameter.requires_grad for parameter in self._parameters]
+        is_first = not self._seen or self._seen == are_trained
+        self._seen = are_trained if is_first else list(map(min, self._seen, are_trained))
+
+    def fingerprint(self) -> int:
+        """The same number on all ranks that have frozen the same parameters since last asked."""
+        self.see()
+        are_trained, self._seen = self._seen, []
         if are_trained != self._are_trained:
             self._are_trained = are_trained
             self._fingerprint = zlib.crc32(bytes(are_trained))
@@ -245,6 +256,10 @@ _REMEDY_EDITS = (
     "with numbers or tensors of a rank's own, such as its loss, its noise or a gradient of its own "
     "batch. Make those equal first (world.agree, world.all_reduce), or assign them, p.grad = ..."
 )
+_REMEDY_ORDER = (
+    "give the optimizer the same parameters in the same groups and order on every rank; a set has "
+    "another order in each process"
+)
 _REMEDY_OPTIONS = (
     "make the same change on every rank; what a scheduler goes by must be the same number "
     "everywhere, for example `scheduler.step(world.agree(loss))`"
@@ -259,6 +274,7 @@ def compare(group: Backend, own: Facts) -> None:
         if len(set(values)) > 1:
             remedy = _REMEDY_STEPS if name.startswith(_STEPS) else _REMEDY_OPTIONS
             remedy = _REMEDY_EDITS if name == _EDITS else remedy
+            remedy = _REMEDY_ORDER if name.startswith(PLACE) else remedy
             raise MismatchError(
                 f"the ranks do not train alike: {name} is not the same on all of them "
                 f"({by_rank(values, group.ranks)}); {remedy}"

@@ -173,7 +173,7 @@ class Passes:
             return
         self._in_backward = True
         self._begin_pass(self._backward_plan, is_backward=True)
-        self._reductions.begin()
+        self._reductions.begin(is_averaged=self.auto_sync)
         self._gradients.add_to()
         self._gradients.expect(one_by_one=self._only_adds)
         call_after_backward(self._end_backward)
@@ -266,7 +266,7 @@ class Passes:
 
         Other ranks may be at the end of a backward: unlike `synchronize`, this meets them there.
         """
-        self._reductions.begin()
+        self._reductions.begin(is_averaged=True)
         self._complete_round()
         self._gradients.show()
 

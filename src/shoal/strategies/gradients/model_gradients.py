@@ -126,6 +126,12 @@ class ModelGradients:
     def _settle(self) -> None:
         if self.owners.kept:
             self.owners.settle()
+        for gradients in self.groups:
+            gradients.shown.note_writes()
+
+    def _expect_writes(self) -> None:
+        for gradients in self.groups:
+            gradients.shown.expect_writes()
 
     def note_averaged(self) -> None:
         """Gradients were averaged, if there were any."""
@@ -143,6 +149,7 @@ class ModelGradients:
             gradients.shown.show()
         if self.owners.kept:
             self.owners.refresh()
+        self._expect_writes()
 
     def adopt(self, num_averaged: int | None = None) -> None:
         """What users did to gradients counts, and what they put in by hand is averaged.
@@ -154,6 +161,7 @@ class ModelGradients:
         self._settle()
         seen = self._num_averaged_stepped if num_averaged is None else num_averaged
         self.hand_made.average(is_due=self.num_averaged == seen)
+        self._expect_writes()
 
     def gather(self, num_averaged: int) -> None:
         """Every rank gets the whole averaged gradient, for optimizers that need all of it.

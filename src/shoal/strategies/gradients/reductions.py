@@ -129,10 +129,12 @@ class Reductions:
         self._complete: set[int] = set()
         self._in_flight: deque[GroupGradients] = deque()
 
-    def begin(self) -> None:
-        """A backward pass begins."""
+    def begin(self, *, is_averaged: bool) -> None:
+        """A backward pass begins; ``is_averaged``: a round of reductions belongs to it."""
         self._round = Round(self._order)
         self._complete.clear()
+        if not is_averaged:
+            self._frozen.see()
 
     def completed(self, index: int) -> None:
         """A group's gradients are all there: starts what is complete and has its turn."""

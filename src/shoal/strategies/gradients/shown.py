@@ -25,6 +25,7 @@ from shoal.strategies.engine.flat_group import FlatGroup
 from shoal.strategies.gradients.sharded.owners import GradientOwners
 from shoal.strategies.gradients.sharded.part import GradientPart, PartLayout
 from shoal.strategies.gradients.sharded.sharded_gradient import ShardedGradient
+from shoal.torch_internals.tensors import version_of
 from shoal.torch_support.memory import storage_address
 
 if TYPE_CHECKING:
@@ -65,6 +66,10 @@ class WholeViews:
         """Whether the parameters' gradients are all there, as they were shown."""
         return all(map(operator.is_, gradients, self.views()))
 
+    def num_writes(self) -> int:
+        """How often what the parameters show was written to."""
+        return version_of(self._memory)
+
     def contains(self, index: int, gradient: Tensor) -> bool:
         """Whether a gradient is a parameter's part of the buffer, in its order."""
         is_there = gradient.data_ptr() == self._addresses[index] and gradient.is_contiguous()
@@ -95,6 +100,7 @@ class ShownGradients:
         self._parameters = gradients.group.parameters
         self.parts = PartViews(gradients, owners, rank)
         self._whole_views: WholeViews | None = None
+        self._num_writes = 0
         self.by_hand: dict[int, Tensor] = {}
         """What users put in the place of gradients, as far as `adopt` found it."""
 
@@ -128,6 +134,22 @@ class ShownGradients:
     def elements(self, index: int) -> Tensor:
         """A parameter's gradient in the buffer of the whole, flat."""
         return self._views_of_whole().elements(index)
+
+    # What users wrote to averaged gradients that are whole; see [Note: edits of gradients].
+
+    def expect_writes(self) -> None:
+        """What was written to them so far is known."""
+        if self._whole_views is not None:
+            self._num_writes = self._whole_views.num_writes()
+
+    def note_writes(self) -> None:
+        """Users may have written to them since they were shown."""
+        if self._whole_views is None or self._shows_parts:
+            return
+        count, gradients = self._whole_views.num_writes() - self._num_writes, self._gradients
+        if count and gradients.used and not gradients.local:
+            self._owners.note(f"group {gradients.group.index} written to", count)
+        self.expect_writes()
 
     # What users did -----------------------------------------------------------------------
 
@@ -174,10 +196,12 @@ class ShownGradients:
     def _adopt_part(self, index: int, gradient: ShardedGradient) -> None:
         """One that was computed from averaged ones is averaged."""
         if gradient.replacement is not None:
-            self.by_hand[index] = gradient.replacement
             self.parts.views.pop(index, None)
             gradient.part.leave()  # what was gathered of it must not be taken over any more
-            return
+            if not isinstance(gradient.replacement, ShardedGradient):
+                self.by_hand[index] = gradient.replacement
+                return
+            gradient = gradient.replacement
         layout = self.parts.layout_of(index)
         if gradient.part.layout.conforms(layout):
             values = gradient.part.values()

@@ -218,6 +218,7 @@ def _on_wholes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             return leaf
         # What is only written to, and was gathered already, need not be gathered again.
         is_here = id(leaf) in changed and leaf.part.is_kept
+        leaf.part.note_writes()
         found = leaf.part.here() if is_here else leaf.part.whole(func.__name__)
         given[id(found)] = leaf
         wholes.append(found)
@@ -227,11 +228,13 @@ def _on_wholes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     plain_args, plain_kwargs = tree_map(whole, (args, kwargs))
     _note(func, args, kwargs)
     result = func(*plain_args, **plain_kwargs)
+    for leaf in given.values():
+        leaf.part.expect_writes()
     return tree_map(lambda leaf: given.get(id(leaf), leaf), result)
 
 
 def _on_replacements(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What was put in by hand is this rank's own until the ranks average it."""
+    """What was put in by hand stands for itself: a rank's own, or another sharded gradient."""
     given: dict[int, PartTensor] = {}
 
     def plain(leaf: Any) -> Any:

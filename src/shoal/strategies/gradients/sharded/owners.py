@@ -11,6 +11,9 @@ the same numbers. Nothing is communicated for that. So what was done is summed u
 operation, numbers, a checksum of plain tensors (on a CPU), and gradients that were dropped. The sum
 rides with the votes and is compared there. Inside of a step the order does not count: ranks may go
 different ways about the same edit, if a user of one of them references what was gathered for it.
+Plain tensors (gradients that are whole, and what was gathered of others) do not tell what is done
+to them. Of those only counts that they were written to: one rank alone is found, other values are
+not.
 """
 
 from __future__ import annotations
@@ -53,11 +56,11 @@ class GradientOwners:
         self.kept: list[GradientPart] = []
         """Parts whose whole users may still write to; see [Note: gathered gradients]."""
 
-    def note(self, edit: str) -> None:
-        """A user has changed a gradient; see [Note: edits of gradients]."""
+    def note(self, edit: str, count: int = 1) -> None:
+        """A user has changed a gradient so often; see [Note: edits of gradients]."""
         # Ranks that hold other layers, or parts of them, do other things to what they hold.
-        if not self._engine.ownership.axes:
-            self._engine.progress.note_edit(edit)
+        if not self._engine.ownership.axes and self._engine.backend.size > 1:
+            self._engine.progress.note_edit(edit, count)
 
     def gather(self, values: Tensor, what: str) -> Tensor:
         """The parts of all ranks in a row; all of them call it."""

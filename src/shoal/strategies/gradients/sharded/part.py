@@ -20,6 +20,7 @@ from shoal.errors import ShoalError
 from shoal.strategies.engine.changes import num_references
 from shoal.strategies.gradients.sharded.owners import GradientOwners
 from shoal.torch_internals.tensors import make_wrapper
+from shoal.torch_support.fingerprint import checksum
 
 if TYPE_CHECKING:
     from shoal.strategies.gradients.group_gradients import GroupGradients
@@ -75,6 +76,7 @@ class GradientPart:
         self._source: weakref.ref[GroupGradients] | None = weakref.ref(source)
         self._own: Tensor | None = None
         self._whole: Tensor | None = None
+        self._known = 0
         self._history = 0
 
     @classmethod
@@ -82,7 +84,7 @@ class GradientPart:
         """One with memory of its own; ``history`` tells how it was computed."""
         made = cls.__new__(cls)
         made.layout, made._source, made._own, made._whole = layout, None, values, None
-        made._history = history
+        made._history, made._known = history, 0
         return made
 
     def after(self, edit: str) -> int:
@@ -146,6 +148,25 @@ class GradientPart:
             owners.kept.append(self)
         else:  # users who reference it see the new values
             self._whole.copy_(gathered)
+        self.expect_writes()
+
+    def expect_writes(self) -> None:
+        """What was written to the whole so far is known."""
+        self._known = self._sum_of_whole()
+
+    def note_writes(self) -> None:
+        """Users may have written to views of the whole; see [Note: edits of gradients]."""
+        if self._whole is None:
+            return
+        before, self._known = self._known, self._sum_of_whole()
+        owners = self.layout.owners()
+        if before != self._known and self._own is None and owners is not None:
+            owners.note(f"{self.layout.name} written to")
+
+    def _sum_of_whole(self) -> int:
+        """Changes with the whole. Its views have version counters of their own."""
+        is_read = self._whole is not None and self._whole.is_cpu
+        return int(checksum(self._whole)) if is_read else 0
 
     def here(self) -> Tensor:
         """The whole where it was gathered already."""
@@ -154,6 +175,10 @@ class GradientPart:
 
     def settle(self) -> bool:
         """Takes over what was written to the whole; returns whether users still reference it."""
+        self.note_writes()
+        return self._take_over()
+
+    def _take_over(self) -> bool:
         if self._whole is None:
             return False
         self._find().copy_(self._whole[self.layout.bounds])
@@ -164,17 +189,21 @@ class GradientPart:
     def refresh(self) -> None:
         """The part was changed: the whole has at least this rank's elements of it."""
         if self._whole is not None:
+            self.note_writes()
             self._whole[self.layout.bounds] = self._find()
+            self.expect_writes()
 
     def leave(self) -> None:
         """Has memory of its own from now on: where it was, another gradient will be."""
-        self.settle()
+        # Not noted, since ranks whose users do not reference it just forget it.
+        self._take_over()
         self._own, self._source = self._find().clone(), None
 
     def make_zero(self) -> None:
         """The part is zero now, and so is the whole."""
         if self._whole is not None:
             self._whole.zero_()
+            self.expect_writes()
 
     def forget(self) -> None:
         """Drops what was gathered: the gradient is gone."""

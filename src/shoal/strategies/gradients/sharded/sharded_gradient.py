@@ -63,10 +63,15 @@ class ShardedGradient(PartTensor):
                 f"the gradient of {self.part.layout.name} has the shape {tuple(self.shape)}; got "
                 f"one of shape {tuple(value.shape)}"
             )
-        self.replacement = value
+        if isinstance(value, ShardedGradient) and value.replacement is not None:
+            value = value.replacement
+        is_itself = isinstance(value, ShardedGradient) and value.part is self.part
+        self.replacement = None if is_itself else value
 
     def whole(self, what: str = "whole") -> Tensor:
         """The whole gradient as a plain tensor; every rank calls it."""
+        if isinstance(self.replacement, ShardedGradient):
+            return self.replacement.whole(what)
         return self.part.whole(what) if self.replacement is None else self.replacement
 
     def numpy(self, *, force: bool = False) -> Any:
