@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar, Self
@@ -149,6 +149,7 @@ class ShardedModel(ModuleWrapper):
         self._recompute(module, activations, memory)
         if self.recomputation is not None:
             self.recomputation.memory = KeptMemory(self.engine.account.ledger)
+            self.recomputation.check_every = check_every
         self.options: dict[str, Any] = {
             "min_group_bytes": min_group_bytes,
             "auto_sync": auto_sync,
@@ -205,10 +206,10 @@ class ShardedModel(ModuleWrapper):
             )
         self.recomputation.begin_forward()
 
-    def _generation_of(self, block: nn.Module) -> object:
-        """Differs once parameters of a block have new values."""
+    def _generation_of(self, parameters: Iterable[Tensor]) -> object:
+        """Differs once some parameters have new values."""
         engine, sharded, others = self.engine, [], []
-        for parameter in block.parameters():
+        for parameter in parameters:
             located = engine.index_of.get(id(parameter))
             if located is not None and engine.groups[located[0]].is_sharded:
                 sharded.append(located)  # gathering it is no change, but counts as a version
