@@ -127,6 +127,7 @@ class ShardedModel(ModuleWrapper):
         materialize(module, backend.device, seed)
         check_layers(module) if sync_batchnorm else check_plain_layers(module)
         group_bytes = self._group_bytes(backend) if min_group_bytes is None else min_group_bytes
+        names = [name for name, _ in module.named_parameters() if self.is_part]
         settings = Settings(
             group_bytes,
             parse_precision(mixed_precision),
@@ -138,6 +139,7 @@ class ShardedModel(ModuleWrapper):
             compression=parse_compression(
                 compression, module, error_feedback=error_feedback, warmup_steps=compression_warmup
             ),
+            copied=frozenset(name for name in names if self.split_of(name) is None),
         )
         if settings.compression is not None:
             check_replicas(replica)
