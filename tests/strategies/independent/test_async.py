@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam
 
 import pools
 import shoal
-from faults.worlds import outcomes_between_hosts, values
+from faults import worlds
 from shoal.errors import DeadlockError, MismatchError, PeerError, ShoalError
 from shoal.meeting import address as places
 from shoal.optim import AsyncSGDOptimizer
@@ -557,7 +557,7 @@ def train_between_hosts() -> tuple[State, int, bool]:
 
 
 def test_between_hosts() -> None:
-    ranks = values(outcomes_between_hosts(train_between_hosts, ranks=3))
+    ranks = worlds.values(worlds.outcomes_between_hosts(train_between_hosts, ranks=3))
     for state, count, is_over_tcp in ranks:
         assert (count, is_over_tcp) == (6, True)
         assert_equal(state, ranks[0][0])
