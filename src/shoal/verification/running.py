@@ -140,7 +140,7 @@ def _reference(experiment: Experiment, num_shares: int, trainer: DistributedTrai
     compute_dtype = parse_precision(options.get("mixed_precision"))
     if experiment.reference == "batch":
         return WholeBatch(build, steps, compute_dtype=compute_dtype)
-    how = {
+    how: dict[str, Any] = {
         "weight": experiment.weight,
         "compute_dtype": compute_dtype,
         "averages_buffers": bool(options.get("average_buffers")),
