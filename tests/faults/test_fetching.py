@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -193,6 +194,78 @@ def test_a_slow_holder(backend: str) -> None:
     assert 0.5 <= seconds < SOON_S
     assert other == 2.0
     assert later == 1.0
+
+
+@contextlib.contextmanager
+def unable_to_answer(manager: DistributedCheckpointManager) -> Iterator[None]:
+    """Inside, the thread that serves what this rank lends does not get to answer."""
+    holding, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with manager.local_manager._lock:
+            holding.set()
+            done.wait(TIMEOUT_S)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    holding.wait()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def fetch_while_computing() -> object:
+    """The holder answers only after the asker went on, so `prefetch` cannot have waited for it."""
+    world = shoal.world()
+    with DistributedCheckpointManager() as manager:
+        manager.register_checkpoint("x", torch.full((2,), float(world.rank)))
+        found = None
+        if world.rank == 0:
+            world.barrier()
+            manager.prefetch("x", 1)
+            world.send(torch.ones(1), 1)
+            found = manager.retrieve_or_fetch("x", 1).tolist()
+        else:
+            with unable_to_answer(manager) if world.rank == 1 else contextlib.nullcontext():
+                world.barrier()
+                if world.rank == 1:
+                    world.recv(src=0)
+        world.barrier()
+    return found
+
+
+@pytest.mark.parametrize(("backend", "ranks"), MOST_PROCESSES)
+def test_a_fetch_is_under_way_while_the_asker_goes_on(backend: str, ranks: int) -> None:
+    assert values(outcomes(fetch_while_computing, backend=backend, ranks=ranks))[0] == [1.0, 1.0]
+
+
+def fetch_beside_one_who_waits() -> object:
+    """Rank 0 waits for rank 1, which cannot answer until rank 2 has got what it wants."""
+    world = shoal.world()
+    with DistributedCheckpointManager() as manager:
+        manager.register_checkpoint("x", torch.full((2,), float(world.rank)))
+        found: object = None
+        if world.rank == 0:
+            world.barrier()
+            found = manager.retrieve_or_fetch("x", 1).tolist()
+        elif world.rank == 1:
+            with unable_to_answer(manager):
+                world.barrier()
+                world.recv(src=2)
+        else:
+            world.barrier()
+            found = [manager.retrieve_or_fetch("x", 0).tolist() for _ in range(3)]
+            world.send(torch.ones(1), 1)
+        world.barrier()
+    return found
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_slow_holder_delays_only_who_asks(backend: str) -> None:
+    found = values(outcomes(fetch_beside_one_who_waits, backend=backend, ranks=3))
+    assert found == [[1.0, 1.0], None, [[0.0, 0.0]] * 3]
 
 
 def fetch_in_a_child() -> str:

@@ -15,6 +15,7 @@ from shoal.api import as_distributed, run
 from shoal.errors import ShoalError
 from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.optim import DATA_PARALLEL
+from shoal.strategies.gradients.compressed.residual import Residual
 from shoal.strategies.independent.shard import unpack
 from shoal.verification import Experiment, verify_experiment
 
@@ -441,3 +442,46 @@ def test_async_is_verified_over_memory_only() -> None:
 def test_compressed_averages_are_not_replayed() -> None:
     with pytest.raises(ValueError, match="leave out compression="):
         shoal.verify(builder(), "local", compression="int8")
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "sign", "topk:0.2", "powersgd:2"])
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("ddp", {"min_group_bytes": 100}),
+        ("zero1", {"error_feedback": False}),
+        ("zero3", {"compression_warmup": 2}),
+    ],
+)
+def test_compressed_gradients_equal_their_definition(strategy, options, codec) -> None:
+    build = builder(lambda: nn.BatchNorm1d(17), lambda: nn.Dropout(0.3))
+    report = shoal.verify(build, strategy, 3, compression=codec, **options)
+    assert report.equal, report
+    assert "equals its definition in one process" in str(report)
+    assert set(report.largest.values()) == {0.0}
+
+
+def test_compressed_gradients_over_processes() -> None:
+    report = shoal.verify(builder(), "zero2", 2, backend="shm", compression="int4")
+    assert report.equal, report
+
+
+@pytest.mark.parametrize("codec", ["int4", "topk:0.2", "powersgd:1"])
+def test_a_residual_that_is_lost_is_found(monkeypatch, codec) -> None:
+    monkeypatch.setattr(Residual, "keep", lambda self, elements, error: None)
+    report = shoal.verify(builder(), "ddp", 2, compression=codec)
+    assert not report.equal
+    assert (report.difference.kind, report.difference.step) == ("gradient", 2)
+    assert "does what the ranks are to do" in report.cause
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "words"),
+    [
+        ("tensor", {"compression": "int8"}, "leave out compression= with 'tensor'"),
+        ("ddp", {"compression": "randomk:0.5", "min_group_bytes": 0}, "travel in one group"),
+    ],
+)
+def test_compression_that_is_not_replayed(strategy, options, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        shoal.verify(builder(), strategy, 2, **options)

@@ -73,6 +73,7 @@ class HybridShardedModel(PipelineParallelModel):
         # what a rank has is known only then.
         share_values(module, backend, seed)
         parts = parallelize(module, tensor_group, plan)
+        self.parts = parts  # all of them, until it is known which are this rank's
         super().__init__(module, backend, mesh=mesh, seed=seed, **options)
         own = [name for name in parts.splits if self.pipeline.stage.parameters.is_own(name)]
         self.parts, self.mesh = parts.among(own), mesh

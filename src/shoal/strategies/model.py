@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar, Self
@@ -127,6 +127,7 @@ class ShardedModel(ModuleWrapper):
         materialize(module, backend.device, seed)
         check_layers(module) if sync_batchnorm else check_plain_layers(module)
         group_bytes = self._group_bytes(backend) if min_group_bytes is None else min_group_bytes
+        names = [name for name, _ in module.named_parameters() if self.is_part]
         settings = Settings(
             group_bytes,
             parse_precision(mixed_precision),
@@ -138,6 +139,7 @@ class ShardedModel(ModuleWrapper):
             compression=parse_compression(
                 compression, module, error_feedback=error_feedback, warmup_steps=compression_warmup
             ),
+            copied=frozenset(name for name in names if self.split_of(name) is None),
         )
         if settings.compression is not None:
             check_replicas(replica)
@@ -149,6 +151,7 @@ class ShardedModel(ModuleWrapper):
         self._recompute(module, activations, memory)
         if self.recomputation is not None:
             self.recomputation.memory = KeptMemory(self.engine.account.ledger)
+            self.recomputation.check_every = check_every
         self.options: dict[str, Any] = {
             "min_group_bytes": min_group_bytes,
             "auto_sync": auto_sync,
@@ -205,10 +208,10 @@ class ShardedModel(ModuleWrapper):
             )
         self.recomputation.begin_forward()
 
-    def _generation_of(self, block: nn.Module) -> object:
-        """Differs once parameters of a block have new values."""
+    def _generation_of(self, parameters: Iterable[Tensor]) -> object:
+        """Differs once some parameters have new values."""
         engine, sharded, others = self.engine, [], []
-        for parameter in block.parameters():
+        for parameter in parameters:
             located = engine.index_of.get(id(parameter))
             if located is not None and engine.groups[located[0]].is_sharded:
                 sharded.append(located)  # gathering it is no change, but counts as a version

@@ -59,6 +59,9 @@ class Settings:
     # Whether ranks go on with the average of their buffers, not rank 0's.
     averages_buffers: bool = False
     compression: Compression | None = None  # of gradients, where there is more than one rank
+    # Names of parameters that are whole where others are split: other ranks have the same ones
+    # beside other parts, and must make the same of their gradients.
+    copied: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

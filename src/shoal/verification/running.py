@@ -15,13 +15,14 @@ from typing import Any
 from torch import Tensor
 
 from shoal.comm.world import World, current
-from shoal.optim import INDEPENDENT
+from shoal.optim import DATA_PARALLEL, INDEPENDENT
 from shoal.strategies.layers.precision import parse_precision
 from shoal.verification.comparison import Comparison, Difference, default_tolerance
 from shoal.verification.diagnosis.causes import likely_cause
 from shoal.verification.diagnosis.replay import Replay
 from shoal.verification.experiment import REPLAY, Experiment, Findings, Report
 from shoal.verification.trainers.async_replay import train_async_on_rank
+from shoal.verification.trainers.compressed_replay import CompressedReplay
 from shoal.verification.trainers.distributed import DistributedTrainer
 from shoal.verification.trainers.local_replay import LocalReplay
 from shoal.verification.trainers.one_process import SplitBatch, WholeBatch
@@ -40,6 +41,8 @@ def verify_experiment(experiment: Experiment, run: Callable[..., list[Any]]) -> 
     """Trains and compares; ``run(fn, ranks, backend, args)`` calls a function on every rank."""
     if experiment.strategy in INDEPENDENT:
         experiment = _as_replay(experiment)
+    elif experiment.options.get("compression") is not None:
+        experiment = _as_compressed_replay(experiment)
     train = train_async_on_rank if experiment.strategy == "async" else train_on_rank
     findings: Findings = run(train, experiment.ranks, experiment.backend, (experiment,))[0]
     difference, cause = findings.difference, ""
@@ -80,6 +83,16 @@ def _as_replay(experiment: Experiment) -> Experiment:
     return replace(experiment, reference=REPLAY, options=options)
 
 
+def _as_compressed_replay(experiment: Experiment) -> Experiment:
+    """Compared with one process that compresses as the ranks do."""
+    if experiment.strategy not in DATA_PARALLEL:
+        raise ValueError(
+            "shoal.verify replays compressed gradients of strategies that divide the data alone "
+            f"({', '.join(DATA_PARALLEL)}): leave out compression= with {experiment.strategy!r}"
+        )
+    return replace(experiment, reference=REPLAY)
+
+
 def _notes(findings: Findings) -> tuple[str, ...]:
     if findings.first_move >= findings.tolerance:
         return ()
@@ -95,7 +108,7 @@ def train_on_rank(experiment: Experiment) -> Findings:
     wrap = partial(experiment.wrap, strategy=experiment.strategy, **experiment.options)
     trainer = DistributedTrainer(experiment.build, experiment.steps, world, wrap, experiment.weight)
     num_shares = trainer.data_group.size
-    reference = _reference(experiment, num_shares) if world.rank == 0 else None
+    reference = _reference(experiment, num_shares, trainer) if world.rank == 0 else None
     comparison, first_move, ranks_differ = Comparison(_tolerance(experiment, trainer)), 0.0, ""
     for step in range(experiment.steps):
         before = _copies(reference) if step == 0 else []
@@ -120,22 +133,24 @@ def train_on_rank(experiment: Experiment) -> Findings:
     )
 
 
-def _reference(experiment: Experiment, num_shares: int) -> Trainer:
-    if experiment.reference == REPLAY:
-        build, options = experiment.build, experiment.options
-        return LocalReplay(build, experiment.steps, num_shares, options)
-    compute_dtype = parse_precision(experiment.options.get("mixed_precision"))
-    if experiment.reference == "split":
-        averages = bool(experiment.options.get("average_buffers"))
-        return SplitBatch(
-            experiment.build,
-            experiment.steps,
-            num_shares,
-            weight=experiment.weight,
-            compute_dtype=compute_dtype,
-            averages_buffers=averages,
-        )
-    return WholeBatch(experiment.build, experiment.steps, compute_dtype=compute_dtype)
+def _reference(experiment: Experiment, num_shares: int, trainer: DistributedTrainer) -> Trainer:
+    build, steps, options = experiment.build, experiment.steps, experiment.options
+    if experiment.strategy in INDEPENDENT:
+        return LocalReplay(build, steps, num_shares, options)
+    compute_dtype = parse_precision(options.get("mixed_precision"))
+    if experiment.reference == "batch":
+        return WholeBatch(build, steps, compute_dtype=compute_dtype)
+    how: dict[str, Any] = {
+        "weight": experiment.weight,
+        "compute_dtype": compute_dtype,
+        "averages_buffers": bool(options.get("average_buffers")),
+    }
+    model: Any = trainer.setup.model
+    compressed = model.compression_state if experiment.reference == REPLAY else None
+    if compressed is None:
+        return SplitBatch(build, steps, num_shares, **how)
+    warmup = model.engine.settings.compression.warmup_steps
+    return CompressedReplay(compressed.exchanges, warmup, build, steps, num_shares, **how)
 
 
 def _tolerance(experiment: Experiment, trainer: DistributedTrainer) -> float:

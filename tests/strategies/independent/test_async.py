@@ -13,7 +13,9 @@ from torch.optim import SGD, Adam
 
 import pools
 import shoal
+from faults import worlds
 from shoal.errors import DeadlockError, MismatchError, PeerError, ShoalError
+from shoal.meeting import address as places
 from shoal.optim import AsyncSGDOptimizer
 from shoal.strategies import AsyncModel, DDPModel
 from strategies.independent.replicas import RANKS, State, assert_equal, build, data, on_ranks, train
@@ -504,5 +506,59 @@ def test_between_processes(when_stale: str, backend: str) -> None:
     for state, most, count in ranks:
         assert most <= 1 or when_stale == "damp"
         assert count == 8
+        assert_equal(state, ranks[0][0])
+        assert all(value.isfinite().all() for value in state.values())
+
+
+def stand_still(options: Any) -> tuple[dict[int, int], dict[int, int]]:
+    """The last rank pulls, and pushes only when the others are through."""
+    model, optimizer = made(max_staleness=2, **options)
+    world = shoal.world()
+    last = world.size - 1
+    if world.rank == last:
+        inputs, targets = data(0, last)
+        loss = F.mse_loss(model(inputs), targets)
+        for other in range(last):
+            world.recv(src=other)
+        loss.backward()
+        optimizer.step()
+    else:
+        train(model, optimizer, range(6))
+        world.send(torch.ones(1), last)
+    assert all(value.isfinite().all() for value in model.state_dict().values())
+    return dict(optimizer.staleness), dict(optimizer.dropped)
+
+
+@pytest.mark.parametrize(
+    "backend", ["memory", "shm", "gloo", pytest.param("mpi", marks=pytest.mark.mpi)]
+)
+@pytest.mark.parametrize(
+    "options",
+    [{"when_stale": "drop"}, {"when_stale": "damp"}, {"topology": "gossip"}],
+    ids=lambda options: "-".join(options.values()),
+)
+def test_nobody_waits_for_a_rank_that_stands_still(options: Any, backend: str) -> None:
+    *others, (counted, dropped) = pools.Team(backend, 3).run(stand_still, options)
+    assert all(sum(made.values()) + sum(lost.values()) == 6 for made, lost in others)
+    if options.get("when_stale") == "drop":
+        assert counted == {}
+        assert sum(dropped) == sum(sum(made.values()) for made, _ in others)
+    elif options.get("when_stale") == "damp":
+        assert (counted, dropped) == ({12: 1}, {})
+
+
+def train_between_hosts() -> tuple[State, int, bool]:
+    model, optimizer = made(Adam)
+    train(model, optimizer, range(6))
+    state = model.state_dict()
+    address = shoal.world().backend._state.tensor_server.address
+    count = sum(optimizer.staleness.values()) + sum(optimizer.dropped.values())
+    return state, count, bool(places.host_and_port(address))
+
+
+def test_between_hosts() -> None:
+    ranks = worlds.values(worlds.outcomes_between_hosts(train_between_hosts, ranks=3))
+    for state, count, is_over_tcp in ranks:
+        assert (count, is_over_tcp) == (6, True)
         assert_equal(state, ranks[0][0])
         assert all(value.isfinite().all() for value in state.values())

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import LBFGS, SGD
 
+import pools
 import shoal
 from shoal.errors import MismatchError, PeerError, ShoalError
 from shoal.optim import GradientCompressionOptimizer, LocalSGDOptimizer
@@ -464,3 +465,36 @@ def test_one_rank_is_the_plain_optimizer() -> None:
 
     (state,) = on_ranks(go, ranks=1)
     assert_equal(state, replayed(4, 2, ranks=1))
+
+
+# Processes --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
+@pytest.mark.parametrize("outer", [None, nesterov], ids=["average", "diloco"])
+def test_between_processes(outer: Any, backend: str) -> None:
+    def go() -> State:
+        model, optimizer = made(every=3, outer=outer)
+        train(model, optimizer, range(6))
+        return model.state_dict()
+
+    expected = replayed(6, 3, outer)
+    states = pools.Team(backend, RANKS).run(go)
+    for state in states:
+        assert_equal(state, states[0])
+        for name, value in expected.items():
+            assert torch.allclose(state[name], value, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
+@pytest.mark.parametrize("compression", ["int8", "powersgd:1"])
+def test_compressed_between_processes(compression: str, backend: str) -> None:
+    def go() -> State:
+        model, optimizer = made(every=2, compression=compression)
+        train(model, optimizer, range(6))
+        return model.state_dict()
+
+    expected = on_ranks(go)[0]
+    for state in pools.Team(backend, RANKS).run(go):
+        for name, value in expected.items():
+            assert torch.allclose(state[name], value, rtol=1e-5, atol=1e-6)

@@ -136,7 +136,7 @@ class Grouping:
         """Takes the parameters over, with the first rank's values."""
         engine, shards, groups = self._engine, self._shard_group, []
         load = [0] * shards.size
-        apart = {id(p): str(self._storage(p)) for p in engine.module.parameters()}
+        apart = {id(p): self._kind(name, p) for name, p in engine.module.named_parameters()}
         analyzer = ParameterAnalyzer(engine.module, engine.settings.min_group_bytes, apart)
         for index, found in enumerate(analyzer.groups):
             for parameter in found.parameters:
@@ -147,6 +147,15 @@ class Grouping:
             storage = self._storage(parameters[0])
             groups.append(FlatGroup(index, layout, parameters, shards, storage, engine.account))
         return groups
+
+    def _kind(self, name: str, parameter: nn.Parameter) -> str:
+        """Parameters of different kinds share no group.
+
+        What a codec makes of a gradient depends on those beside it, and on where the group is cut.
+        """
+        settings = self._engine.settings
+        is_copied = settings.compression is not None and name in settings.copied
+        return f"{self._storage(parameter)}{', copied' if is_copied else ''}"
 
     def _storage(self, parameter: nn.Parameter) -> GroupStorage:
         dtype = self._engine.precision.dtype_of(parameter)

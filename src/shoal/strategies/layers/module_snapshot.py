@@ -1,4 +1,4 @@
-"""What modules keep besides parameters, to be put back after they were called for a trial.
+"""What modules keep, to be put back after they were called for a trial.
 
 Code that caches (tables of rotary embeddings, masks), counts or collects would otherwise go on with
 what a trial left there: of other lengths, in another precision.
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shoal.torch_internals.modules import buffers_of
+from shoal.torch_internals.modules import buffers_of, parameters_of
 from shoal.torch_internals.trees import tree_leaves
 
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}
@@ -20,7 +20,10 @@ _CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
 
 
 class Snapshot:
-    """The attributes and buffers of a module and all modules in it.
+    """The attributes, buffers and parameters of a module and all modules in it.
+
+    The parameters are the objects, not their values: `functional_call` leaves others behind in a
+    module that has several names.
 
     Example:
         >>> before = Snapshot(block)
@@ -30,7 +33,7 @@ class Snapshot:
 
     def __init__(self, module: nn.Module) -> None:
         """Takes it."""
-        self._parts = [(m, dict(_own(m)), dict(buffers_of(m))) for m in module.modules()]
+        self._parts = [(m, dict(_own(m)), _registered(m)) for m in module.modules()]
         self._contents = [
             (value, value.copy())
             for _, own, _ in self._parts
@@ -44,12 +47,13 @@ class Snapshot:
         for value, content in self._contents:
             value.clear()
             (value.extend if isinstance(value, list | deque) else value.update)(content)
-        for module, own, buffers in self._parts:
+        for module, own, registered in self._parts:
             for key in _own(module).keys() - own.keys():
                 del vars(module)[key]
             vars(module).update(own)
-            buffers_of(module).clear()
-            buffers_of(module).update(buffers)
+            for now, before in registered:
+                now.clear()
+                now.update(before)
 
     def new_tensors(self) -> list[Tensor]:
         """Tensors that modules keep now and did not before."""
@@ -60,6 +64,11 @@ class Snapshot:
             for leaf in _tensors(_own(module))
             if id(leaf) not in known
         ]
+
+
+def _registered(module: nn.Module) -> list[tuple[Any, dict[str, Any]]]:
+    """Where a module has its buffers and its parameters, and which."""
+    return [(each, dict(each)) for each in (buffers_of(module), parameters_of(module))]
 
 
 def _own(module: nn.Module) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from shoal.comm import Backend
 from shoal.comm.accounting import Watermark
+from shoal.strategies.layers.module_snapshot import Snapshot
 from shoal.strategies.recomputation.choice import Cost, choose
 from shoal.strategies.recomputation.kept_products import KeepingProducts, ReusingProducts
 from shoal.strategies.recomputation.replay import BlockReplay
@@ -217,11 +218,12 @@ class BlockTrial:
 
     @contextlib.contextmanager
     def _sandbox(self) -> Iterator[None]:
-        state = RandomState.capture()
+        state, attributes = RandomState.capture(), Snapshot(self._block)
         try:
             with BlockReplay(self._block).restored(self.name):
                 yield
         finally:
+            attributes.restore()
             state.restore()
 
     def _call(self, context: contextlib.AbstractContextManager[Any]) -> None:
@@ -251,8 +253,11 @@ def _apart(leaf: Any) -> Any:
 
 def _activations(inputs: Any) -> list[Tensor]:
     """The inputs that a block keeps; what needs no gradient is usually kept elsewhere anyway."""
-    leaves = tree_leaves(inputs)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return [
+        leaf
+        for leaf in tree_leaves(inputs)
+        if isinstance(leaf, Tensor) and leaf.requires_grad and not isinstance(leaf, nn.Parameter)
+    ]
 
 
 def _bytes_of(tensors: Any) -> int:

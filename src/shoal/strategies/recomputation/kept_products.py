@@ -96,12 +96,22 @@ class _Kept(NamedTuple):
 
 
 class KeepingProducts(DispatchMode):
-    """Around the first call."""
+    """Around the first call.
+
+    A block that takes a gradient inside of its forward is called again before that has ended, and
+    then goes on behind what is kept so far.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.products: list[_Kept] = []
         self.store = Store()
+        self.has_ended = False
+        self.is_called_again = False
+
+    def __exit__(self, *error: Any) -> None:
+        self.has_ended = True
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     @property
     def results(self) -> list[Any]:
@@ -119,7 +129,7 @@ class KeepingProducts(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Keeps what products give."""
         result = func(*args, **(kwargs or {}))
-        if _is_kept(func, args):
+        if _is_kept(func, args) and not self.is_called_again:
             self.products.append(_Kept.of(func, args, result))
         return result
 
@@ -129,21 +139,34 @@ class ReusingProducts(DispatchMode):
 
     def __init__(self, keeping: KeepingProducts) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._products, self._store, self._next = keeping.products, keeping.store, 0
+        self._keeping, self._next = keeping, 0
+
+    def __enter__(self) -> ReusingProducts:
+        self._keeping.is_called_again = True
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        self._keeping.is_called_again = False
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Computes no product twice, unless its result was overwritten."""
         if not _is_kept(func, args):
             return func(*args, **(kwargs or {}))
-        index, self._next = self._next, self._next + 1
-        if index >= len(self._products) or not self._products[index].is_of(func, args):
+        products, index = self._keeping.products, self._next
+        if index == len(products) and not self._keeping.has_ended:
+            return func(*args, **(kwargs or {}))
+        self._next += 1
+        if index >= len(products) or not products[index].is_of(func, args):
             raise RuntimeError(
                 "a block does not compute in backward what it computed in forward: with "
                 'activations="selective" it must do the same matrix products in the same order. '
                 "Does it depend on something that has changed in between?"
             )
-        product = self._products[index]
-        return product.taken(self._store) if product.is_intact else func(*args, **(kwargs or {}))
+        product = products[index]
+        if not product.is_intact:
+            return func(*args, **(kwargs or {}))
+        return product.taken(self._keeping.store)
 
 
 def _shapes(args: Any) -> tuple[torch.Size, ...]:

@@ -5,22 +5,26 @@ A block's call goes through torch's own activation checkpointing (without reentr
 included, so what the strategies hang on modules works in both calls. Torch restores its random
 generators and autocast; we restore what else the second call must find as the first did: numpy's
 and Python's generators, and buffers that the block changes, which are then put back. So statistics
-are updated once. A parameter that has new values by then is an error.
+are updated once. A parameter that has new values by then is an error. So is a block whose second
+call gives something else, which is looked at now and then: it goes by what nobody restores, as a
+counter or a generator of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shoal.strategies.consistency.drift import is_due
 from shoal.strategies.engine.admission import is_transforming
 from shoal.strategies.recomputation.automatic import Automatic, BlockTrial
 from shoal.strategies.recomputation.blocks import find_blocks
@@ -28,6 +32,7 @@ from shoal.strategies.recomputation.kept_memory import KeptMemory
 from shoal.strategies.recomputation.kept_products import KeepingProducts, ReusingProducts
 from shoal.strategies.recomputation.policy import Policy
 from shoal.strategies.recomputation.replay import BlockReplay
+from shoal.strategies.recomputation.same_result import SameResult
 from shoal.strategies.recomputation.stores.store import Moved, Moving, Store, own_storages
 from shoal.torch_internals.modules import CALL, COMPILED_CALL, compiled_call
 from shoal.torch_internals.trees import tree_flatten, tree_unflatten
@@ -56,8 +61,11 @@ class Recomputation:
         self.policy, self.blocks, self.store = policy, find_blocks(model, policy), store
         self.automatic, self._model = automatic, model
         self._own: Collection[int] = ()
-        self.generation: Callable[[nn.Module], object] = lambda _: None
-        """Something that differs once a block's parameters have new values."""
+        self.generation: Callable[[Iterable[Tensor]], object] = lambda _: None
+        """Something that differs once some parameters have new values."""
+        self.check_every = 0
+        """In every how many-th call of a block the results of both calls are compared."""
+        self._num_calls: Counter[str] = Counter()
         self.memory: KeptMemory | None = None
         """Where what blocks keep is counted."""
         self.stops_early = True
@@ -128,18 +136,25 @@ class Recomputation:
     ) -> Any:
         self.store.begin_call()
         inputs = BlockInputs(self.store, name, args, kwargs)
-        second = SecondCall(self, name, block, keeps_products=keeps_products)
+        parameters = [*block.parameters(), *inputs.parameters]
+        second = SecondCall(self, name, block, parameters, keeps_products=keeps_products)
+        self._num_calls[name] += 1
+        is_compared = is_due(self._num_calls[name], self.check_every)
+        same_result = SameResult(name) if is_compared else None
 
         def run(*kept: Any) -> Any:
             again_args, again_kwargs = inputs.take(kept)
-            return forward(*again_args, **again_kwargs)
+            result = forward(*again_args, **again_kwargs)
+            if same_result is not None:
+                same_result.look(result)
+            return result
 
         output = checkpoint(
             run,
             *inputs.kept,
             *inputs.markers,
             use_reentrant=False,
-            early_stop=self.stops_early,
+            early_stop=self.stops_early and not is_compared,
             context_fn=lambda: (second.keeping or contextlib.nullcontext(), second),
         )
         products = []
@@ -158,6 +173,8 @@ class BlockInputs:
 
     Attributes:
         kept: Of each leaf of the arguments what stands for it.
+        parameters: Those among the leaves, which stay where they are. Torch is not shown them:
+            where they are sharded, it would save memory that is not theirs in backward.
         markers: Tensors without elements, for torch, which restores random states and autocast by
             the devices that it sees.
     """
@@ -167,8 +184,13 @@ class BlockInputs:
         self._store = store
         self._given: Any = (args, kwargs)
         leaves, self._structure = tree_flatten(self._given)
+        self.parameters = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
         self.kept = [
-            store.put(leaf, f"{name} {index}") if _has_gradient(leaf) else leaf
+            _Given(leaf)
+            if isinstance(leaf, nn.Parameter)
+            else store.put(leaf, f"{name} {index}")
+            if _has_gradient(leaf)
+            else leaf
             for index, leaf in enumerate(leaves)
         ]
         pairs = zip(leaves, self.kept, strict=True)
@@ -180,15 +202,23 @@ class BlockInputs:
         given, self._given = self._given, None
         if given is not None:
             return given
-        leaves = [
-            self._store.get(each).requires_grad_() if isinstance(each, Moved) else each
-            for each in kept[: len(self.kept)]
-        ]
+        leaves = [self._back(each) for each in kept[: len(self.kept)]]
         return tree_unflatten(leaves, self._structure)
+
+    def _back(self, kept: Any) -> Any:
+        if isinstance(kept, Moved):
+            return self._store.get(kept).requires_grad_()
+        return kept.parameter if isinstance(kept, _Given) else kept
 
     def forget(self) -> None:
         """Torch has what is kept; an error in forward may have left the arguments here."""
         self._given, self.kept = None, [None] * len(self.kept)
+
+
+class _Given(NamedTuple):
+    """What stands for a parameter among the arguments."""
+
+    parameter: nn.Parameter
 
 
 def _has_gradient(leaf: Any) -> bool:
@@ -199,12 +229,18 @@ class SecondCall:
     """The context of a block's second call; it is entered once for each backward."""
 
     def __init__(
-        self, recomputation: Recomputation, name: str, block: nn.Module, *, keeps_products: bool
+        self,
+        recomputation: Recomputation,
+        name: str,
+        block: nn.Module,
+        parameters: Sequence[Tensor],
+        *,
+        keeps_products: bool,
     ) -> None:
-        """Before the first call."""
-        self._recomputation, self._name, self._block = recomputation, name, block
+        """Before the first call; ``parameters`` are those that it computes with."""
+        self._recomputation, self._name, self._parameters = recomputation, name, parameters
         self._before = BlockReplay(block)
-        self._generation = recomputation.generation(block)
+        self._generation = recomputation.generation(parameters)
         self.keeping = KeepingProducts() if keeps_products else None
         self._entered: list[AbstractContextManager[Any]] = []
 
@@ -218,7 +254,7 @@ class SecondCall:
 
     @contextlib.contextmanager
     def _again(self) -> Iterator[None]:
-        if self._recomputation.generation(self._block) != self._generation:
+        if self._recomputation.generation(self._parameters) != self._generation:
             raise RuntimeError(
                 f"backward needs the parameters of {self._name!r} as they were in forward, to "
                 "compute its activations again, but they were changed since, by an optimizer's "

@@ -121,7 +121,7 @@ class SplitBatch(WholeBatch):
         batches = [share(self.setup.batches[step], rank, num_ranks) for rank in range(num_ranks)]
         weights = [self._weigh(*batch) for batch in batches]
         losses: list[tuple[Tensor, float]] = []
-        total = _GradientSum(self.setup.model)
+        total = self._adding_up()
         buffers = _Buffers(self.setup.model, self._averages_buffers)
         for rank, batch in enumerate(batches):
             if weights[rank]:
@@ -135,6 +135,9 @@ class SplitBatch(WholeBatch):
         buffers.finish()
         total.finish(num_ranks)
         return _mean(losses)
+
+    def _adding_up(self) -> GradientSum:
+        return GradientSum(self.setup.model)
 
     def _weigh(self, inputs: Any, targets: Any) -> float:
         return count_items(inputs) if self._weight is None else float(self._weight(inputs, targets))
@@ -161,16 +164,17 @@ def _mean(losses: Sequence[tuple[Tensor, float]]) -> Tensor:
     return (total / sum(weight for _, weight in losses)).to(first.dtype)
 
 
-class _GradientSum:
+class GradientSum:
     """Gradients of several local batches, added in rank order and then divided, once."""
 
     def __init__(self, model: torch.nn.Module) -> None:
+        """Of no batch yet."""
         self._model = model
         self._sums: dict[str, Tensor] = {}
         model.zero_grad()
 
     def add(self) -> None:
-        # Sixteen-bit ones are added in float32, as ranks do.
+        """Takes the gradients of one more; sixteen-bit ones are added in float32, as ranks do."""
         for name, parameter in self._model.named_parameters():
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
@@ -178,6 +182,7 @@ class _GradientSum:
                 self._sums[name] = self._sums[name] + wide if name in self._sums else wide
 
     def finish(self, num_ranks: int) -> None:
+        """Gives the model the average."""
         for name, parameter in self._model.named_parameters():
             if name in self._sums:
                 parameter.grad = self._sums[name].div(num_ranks).to(parameter.dtype)

@@ -18,16 +18,19 @@ from strategies.gradients.compressed.test_exchange import SHAPES, STEPS, some_st
 
 @pytest.mark.parametrize("name", ["int8", "topk:0.1", "powersgd:2"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_processes_equal_the_definition(backend: str, strategy: str, name: str) -> None:
-    results = pools.Team(backend, 2).run(some_steps, strategy, name, True)
+@pytest.mark.parametrize(
+    ("backend", "ranks"),
+    [("shm", 2), ("gloo", 3), pytest.param("mpi", 3, marks=pytest.mark.mpi)],
+)
+def test_processes_equal_the_definition(backend: str, ranks: int, strategy: str, name: str) -> None:
+    results = pools.Team(backend, ranks).run(some_steps, strategy, name, True)
     shapes = [(key, torch.Size(shape)) for key, shape in SHAPES]
-    replay = Replay(parse(name), shapes, 2, sharded=strategy != "ddp")
+    replay = Replay(parse(name), shapes, ranks, sharded=strategy != "ddp")
     for step in range(STEPS):
-        flat = [replay.flat([*wishes(step, rank).values()]) for rank in range(2)]
+        flat = [replay.flat([*wishes(step, rank).values()]) for rank in range(ranks)]
         average = replay.average(flat)
         found = [replay.flat([*result[step].values()]) for result in results]
-        assert torch.equal(found[0], found[1])
+        assert all(torch.equal(found[0], each) for each in found)
         assert torch.allclose(found[0], average, rtol=1e-5, atol=1e-6)
 
 
@@ -76,3 +79,36 @@ def test_on_the_data_axis(options: dict[str, Any]) -> None:
             for key, value in state.items():
                 assert torch.equal(value, states[0][key])
                 assert torch.allclose(value, exact[key], rtol=0, atol=tolerance), key
+
+
+def trained_split(compression: str, **options: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 25), nn.Tanh(), nn.Linear(25, 8))
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer = shoal.as_distributed(
+        module, optimizer, compression=compression, check_every=1, **options
+    )
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + model.data_group.rank)
+        x = torch.randn(8, 8, generator=generator)
+        optimizer.zero_grad()
+        model.train_step(x, x.flip(1), F.mse_loss)
+        optimizer.step()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", ["int4", "sign", "topk:0.3", "randomk:0.5", "powersgd:1"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "tensor", "tensor": 2},
+        {"strategy": "tensor", "tensor": 2, "zero": 3, "min_group_bytes": 10},
+        {"strategy": "hybrid", "tensor": 2, "pipeline": 1, "zero": 2},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_what_tensor_ranks_have_in_common_stays_equal(options: dict[str, Any], name: str) -> None:
+    """What a codec makes of a bias may not depend on the parts of weights that lie beside it."""
+    states = shoal.run(lambda: trained_split(name, **options), 4, "memory", timeout=60)
+    for state in states:
+        assert [key for key in state if not torch.equal(state[key], states[0][key])] == []

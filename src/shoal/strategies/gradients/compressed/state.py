@@ -26,7 +26,7 @@ class CompressionState:
         self, exchanges: Sequence[CompressedExchange], queue: ExchangeQueue, split_of: SplitOf
     ) -> None:
         """``split_of``: which part of a full parameter this rank's model has."""
-        self._exchanges, self._queue, self._split_of = exchanges, queue, split_of
+        self.exchanges, self._queue, self._split_of = exchanges, queue, split_of
         backend = queue.backend
         self.rank, self.num_ranks = backend.rank, backend.size
 
@@ -40,7 +40,7 @@ class CompressionState:
 
     def held_residual(self) -> Iterator[Held]:
         """This rank's residual, by full names; nothing before the first exchange."""
-        for exchange in self._exchanges:
+        for exchange in self.exchanges:
             if exchange.residual is not None and exchange.residual.memory is not None:
                 yield from self._cut(exchange, exchange.residual.memory)
 
@@ -48,14 +48,14 @@ class CompressionState:
         """What a residual consists of, by full names; nothing without error feedback."""
         return {
             slot.name: self._extent(slot.name, slot.shape)
-            for exchange in self._exchanges
+            for exchange in self.exchanges
             if exchange.residual is not None
             for slot in exchange.group.layout.slots
         }
 
     def held_factors(self) -> Iterator[tuple[str, Tensor]]:
         """The last right factors, the same on all ranks that average; parts have own names."""
-        for exchange in self._exchanges:
+        for exchange in self.exchanges:
             for name, factor in exchange.right.items():
                 yield self.factor_name(name), factor
 
@@ -66,7 +66,7 @@ class CompressionState:
                 self.factor_name(matrix.slot.name),
                 torch.Size((matrix.num_right // matrix.codec.rank, matrix.codec.rank)),
             )
-            for exchange in self._exchanges
+            for exchange in self.exchanges
             for matrix in exchange.plan.matrices
         }
 
@@ -91,7 +91,7 @@ class CompressionState:
         """
         self._queue.num_steps = numbers.get("steps", 0)
         self._queue.num_exchanges = numbers.get("exchanges", 0)
-        for exchange in self._exchanges:
+        for exchange in self.exchanges:
             exchange.right = {
                 matrix.slot.name: factors[matrix.slot.name].to(exchange.group.master.device)
                 for matrix in exchange.plan.matrices
