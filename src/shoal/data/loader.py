@@ -129,7 +129,8 @@ class DividedLoader(DataLoader[T]):
     def _elastic_epoch(self, run: ElasticRun, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         def begin_again() -> Iterator[Any]:
             # Torch draws a seed for each iteration: in the middle of an epoch it was drawn before.
-            is_new = self._num_batches == 0
+            # A stream is drawn again from its beginning, with the seed.
+            is_new = self._num_batches == 0 or _is_stream(self)
             random = RandomState.capture()
             iterator = begin()
             if not is_new:

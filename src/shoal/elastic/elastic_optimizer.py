@@ -39,6 +39,8 @@ class ElasticOptimizer(ShardedOptimizer):
         also: Schedulers, scalers and loaders: whatever goes back with an attempt that is void. It
             may be extended before the first attempt.
         num_committed: How many steps all ranks have made together.
+        num_in_window: How many attempts without a step there were since; for accumulated
+            gradients, which begin anew where an attempt is void.
         generation: The number of the world that this rank is in.
 
     Example:
@@ -85,7 +87,7 @@ class ElasticOptimizer(ShardedOptimizer):
         """
         super().__init__(optimizer, model, kind=kind)
         self.also: list[Any] = []
-        self.num_committed = 0
+        self.num_committed = self.num_in_window = 0
         self.keeper = Keeper()
         self._on_change = on_change
         self._snapshot: Snapshot | None = None
@@ -133,6 +135,7 @@ class ElasticOptimizer(ShardedOptimizer):
         """
         if self._is_attempting:
             raise ShoalError("optimizer.attempt() cannot be inside of another one")
+        self._check_is_alone()
         self.become_member()
         self._open_window()
         self._is_attempting, self._has_stepped = True, False
@@ -140,12 +143,21 @@ class ElasticOptimizer(ShardedOptimizer):
             yield
             if self._has_stepped:
                 self._commit()
+            else:
+                self.num_in_window += 1
         except ShoalError as error:
             if not self.is_loss(error):
                 raise
             self.recover()
         finally:
             self._is_attempting = False
+
+    def _check_is_alone(self) -> None:
+        if len(self.model.optimizers) > 1:
+            raise ShoalError(
+                f"the model has {len(self.model.optimizers)} optimizers, and the state of one is "
+                "kept while ranks come and go: make one, with a parameter group for each part"
+            )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step, inside of an attempt."""
@@ -174,6 +186,9 @@ class ElasticOptimizer(ShardedOptimizer):
             self._snapshot = self._take_snapshot(self.num_committed)
         self._is_window_open = True
 
+    def _close_window(self) -> None:
+        self._snapshot, self._is_window_open, self.num_in_window = None, False, 0
+
     def _renew(self) -> None:
         """Keeps the state again that was changed outside of steps, as by a load."""
         if self._is_member and self._is_stale:
@@ -187,7 +202,8 @@ class ElasticOptimizer(ShardedOptimizer):
     def _commit(self) -> None:
         step = self.num_committed + 1
         words = self._keep(step) if self._is_member else []
-        self.num_committed, self._snapshot, self._is_window_open = step, None, False
+        self.num_committed = step
+        self._close_window()
         if any(word & WANTS_CHANGE for word in words):
             self.keeper.hand_over(words)
             self.recover()
@@ -256,7 +272,7 @@ class ElasticOptimizer(ShardedOptimizer):
                 break
             except PeerError:
                 continue
-        self._snapshot, self._is_window_open = None, False
+        self._close_window()
         if self._on_change is not None:
             self._on_change(_change(self.generation, old_size, origins, self.num_committed))
 

@@ -11,6 +11,7 @@ complete before it voted, if anybody passed.
 from __future__ import annotations
 
 import platform
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,8 @@ from shoal.errors import ShoalError
 WANTS_CHANGE, IS_LEAVING, IS_DAMAGED = 1, 2, 4
 """What a rank may say in a vote."""
 _MOST_TRIES = 3
-_TAG = 0
+_PIECE_BYTES = 4 << 20
+"""Of a part on its way: backends keep memory for messages of this size, not for any large ones."""
 
 
 class Keeper:
@@ -96,15 +98,13 @@ class Keeper:
         after = (seat.rank + self._shift) % seat.size
         before = (seat.rank - self._shift) % seat.size
         about = backend.encode_message([part.about(), part.checksum(), part.data.numel()], after)
-        sending = [backend.send(about, after, async_op=True)]
-        sending.append(backend.send(part.data, after, 1, async_op=True))
+        sending = backend.start_send(about, after)
         content, checksum, num_bytes = backend.recv_object(before)
+        sending.wait()
         data = self._rooms.pop("other", None)
         if data is None or data.numel() != num_bytes:
             data = torch.empty(num_bytes, dtype=torch.uint8)
-        backend.recv(data, src=before, tag=1)
-        for work in sending:
-            work.wait()
+        _send_and_receive(backend, part.data, after, data, before)
         other = KeptPart.of(content, data)
         expected = (Seat(seat.generation, before, seat.size), part.step)
         if (other.seat, other.step) != expected or other.checksum() != checksum:
@@ -144,6 +144,23 @@ class Keeper:
             elif seat.rank == heir:
                 about = backend.recv_object(rank, 2)
                 self.others.append(KeptPart.of(about, backend.recv(src=rank, tag=3)))
+
+
+def _send_and_receive(
+    backend: Backend, own: Tensor, after: int, other: Tensor, before: int
+) -> None:
+    """Piece by piece, two of which are on their way at most."""
+    underway: deque[Any] = deque()
+    for begin in range(0, max(own.numel(), other.numel()), _PIECE_BYTES):
+        piece = slice(begin, begin + _PIECE_BYTES)
+        if begin < own.numel():
+            underway.append(backend.start_send(own[piece], after, 1))
+        if begin < other.numel():
+            backend.recv(other[piece], src=before, tag=1)
+        if len(underway) > 1:
+            underway.popleft().wait()
+    for work in underway:
+        work.wait()
 
 
 def buddy_distance(hosts: list[str]) -> int:

@@ -22,6 +22,7 @@ from shoal.sharding.extent import Extent
 from shoal.torch_support.dtypes import dtype_called, dtype_name
 
 _ALIGNMENT = 64
+_ROW_BYTES = 4096
 
 
 class Seat(NamedTuple):
@@ -75,8 +76,10 @@ class KeptPart:
     local: Any = field(default=None)
 
     def checksum(self) -> int:
-        """Of the bytes."""
-        return zlib.crc32(self.data.numpy().data)
+        """Of the bytes: of the sum of each row of them, since to add is as fast as to read."""
+        rows, rest = self.data.split([len(self.data) // _ROW_BYTES * _ROW_BYTES, len(self.data) % _ROW_BYTES])
+        sums = rows.view(torch.int64).view(-1, _ROW_BYTES // 8).sum(1)
+        return zlib.crc32(rest.numpy().data, zlib.crc32(sums.numpy().data))
 
     def about(self) -> list[Any]:
         """All but the bytes, as plain data."""

@@ -278,7 +278,7 @@ class ShardedModel(ModuleWrapper):
         if self.recomputation is not None:
             self.recomputation.memory = KeptMemory(self.engine.account.ledger)
             if self.recomputation.automatic is not None:
-                self.recomputation.automatic.surroundings = None
+                self.recomputation.automatic.move_to(backend)
 
     @property
     def data_group(self) -> Backend:

@@ -75,4 +75,5 @@ def reads_ahead(reader: Any) -> bool:
 
 def forget_unscaling(scaler: torch.amp.GradScaler) -> None:
     """Lets a scaler unscale again, after a step that was given up between unscaling and update."""
-    scaler._per_optimizer_states.clear()
+    if scaler.is_enabled():
+        scaler._per_optimizer_states.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,6 +46,24 @@ def test_memory_from_inference_mode_serves_outside_of_it(memory) -> None:
     with torch.inference_mode():
         memory.give_back(memory.take(16))
     memory.take(16).fill_(1)
+
+
+def test_a_segment_is_forgotten_before_its_address_can_be_anothers(monkeypatch) -> None:
+    """Else one that another thread maps there meanwhile is closed in its place."""
+    arena, was_mapped = Arena(), []
+    free = arena._free
+
+    def look(address: int) -> None:
+        maps = Path("/proc/self/maps").read_text()
+        was_mapped.append(f"{address:x}-" in maps)
+        free(address)
+
+    monkeypatch.setattr(arena, "_free", look)
+    tensor = arena.empty(4 << 20)
+    del tensor
+    assert was_mapped == [True]
+    assert arena.num_freed == 1
+    arena.close()
 
 
 def send_in_rounds(rounds):

@@ -12,9 +12,10 @@ import mmap
 import os
 import struct
 import threading
-import weakref
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -67,6 +68,19 @@ class _Segment:
     address: int
 
 
+class _Mapping(mmap.mmap):
+    """Tells that it ends while nothing else can lie at its address.
+
+    A callback of a weak reference comes too late: between unmapping and the callback another
+    thread may have mapped a segment there, which would be freed in its place.
+    """
+
+    on_end: Callable[[], None]
+
+    def __del__(self) -> None:
+        self.on_end()
+
+
 class Arena:
     """The segments of this process: made here, found by address, freed with their tensors."""
 
@@ -96,13 +110,13 @@ class Arena:
         num_bytes += -num_bytes % mmap.PAGESIZE
         fd = os.memfd_create("shoal-data")
         os.ftruncate(fd, num_bytes)
-        memory = mmap.mmap(fd, num_bytes)
+        memory = _Mapping(fd, num_bytes)
         _prefer_huge_pages(memory)
         address = as_bytes(memory).data_ptr()
         with self._lock:
             self._segments[address] = _Segment(fd, os.fstat(fd).st_ino, num_bytes, address)
             self._addresses = sorted(self._segments)
-        weakref.finalize(memory, self._free, address).atexit = False
+        memory.on_end = partial(self._free, address)
         return memory
 
     def _free(self, address: int) -> None:

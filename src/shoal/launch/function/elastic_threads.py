@@ -29,7 +29,7 @@ _LOOK_EVERY_S = 1.0
 def run_elastic_threads(
     fn: Callable[..., Any], args: tuple[Any, ...], ranks: int, timeout: float, bounds: Elastic
 ) -> list[Outcome]:
-    """The outcomes of those who are members at the end, by rank; of all, if too few are left."""
+    """The outcomes of those who are members at the end, by rank; a failure if too few are left."""
     return _ElasticThreads(fn, args, ranks, timeout, bounds).run()
 
 
@@ -66,7 +66,15 @@ class _ElasticThreads:
         done = [outcome for outcome in last if not outcome.failed]
         if len(done) >= self._bounds.min_ranks:
             return done
-        return [self._outcomes[number] for number in sorted(self._outcomes)]
+        return self._failures()
+
+    def _failures(self) -> list[Outcome]:
+        """The last of their own: the run could go on after those before."""
+        failures = [outcome for outcome in self._outcomes.values() if outcome.failed]
+        own = [each for each in failures if not isinstance(each.error, LaunchError)]
+        if not own:
+            return failures
+        return [max(own, key=lambda each: each.failed_at or 0.0)]
 
     def _start(self, member: Member) -> None:
         outcome = self._outcomes[member.number] = Outcome(member.number, failed_at=time.monotonic())

@@ -132,9 +132,23 @@ class Automatic:
         """Chooses, if the time has come; all ranks begin a forward in training."""
         around = self.surroundings
         if self.chosen is None and around is not None and around.num_steps() > 0:
-            for handle in self._handles:
-                handle.remove()
+            self._stop_counting()
             self._agree(around)
+
+    def _stop_counting(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def move_to(self, ranks: Backend) -> None:
+        """These train the model from now on, who all call it; what was chosen before holds for all."""
+        self.surroundings = None
+        sizes = {name: each.input_bytes for name, each in self._figures.items()}
+        own = None if self.chosen is None else [self.chosen, sizes]
+        known = [each for each in ranks.all_gather_object(own) if each is not None]
+        if known and self.chosen is None:
+            self._stop_counting()
+            self.chosen, sizes = known[0]
+            self._figures = {name: _Figures(size) for name, size in sizes.items()}
 
     def _agree(self, around: Surroundings) -> None:
         taken = around.others.peak + self._outside * around.in_flight
