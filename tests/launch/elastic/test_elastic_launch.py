@@ -120,6 +120,15 @@ def test_one_that_cannot_be_started_anew_is_no_reason_to_wait(
     assert "worker 1 cannot be started: " in capfd.readouterr().err
 
 
+def test_workers_are_of_one_run(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = tmp_path / "tells.py"
+    script.write_text("import os; print(os.environ['SHOAL_RUN_ID'])")
+    assert launch(LaunchConfig(str(script), ranks=2, elastic=Elastic(spares=1))) == 0
+    out, err = capfd.readouterr()
+    assert len({line.split()[-1] for line in out.splitlines()}) == 1
+    assert "the script never joined a world" in err
+
+
 def test_too_few_are_the_end_and_the_code_is_that_of_the_last(tmp_path: Path) -> None:
     line = f"-n 3 --min 2 --log-dir {tmp_path}"
     code, _, err = run(line, "8", "3", "0@2=KILL", "2@4=raise")
@@ -258,7 +267,7 @@ def refused(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
 # Becomes another user once all is imported, which that one may not read.
 STRANGER = """
 import os, sys
-from shoal.launch.script.guard import spawn
+from shoal.errors import LaunchError
 from shoal.launch.script.launcher import LaunchConfig, launch
 os.chdir("/")
 os.setresgid(*3 * [65534])
