@@ -90,13 +90,13 @@ def test_a_spare_takes_the_place_of_rank_0(backend: str) -> None:
 
 
 def test_losses_in_several_ways_and_restarts(tmp_path: Path) -> None:
-    """An error, and a stop; the restart of the first is killed, too."""
-    deeds = ("1@2=raise", "2@4=STOP", "3@5=KILL")
+    """An error, and a stop; the one in place of the first, whose rank it has, fails alike."""
+    deeds = ("1@2=raise", "2@4=STOP", "3@5=raise")
     line = f"-n 3 --min 3 --restarts 3 --log-dir {tmp_path}"
     code, _, err = run(line, "8", "3", *deeds)
     assert code == 0, err
-    fates = {1: "ValueError: the loss is nan", 2: "stopped (SIGSTOP), and killed for that"}
-    for number, fate in {**fates, 3: "killed by SIGKILL"}.items():
+    error, stop = "ValueError: the loss is nan", "stopped (SIGSTOP), and killed for that"
+    for number, fate in {1: error, 2: stop, 3: error}.items():
         pattern = rf"  worker {number} \(rank [12]\): {re.escape(fate)}; worker \d took its place"
         assert len(re.findall(pattern, err)) == 1, err
     logs = {path.name: path.read_text() for path in tmp_path.iterdir()}
@@ -118,6 +118,15 @@ def test_one_that_cannot_be_started_anew_is_no_reason_to_wait(
     script.write_text("raise SystemExit(3)")
     assert launch(LaunchConfig(str(script), elastic=Elastic(restarts=1))) == 3
     assert "worker 1 cannot be started: " in capfd.readouterr().err
+
+
+def test_workers_are_of_one_run(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = tmp_path / "tells.py"
+    script.write_text("import os; print(os.environ['SHOAL_RUN_ID'])")
+    assert launch(LaunchConfig(str(script), ranks=2, elastic=Elastic(spares=1))) == 0
+    out, err = capfd.readouterr()
+    assert len({line.split()[-1] for line in out.splitlines()}) == 1
+    assert "the script never joined a world" in err
 
 
 def test_too_few_are_the_end_and_the_code_is_that_of_the_last(tmp_path: Path) -> None:
@@ -258,7 +267,7 @@ def refused(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
 # Becomes another user once all is imported, which that one may not read.
 STRANGER = """
 import os, sys
-from shoal.launch.script.guard import spawn
+from shoal.errors import LaunchError
 from shoal.launch.script.launcher import LaunchConfig, launch
 os.chdir("/")
 os.setresgid(*3 * [65534])

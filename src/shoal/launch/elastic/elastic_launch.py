@@ -49,9 +49,13 @@ class WorkerLaunch(NodeLaunch):
         """A worker has ended."""
         raise NotImplementedError
 
+    def variables(self) -> dict[str, str]:
+        """What all workers start with."""
+        return self._common
+
     def start_worker(self, number: int, rank: int = 0, size: int = 1) -> None:
         """Starts a process, whose number was given before."""
-        env = {**self._variables(), **worker_variables(number, rank, size)}
+        env = {**self.variables(), **worker_variables(number, rank, size)}
         stdin = None if number == 0 else subprocess.DEVNULL
         self._add(start_rank(number, self._config.command(), env, self._output_of(number), stdin))
 
@@ -99,25 +103,30 @@ class ElasticLaunch(WorkerLaunch):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        assert self._config.elastic is not None
+        bounds, server = self._config.elastic, self._place.server
+        self._crew = Crew(server, self._config.ranks, bounds, self._start_if_possible)
         self._stragglers = Stragglers()
         self._farewell = 0.0
         self._has_begun = False
 
     async def _start(self) -> None:
         config, place = self._config, self._place
-        assert config.elastic is not None
-        self._crew = Crew(place.server, config.ranks, config.elastic, self._start_if_possible)
-        variables = self._variables()
-        shared = {name: variables[name] for name in _SHARED if name in variables}
+        shared = {name: self._common[name] for name in _SHARED if name in self._common}
         self._crew.desk.variables = shared
         self._crew.desk.on_world = _in_loop(self._say_change)
         if config.log_dir is not None:
             self._err.say(f"shoal: workers write to {config.log_dir}/worker-K.log")
         host = config.host if config.is_between_hosts else "localhost"
+        host = f"[{host}]" if ":" in host else host
         port = config.port if config.is_between_hosts else place.master_port
         self._err.say(f"shoal: others join by: shoal launch --join {host}:{port} {config.script}")
         self._crew.begin()
         self._has_begun = True
+
+    async def _clean_up(self) -> None:
+        self._crew.end()
+        await super()._clean_up()
 
     def _start_if_possible(self, number: int, rank: int, size: int) -> None:
         """The run goes on without one that cannot be started once others were."""

@@ -24,8 +24,9 @@ class JoiningLaunch(WorkerLaunch):
         for _ in range(self._config.ranks):
             self.start_worker(self._run.expect())
 
-    def _variables(self) -> dict[str, str]:
-        return {**super()._variables(), **self._run.variables}
+    def variables(self) -> dict[str, str]:
+        """Those of the run's other workers count."""
+        return {**super().variables(), **self._run.variables}
 
     def is_going_on(self) -> bool:
         """A worker whose holder has hung up hears of that by itself, and has the grace to say so.

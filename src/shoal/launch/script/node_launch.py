@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Coroutine, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ class NodeLaunch:
         self._folder = folder
         self._guard = guard
         self._ranks: list[Rank] = []
+        self._numbers: list[int] = []
         self._is_ending = False
         self._signals = Signals(self._ranks)
         self._job = MpiJob(config, folder) if config.backend == "mpi" else None
@@ -78,7 +80,8 @@ class NodeLaunch:
             await self._wait_for_nodes(signals, failed=code != 0)
         return code
 
-    def _variables(self) -> dict[str, str]:
+    @cached_property
+    def _common(self) -> dict[str, str]:
         """What all ranks start with."""
         place = self._place
         master = (place.master_host, place.master_port)
@@ -91,7 +94,7 @@ class NodeLaunch:
             self._err.say(
                 f"shoal: {config.ranks} {self.noun}(s) write to {config.log_dir}/{self.noun}-K.log"
             )
-        env = self._variables()
+        env = self._common
         if self._job is not None:
             words = ScreenOutput("mpiexec", self._err, self._err)
             await self._job.start(env, words, self._output_of, self._add)
@@ -117,6 +120,7 @@ class NodeLaunch:
 
     def _add(self, rank: Rank) -> None:
         self._ranks.append(rank)
+        self._numbers.append(rank.number)
         rank.ended.add_done_callback(lambda _: self._on_end(rank))
         self._tell_guard()
 
@@ -179,14 +183,14 @@ class NodeLaunch:
 
     def _say_if_nobody_joined(self) -> None:
         """Several processes that never met are rarely what was wanted."""
-        if len(self._ranks) > 1 and not self._has_met():
+        if len(self._numbers) > 1 and not self._has_met():
             self._err.say(
-                f"shoal: the script never joined a world: each of the {len(self._ranks)} processes "
-                "ran it alone. Call shoal.init() or shoal.as_distributed() in it."
+                f"shoal: the script never joined a world: each of the {len(self._numbers)} "
+                "processes ran it alone. Call shoal.init() or shoal.as_distributed() in it."
             )
 
     def _has_met(self) -> bool:
-        return any(has_mark(self._folder, rank.number) for rank in self._ranks)
+        return any(has_mark(self._folder, number) for number in self._numbers)
 
     def _ending(self, rank: Rank) -> Ending:
         record = read_record(self._folder, rank.number)
