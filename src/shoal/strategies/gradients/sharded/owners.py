@@ -55,8 +55,9 @@ class GradientOwners:
 
     def note(self, edit: str) -> None:
         """A user has changed a gradient; see [Note: edits of gradients]."""
-        # Ranks that hold other layers, or parts of them, do other things to what they hold.
-        if not self._engine.ownership.axes:
+        # Ranks that hold other layers, or parts of them, do other things to what they hold. So do
+        # replicas that are trained apart, each on a group of one rank.
+        if self._engine.backend.size > 1 and not self._engine.ownership.axes:
             self._engine.progress.note_edit(edit)
 
     def gather(self, values: Tensor, what: str) -> Tensor:
