@@ -498,3 +498,24 @@ def test_compressed_between_processes(compression: str, backend: str) -> None:
     for state in pools.Team(backend, RANKS).run(go):
         for name, value in expected.items():
             assert torch.allclose(state[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_scaler_that_skips_a_step_on_one_rank() -> None:
+    """It did something else to its gradients, which are its own; but it is a step behind."""
+
+    def go() -> None:
+        model, optimizer = made(every=2)
+        rank = shoal.world().rank
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(4):
+            inputs, targets = data(step, rank)
+            if (step, rank) == (1, 1):
+                targets[0, 0] = float("inf")
+            optimizer.zero_grad()
+            scaler.scale(F.mse_loss(model(inputs), targets)).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+
+    with pytest.raises(PeerError, match="rank 1 failed: it has left"):
+        on_ranks(go)

@@ -58,8 +58,9 @@ class GradientOwners:
 
     def note(self, edit: str, count: int = 1) -> None:
         """A user has changed a gradient so often; see [Note: edits of gradients]."""
-        # Ranks that hold other layers, or parts of them, do other things to what they hold.
-        if not self._engine.ownership.axes and self._engine.backend.size > 1:
+        # Ranks that hold other layers, or parts of them, do other things to what they hold. So do
+        # replicas that are trained apart, each on a group of one rank.
+        if self._engine.backend.size > 1 and not self._engine.ownership.axes:
             self._engine.progress.note_edit(edit, count)
 
     def gather(self, values: Tensor, what: str) -> Tensor:
