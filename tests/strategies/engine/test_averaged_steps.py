@@ -118,8 +118,8 @@ def test_p13_the_optimizer_sees_averaged_gradients(strategy: str) -> None:
                 for p in group["params"]:
                     seen.append(p.grad.flatten().clone())
 
-        inside(plain, look)
         model, optimizer = shoal.as_distributed(module, plain, strategy=strategy)
+        inside(plain, look)
         one_step(model, optimizer, local(0))
         return seen
 
