@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ def value_of(rank: int, numel: int = 3) -> torch.Tensor:
 
 def managed(act):
     """Calls ``act(manager)``, and closes when all ranks are through."""
+    gc.collect()  # a model of another test may still be counted
     with DistributedCheckpointManager() as manager:
         result = act(manager)
         shoal.world().barrier()
