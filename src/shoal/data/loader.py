@@ -128,12 +128,10 @@ class DividedLoader(DataLoader[T]):
 
     def _elastic_epoch(self, run: ElasticRun, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         def begin_again() -> Iterator[Any]:
-            # Torch draws a seed for each iteration: in the middle of an epoch it was drawn before.
-            # A stream is drawn again from its beginning, with the seed.
-            is_new = self._num_batches == 0 or _is_stream(self)
+            draws_seed = self._draws_seed
             random = RandomState.capture()
             iterator = begin()
-            if not is_new:
+            if not draws_seed:
                 random.restore()
             return iterator
 
@@ -153,6 +151,17 @@ class DividedLoader(DataLoader[T]):
             if batch is _END:
                 return
             yield batch
+
+    @property
+    def _draws_seed(self) -> bool:
+        """Whether torch draws one for the workers here, where nobody was lost.
+
+        It does so for each iteration; for workers that stay only for the first. In the middle of an
+        epoch it was drawn before, but a stream is drawn again from its beginning, with the seed.
+        """
+        if self.num_workers and self.persistent_workers and self.epoch > 0:
+            return False
+        return self._num_batches == 0 or _is_stream(self)
 
     def _epoch(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         self._num_batches, self._num_to_skip = self._num_to_skip, 0

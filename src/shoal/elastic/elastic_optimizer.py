@@ -314,6 +314,7 @@ class ElasticOptimizer(ShardedOptimizer):
         _, num_steps, options, also = common
         snapshot = Snapshot(step, num_steps, Snapshot.take(0, 0, self, ()).random, options, also)
         rebuild(snapshot)
+        self.num_committed = int(step)  # which the load below takes note of, with the checkpoint
         given = {
             name: [self.also[n] for n in own] for name, own in numbers.items() if min(own) >= 0
         }
@@ -326,7 +327,7 @@ class ElasticOptimizer(ShardedOptimizer):
             sampler=given.get("sampler"),
         )
         self.keeper.drop_all()
-        return int(step)
+        return self.num_committed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a whole state; see `ShardedOptimizer`."""

@@ -54,6 +54,11 @@ class Keeper:
         """All that it has."""
         return [*self.own, *self.others]
 
+    @property
+    def rooms(self) -> list[Tensor]:
+        """Memory that the next commit will use."""
+        return list(self._rooms.values())
+
     def drop_all(self) -> None:
         """What it has is not what training goes on from any more."""
         self.own, self.others = [], []
