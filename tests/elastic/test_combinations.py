@@ -322,8 +322,11 @@ def train_and_save(folder: str, strategy: str, victims: tuple[int, ...], nth: in
                 optimizer.step()
                 optimizer.zero_grad()
                 scheduler.step()
-            if optimizer.num_committed == 2:
-                shoal.save(folder, model, optimizer, scheduler=scheduler, sampler=loader, wait=True)
+            if optimizer.has_committed and optimizer.num_committed == 2:
+                with optimizer.attempt():
+                    shoal.save(
+                        folder, model, optimizer, scheduler=scheduler, sampler=loader, wait=True
+                    )
             if is_doomed and fuse is None and optimizer.num_committed == 4:
                 fuse = faults.light(nth)
     faults.light(-1)
