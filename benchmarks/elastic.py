@@ -36,6 +36,7 @@ PARTS = ("recovery", "overhead", "memory")
 STRATEGIES = ("ddp", "zero3")
 LARGE = gpt.Shape(8, 384, batch=2)
 SMALL = gpt.Shape(2, 64, batch=2, length=32)
+TINY = gpt.Shape(1, 16, batch=2, length=8, heads=2)
 TIMEOUT_S = 120.0
 WAYS = {
     "fewer ranks": {},
@@ -293,8 +294,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--backends", nargs="*", default=["shm", "gloo"])
+    parser.add_argument("--tiny", action="store_true", help="a tiny model: only to try it out")
     given = parser.parse_args(arguments)
-    plan = Plan(given.ranks, given.rounds, backends=tuple(given.backends))
+    shapes = (TINY, TINY) if given.tiny else (LARGE, SMALL)
+    plan = Plan(given.ranks, given.rounds, *shapes, tuple(given.backends))
     for part in given.parts:
         SHOW[part](plan)
 
