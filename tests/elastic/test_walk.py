@@ -96,6 +96,35 @@ def test_a_whole_window_is_made_again() -> None:
     assert faults.same(found[0]["model"], expected[0]["model"])
 
 
+def _talk(victim: int | None) -> list[Any]:
+    """Ranks tell each other something after each step: some die, and others join meanwhile."""
+    first, membership = shoal.world().rank, shoal.world().membership
+    assert membership is not None
+    is_new = membership.generation == 0
+    model, optimizer, loader, _ = faults.make_training("zero1")
+    told = []
+    for _ in loader.epochs(4):
+        for inputs, numbers in loader:
+            with optimizer.attempt():
+                model.train_step(inputs, numbers, faults.loss_of)
+                if (first, optimizer.num_committed, is_new) == (victim, 2, False):
+                    raise faults.Lost
+                optimizer.step()
+                optimizer.zero_grad()
+                if optimizer.num_committed == 4 and shoal.world().rank == 0:
+                    membership.invite(1)  # type: ignore[attr-defined]
+            if optimizer.has_committed:
+                steps = shoal.world().all_gather_object(optimizer.num_committed)
+                told.append((len(steps), set(steps)))
+    return told
+
+
+def test_what_follows_a_step_is_for_those_who_made_it() -> None:
+    found = shoal.run(_talk, 2, "memory", args=(1,), elastic=Elastic(restarts=1), timeout=20)
+    expected = [(2 if step < 6 else 3, {step}) for step in range(1, 9)]
+    assert found == [expected, expected[2:], expected[5:]]
+
+
 def test_a_step_outside_of_an_attempt_is_refused() -> None:
     def step() -> None:
         _, optimizer, _, _ = faults.make_training("ddp")

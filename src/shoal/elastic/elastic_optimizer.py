@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -279,9 +280,11 @@ class ElasticOptimizer(ShardedOptimizer):
             regrouped = self._regroup()
             old_ranks = list(regrouped.old_ranks)
             if origins is not None:
+                gone = {origins[rank]: why for rank, why in regrouped.reasons.items()}
+                reasons |= {rank: why for rank, why in gone.items() if rank is not None}
                 old_ranks = [None if old is None else origins[old] for old in old_ranks]
             else:
-                old_size = regrouped.old_size
+                old_size, reasons = regrouped.old_size, dict(regrouped.reasons)
             origins = old_ranks
             try:
                 self.num_committed = Recovery(
@@ -295,7 +298,8 @@ class ElasticOptimizer(ShardedOptimizer):
         self._close_window()
         self._change_due = None
         if self._on_change is not None:
-            self._on_change(_change(self.generation, old_size, origins, self.num_committed))
+            change = _change(self.generation, old_size, origins, self.num_committed)
+            self._on_change(replace(change, reasons=reasons))
 
     def _regroup(self) -> Regrouped:
         membership = self._membership
