@@ -147,7 +147,9 @@ def measure_recovery(plan: Plan) -> dict[tuple[str, str], list[float]]:
 
 
 def show_recovery(plan: Plan) -> None:
-    print(f"from kill -9 of one of {plan.ranks} ranks to the next committed step, {plan.rounds} kills")
+    print(
+        f"from kill -9 of one of {plan.ranks} ranks to the next committed step, {plan.rounds} kills"
+    )
     print(f"of each; {', '.join(plan.strategies)} in turn")
     for (way, backend), seconds in measure_recovery(plan).items():
         print(f"  {way:15} {backend:5} median {statistics.median(seconds):6.3f} s"
@@ -277,9 +279,9 @@ def show_memory(plan: Plan) -> None:
         ]  # fmt: skip
         one, seconds = found[0], [each["seconds"] for each in found]
         print(
-            f"  {backend:5} {strategy:6} parameters of the whole model {one['parameters'] / 1e6:.1f}"
-            f" MB; kept {one['kept'] / 1e6:.1f} MB, memory for the next commit "
-            f"{one['rooms'] / 1e6:.1f} MB; to the state over fewer ranks "
+            f"  {backend:5} {strategy:6} parameters of the whole model "
+            f"{one['parameters'] / 1e6:.1f} MB; kept {one['kept'] / 1e6:.1f} MB, memory for the "
+            f"next commit {one['rooms'] / 1e6:.1f} MB; to the state over fewer ranks "
             f"{statistics.median(seconds):.3f} s ({min(seconds):.3f} to {max(seconds):.3f})",
             flush=True,
         )

@@ -40,8 +40,8 @@ class ElasticOptimizer(ShardedOptimizer):
         also: Schedulers, scalers and loaders: whatever goes back with an attempt that is void. It
             may be extended before the first attempt.
         num_committed: How many steps all ranks have made together.
-        has_committed: Whether the last attempt was not void, and a step was made in it. What follows
-            an attempt is for those who were there: who joins begins with the next batch.
+        has_committed: Whether a step was made in the last attempt, and counts. What a script does
+            after it is for those who made it: who joins begins with the next batch.
         num_in_window: How many attempts without a step there were since; for accumulated
             gradients, which begin anew where an attempt is void.
         generation: The number of the world that this rank is in.
@@ -276,12 +276,13 @@ class ElasticOptimizer(ShardedOptimizer):
         """Goes on in the next world; see `Recovery`."""
         is_joining = not self._is_member
         origins: list[int | None] | None = None
+        reasons: dict[int, str] = {}
         while True:
             regrouped = self._regroup()
             old_ranks = list(regrouped.old_ranks)
             if origins is not None:
                 gone = {origins[rank]: why for rank, why in regrouped.reasons.items()}
-                reasons |= {rank: why for rank, why in gone.items() if rank is not None}
+                reasons.update((rank, why) for rank, why in gone.items() if rank is not None)
                 old_ranks = [None if old is None else origins[old] for old in old_ranks]
             else:
                 old_size, reasons = regrouped.old_size, dict(regrouped.reasons)
