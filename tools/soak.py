@@ -1,4 +1,4 @@
-"""Random faults for a while: kills, kills in the middle of saves, calls that differ.
+"""Random faults for a while: kills, kills in saves, calls that differ, kills that are survived.
 
     python tools/soak.py --seconds 600
     python tools/soak.py --campaign kills --seed 1234 --rounds 1    # as a failure tells you
@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import elastic_faults
 import torch
 from torch import nn
 
@@ -183,7 +184,18 @@ def tell_all(outcomes: Sequence[Outcome]) -> str:
     return "; ".join(map(tell, outcomes))
 
 
-CAMPAIGNS = {"kills": kills, "saves": saves, "mismatches": mismatches}
+def elastic(draw: random.Random) -> str:
+    """Ranks are killed in each phase of a training that goes on: it ends as one without faults."""
+    backend, num_faults = draw.choice(elastic_faults.BACKENDS), 0
+    for phase in elastic_faults.PHASES:
+        num_faults += len(elastic_faults.play(draw, phase, backend))
+    FAULTS_SURVIVED.update([backend] * num_faults)
+    return f"{len(elastic_faults.PHASES)} phases over {backend}: as without a fault"
+
+
+FAULTS_SURVIVED: collections.Counter[str] = collections.Counter()
+
+CAMPAIGNS = {"kills": kills, "saves": saves, "mismatches": mismatches, "elastic": elastic}
 
 
 def main() -> int:
@@ -205,6 +217,8 @@ def main() -> int:
             counts[name, play(name, options.seed + number)] += 1
     for (name, ending), count in sorted(counts.items()):
         print(f"{count:6}  {name:10}  {ending}")
+    for backend, count in sorted(FAULTS_SURVIVED.items()):
+        print(f"{count:6}  ranks lost over {backend}, and replaced")
     wrong = sum(count for (_, ending), count in counts.items() if ending == "WRONG")
     print(f"{sum(counts.values())} rounds, {wrong} wrong")
     return 1 if wrong else 0

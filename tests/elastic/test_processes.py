@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,3 +82,46 @@ def test_the_others_go_on(backend: str, victim: int) -> None:
     )
     assert [rest for _, *rest in found] == [[9, 2]] * 2
     assert all(torch.equal(found[0][0][name], found[1][0][name]) for name in found[0][0])
+
+
+def train_while_one_stops(folder: str) -> tuple[int, list[Any]]:
+    """Rank 1 stops itself in the fourth step; when the others went on, and why it was gone."""
+    torch.manual_seed(0)
+    model: Any = nn.Linear(4, 3)
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.01)
+    inputs = torch.randn(24, 4)
+    loader: Any = DataLoader(TensorDataset(inputs, inputs[:, :3]), batch_size=6)
+    model, optimizer, loader = shoal.as_distributed(
+        model, optimizer, loader, strategy="zero3", elastic=True
+    )
+    changes: list[Any] = []
+    optimizer._on_change = lambda change: changes.append((time.monotonic(), change))
+    for _ in loader.epochs(2):
+        for x, y in loader:
+            with optimizer.attempt():
+                loss = F.mse_loss(model(x), y)
+                if (shoal.world().rank, optimizer.num_committed, optimizer.generation) == (1, 3, 1):
+                    Path(folder, "stopped").write_text(f"{time.monotonic()} {os.getpid()}")
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return optimizer.num_committed, changes
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_stopped_rank_is_named_and_never_comes_back(backend: str, tmp_path: Path) -> None:
+    """It is killed before the others go on, so there is nothing that SIGCONT could wake."""
+    leaks.baseline()
+    found = shoal.run(
+        train_while_one_stops, 3, backend, args=(str(tmp_path),), elastic=Elastic(min_ranks=2)
+    )
+    begin, pid = (tmp_path / "stopped").read_text().split()
+    assert [num_committed for num_committed, _ in found] == [8, 8]
+    for _, changes in found:
+        ((went_on, change),) = changes
+        assert change.left == (1,)
+        assert "was stopped (SIGSTOP)" in change.reasons[1]
+        assert went_on - float(begin) < 15
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), signal.SIGCONT)

@@ -20,9 +20,11 @@ EPOCHS = 4  # of two steps each
 def _walk(strategy: str, sizes: tuple[int, ...]) -> dict[str, Any]:
     model, optimizer, loader, scheduler = faults.make_training(strategy, dropout=0.0)
     stops, samples, losses = [], [], []
+    before: list[Any] = []
 
     def note(change: Any) -> None:
-        stops.append((change.step, change.new_size, model.state_dict(), optimizer.state_dict()))
+        after = model.state_dict(), optimizer.state_dict()
+        stops.append((change.step, change.new_size, *after, list(before)))
 
     optimizer._on_change = note
     for _ in loader.epochs(EPOCHS):
@@ -33,12 +35,10 @@ def _walk(strategy: str, sizes: tuple[int, ...]) -> dict[str, Any]:
                 optimizer.zero_grad()
                 scheduler.step()
                 _ask_for(sizes[min(optimizer.num_committed + 1, len(sizes) - 1)])
-                before = model.state_dict(), optimizer.state_dict()
+                before[:] = model.state_dict(), optimizer.state_dict()
                 parts = shoal.world().all_gather_object(numbers.tolist())
             samples += [number for part in parts for number in part]
             losses.append(loss.item())
-            if stops and stops[-1][0] == optimizer.num_committed and len(stops[-1]) == 4:
-                stops[-1] = (*stops[-1], before)
     return {"stops": stops, "samples": samples, "losses": losses, "model": model.state_dict()}
 
 
@@ -75,19 +75,17 @@ def _accumulate(victim: int | None) -> dict[str, Any]:
     first, membership = shoal.world().rank, shoal.world().membership
     is_new = membership is not None and membership.generation == 0
     model, optimizer, loader, _ = faults.make_training("zero2")
-    count = 0
     for _ in loader.epochs(3):
         for inputs, numbers in loader:
             with optimizer.attempt():
-                if optimizer.num_committed == 1 and count % 2 and first == victim and not is_new:
+                is_last = optimizer.num_in_window == 1
+                if optimizer.num_committed == 1 and is_last and first == victim and not is_new:
                     raise faults.Lost
-                with model.no_sync() if count % 2 == 0 else contextlib.nullcontext():
+                with contextlib.nullcontext() if is_last else model.no_sync():
                     faults.loss_of(model(inputs), numbers).backward()
-                if count % 2:
+                if is_last:
                     optimizer.step()
                     optimizer.zero_grad()
-            # A void attempt begins its window again.
-            count = 0 if not optimizer._is_window_open else count + 1
     return {"steps": optimizer.num_committed, "model": model.state_dict()}
 
 
@@ -96,6 +94,35 @@ def test_a_whole_window_is_made_again() -> None:
     found = shoal.run(_accumulate, 2, "memory", args=(1,), elastic=Elastic(restarts=1))
     assert [each["steps"] for each in found] == [3, 3]
     assert faults.same(found[0]["model"], expected[0]["model"])
+
+
+def _talk(victim: int | None) -> list[Any]:
+    """Ranks tell each other something after each step: some die, and others join meanwhile."""
+    first, membership = shoal.world().rank, shoal.world().membership
+    assert membership is not None
+    is_new = membership.generation == 0
+    model, optimizer, loader, _ = faults.make_training("zero1")
+    told = []
+    for _ in loader.epochs(4):
+        for inputs, numbers in loader:
+            with optimizer.attempt():
+                model.train_step(inputs, numbers, faults.loss_of)
+                if (first, optimizer.num_committed, is_new) == (victim, 2, False):
+                    raise faults.Lost
+                optimizer.step()
+                optimizer.zero_grad()
+                if optimizer.num_committed == 4 and shoal.world().rank == 0:
+                    membership.invite(1)  # type: ignore[attr-defined]
+            if optimizer.has_committed:
+                steps = shoal.world().all_gather_object(optimizer.num_committed)
+                told.append((len(steps), set(steps)))
+    return told
+
+
+def test_what_follows_a_step_is_for_those_who_made_it() -> None:
+    found = shoal.run(_talk, 2, "memory", args=(1,), elastic=Elastic(restarts=1), timeout=20)
+    expected = [(2 if step < 6 else 3, {step}) for step in range(1, 9)]
+    assert found == [expected, expected[2:], expected[5:]]
 
 
 def test_a_step_outside_of_an_attempt_is_refused() -> None:

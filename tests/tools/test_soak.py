@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import leaks
 import shoal
@@ -44,3 +45,28 @@ def test_equal_calls_are_no_mismatch_and_the_seed_is_told(
 )
 def test_a_round(soak: ModuleType, name: str, ending: str) -> None:
     assert re.search(ending, soak.CAMPAIGNS[name](random.Random(3)))
+
+
+@pytest.mark.parametrize(
+    ("phase", "backend"),
+    [
+        ("forward", "gloo"), ("collective", "shm"), ("optimizer", "shm"), ("commit", "gloo"),
+        ("save", "shm"), ("join", "gloo"), ("recovery", "shm"),
+    ],
+)  # fmt: skip
+def test_a_loss_in_each_phase_is_survived(soak: ModuleType, phase: str, backend: str) -> None:
+    faults = soak.elastic_faults.play(random.Random(f"{phase} 1"), phase, backend)
+    assert faults[0].phase == phase
+
+
+def test_other_values_at_the_end_are_noticed(
+    soak: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [({"w": torch.ones(2)}, {}, soak.elastic_faults.NUM_STEPS, [])] * 4
+    other = [({"w": torch.tensor([1.0, 2.0])}, {}, soak.elastic_faults.NUM_STEPS, [])] * 4
+    monkeypatch.setattr(soak.elastic_faults, "_EXPECTED", {})
+    monkeypatch.setattr(
+        soak.elastic_faults, "run", lambda *args: (other if args[3] else found, len(args[3]))
+    )
+    with pytest.raises(AssertionError, match="rank 0 has other values"):
+        soak.elastic_faults.play(random.Random(1), "forward", "shm")

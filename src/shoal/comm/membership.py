@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shoal.comm.world import World
@@ -34,6 +34,7 @@ class Change:
         left: Ranks of the old world that are gone.
         joined: Ranks of the new world that were not in the old one.
         step: How many steps are committed; training goes on with the next.
+        reasons: Why ranks of the old world are gone, by rank.
     """
 
     generation: int
@@ -42,6 +43,7 @@ class Change:
     left: tuple[int, ...]
     joined: tuple[int, ...]
     step: int
+    reasons: Mapping[int, str] = field(default_factory=dict)
 
 
 class RunComplete(LaunchError):

@@ -34,7 +34,6 @@ from shoal.errors import MismatchError, ShoalError
 from shoal.sampling import GlobalBatchSampler
 from shoal.strategies import ShardedModel
 from shoal.torch_internals.optimizers import LOADER_READER
-from shoal.torch_support.random_state import RandomState
 
 T = TypeVar("T")
 _END: Any = object()
@@ -46,7 +45,7 @@ class ElasticRun(Protocol):
     def become_member(self) -> None:
         """One that has come late takes part from here on."""
 
-    def before_batch(self) -> None:
+    def before_batch(self, loader: Any) -> None:
         """What follows can be done again from here."""
 
     def is_loss(self, error: BaseException) -> bool:
@@ -128,20 +127,13 @@ class DividedLoader(DataLoader[T]):
 
     def _elastic_epoch(self, run: ElasticRun, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         def begin_again() -> Iterator[Any]:
-            # Torch draws a seed for each iteration: in the middle of an epoch it was drawn before.
-            # A stream is drawn again from its beginning, with the seed.
-            is_new = self._num_batches == 0 or _is_stream(self)
-            random = RandomState.capture()
-            iterator = begin()
-            if not is_new:
-                random.restore()
-            return iterator
+            return begin() if self._draws_seed else self._begun_apart(begin)
 
         run.become_member()
         self._is_rewound, parts = False, self._epoch(begin_again)
         while True:
             try:
-                run.before_batch()
+                run.before_batch(self)
                 if self._is_rewound:
                     self._is_rewound, parts = False, self._epoch(begin_again)
                 batch = next(parts, _END)
@@ -153,6 +145,27 @@ class DividedLoader(DataLoader[T]):
             if batch is _END:
                 return
             yield batch
+
+    @property
+    def _draws_seed(self) -> bool:
+        """Whether torch draws one for the workers here, where nobody was lost.
+
+        It does so for each iteration; for workers that stay only for the first. In the middle of an
+        epoch it was drawn before, but a stream is drawn again from its beginning, with the seed.
+        """
+        if self.num_workers and self.persistent_workers and self.epoch > 0:
+            return False
+        return self._num_batches == 0 or _is_stream(self)
+
+    def _begun_apart(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Begins to iterate, with a seed for workers that nothing else depends on."""
+        own = self.generator
+        seed = torch.initial_seed() + self.epoch + self._num_batches
+        self.generator = torch.Generator().manual_seed(seed % 2**63)
+        try:
+            return begin()
+        finally:
+            self.generator = own
 
     def _epoch(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         self._num_batches, self._num_to_skip = self._num_to_skip, 0

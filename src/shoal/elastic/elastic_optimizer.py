@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -39,6 +40,8 @@ class ElasticOptimizer(ShardedOptimizer):
         also: Schedulers, scalers and loaders: whatever goes back with an attempt that is void. It
             may be extended before the first attempt.
         num_committed: How many steps all ranks have made together.
+        has_committed: Whether a step was made in the last attempt, and counts. What a script does
+            after it is for those who made it: who joins begins with the next batch.
         num_in_window: How many attempts without a step there were since; for accumulated
             gradients, which begin anew where an attempt is void.
         generation: The number of the world that this rank is in.
@@ -92,7 +95,8 @@ class ElasticOptimizer(ShardedOptimizer):
         self._on_change = on_change
         self._snapshot: Snapshot | None = None
         self._is_attempting = self._has_stepped = self._is_window_open = False
-        self._is_stale = True
+        self._is_stale, self.has_committed = True, False
+        self._change_due: list[int] | None = None
         self._checkpoint: tuple[Path, Mapping[str, Sequence[Any]], int] | None = None
         for each in also:
             self.take_along(each)
@@ -137,8 +141,10 @@ class ElasticOptimizer(ShardedOptimizer):
             raise ShoalError("optimizer.attempt() cannot be inside of another one")
         self._check_is_alone()
         self.become_member()
+        if self._first_loader is None:
+            self._change_if_due()
         self._open_window()
-        self._is_attempting, self._has_stepped = True, False
+        self._is_attempting, self._has_stepped, self.has_committed = True, False, False
         try:
             yield
             if self._has_stepped:
@@ -170,12 +176,14 @@ class ElasticOptimizer(ShardedOptimizer):
         self._has_stepped = True
         return loss
 
-    def before_batch(self) -> None:
+    def before_batch(self, loader: Any) -> None:
         """A loader is about to fetch a batch: what follows can be done again from here."""
         self.become_member()
         if not self._is_window_open and not self._is_attempting:
             self._renew()
             self._snapshot = self._take_snapshot(self.num_committed)
+            if loader is self._first_loader and self._change_if_due():
+                self._snapshot = self._take_snapshot(self.num_committed)
 
     def _open_window(self) -> None:
         if self._is_window_open:
@@ -204,9 +212,22 @@ class ElasticOptimizer(ShardedOptimizer):
         words = self._keep(step) if self._is_member else []
         self.num_committed = step
         self._close_window()
+        self.has_committed = True
         if any(word & WANTS_CHANGE for word in words):
-            self.keeper.hand_over(words)
+            self._change_due = words
+
+    @property
+    def _first_loader(self) -> Any:
+        return next((each for each in self.also if hasattr(each, "follow")), None)
+
+    def _change_if_due(self) -> bool:
+        """Lets others in and out, at the place in the script where one that joins begins."""
+        words, self._change_due = self._change_due, None
+        if words is not None:
+            with contextlib.suppress(PeerError):  # it ends before it had handed all over
+                self.keeper.hand_over(words)
             self.recover()
+        return words is not None
 
     def _keep(self, step: int) -> list[int]:
         words = self.keeper.commit(
@@ -255,13 +276,16 @@ class ElasticOptimizer(ShardedOptimizer):
         """Goes on in the next world; see `Recovery`."""
         is_joining = not self._is_member
         origins: list[int | None] | None = None
+        reasons: dict[int, str] = {}
         while True:
             regrouped = self._regroup()
             old_ranks = list(regrouped.old_ranks)
             if origins is not None:
+                gone = {origins[rank]: why for rank, why in regrouped.reasons.items()}
+                reasons.update((rank, why) for rank, why in gone.items() if rank is not None)
                 old_ranks = [None if old is None else origins[old] for old in old_ranks]
             else:
-                old_size = regrouped.old_size
+                old_size, reasons = regrouped.old_size, dict(regrouped.reasons)
             origins = old_ranks
             try:
                 self.num_committed = Recovery(
@@ -273,8 +297,10 @@ class ElasticOptimizer(ShardedOptimizer):
             except PeerError:
                 continue
         self._close_window()
+        self._change_due = None
         if self._on_change is not None:
-            self._on_change(_change(self.generation, old_size, origins, self.num_committed))
+            change = _change(self.generation, old_size, origins, self.num_committed)
+            self._on_change(replace(change, reasons=reasons))
 
     def _regroup(self) -> Regrouped:
         membership = self._membership
@@ -314,6 +340,7 @@ class ElasticOptimizer(ShardedOptimizer):
         _, num_steps, options, also = common
         snapshot = Snapshot(step, num_steps, Snapshot.take(0, 0, self, ()).random, options, also)
         rebuild(snapshot)
+        self.num_committed = int(step)  # which the load below takes note of, with the checkpoint
         given = {
             name: [self.also[n] for n in own] for name, own in numbers.items() if min(own) >= 0
         }
@@ -326,7 +353,7 @@ class ElasticOptimizer(ShardedOptimizer):
             sampler=given.get("sampler"),
         )
         self.keeper.drop_all()
-        return int(step)
+        return self.num_committed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a whole state; see `ShardedOptimizer`."""

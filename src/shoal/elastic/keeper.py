@@ -10,8 +10,8 @@ complete before it voted, if anybody passed.
 
 from __future__ import annotations
 
+import json
 import platform
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -20,14 +20,12 @@ from torch import Tensor
 
 from shoal.checkpoint.save.rank_state import RankState
 from shoal.comm import Backend
-from shoal.elastic.kept_part import KeptPart, Seat, keep
+from shoal.elastic.kept_part import KeptPart, Room, Seat, keep
 from shoal.errors import ShoalError
 
 WANTS_CHANGE, IS_LEAVING, IS_DAMAGED = 1, 2, 4
 """What a rank may say in a vote."""
 _MOST_TRIES = 3
-_PIECE_BYTES = 4 << 20
-"""Of a part on its way: backends keep memory for messages of this size, not for any large ones."""
 
 
 class Keeper:
@@ -54,6 +52,11 @@ class Keeper:
         """All that it has."""
         return [*self.own, *self.others]
 
+    @property
+    def rooms(self) -> list[Tensor]:
+        """Memory that the next commit will use."""
+        return list(self._rooms.values())
+
     def drop_all(self) -> None:
         """What it has is not what training goes on from any more."""
         self.own, self.others = [], []
@@ -71,9 +74,8 @@ class Keeper:
 
         Returns what each rank says in the vote.
         """
-        part = keep(
-            state, self._seat, step, is_divided=is_divided, room=self._rooms.pop("own", None)
-        )
+        room = Room(self._rooms.pop("own", None), self._make_room)
+        part = keep(state, self._seat, step, is_divided=is_divided, room=room)
         part.local = local
         self.own.append(part)
         words: list[int] = []
@@ -89,6 +91,11 @@ class Keeper:
             f"{_MOST_TRIES} times on the way: memory or network of these hosts cannot be trusted"
         )
 
+    def _make_room(self, num_bytes: int) -> Tensor:
+        """Memory that a buddy on this host reads by itself, where that is possible."""
+        assert self._backend is not None
+        return self._backend.empty(num_bytes, torch.uint8)
+
     def _exchange(self, part: KeptPart) -> KeptPart | None:
         """Sends this rank's part to its buddy; returns the one it gets, None if it is damaged."""
         backend, seat = self._backend, self._seat
@@ -97,15 +104,18 @@ class Keeper:
             return part
         after = (seat.rank + self._shift) % seat.size
         before = (seat.rank - self._shift) % seat.size
-        about = backend.encode_message([part.about(), part.checksum(), part.data.numel()], after)
-        sending = backend.start_send(about, after)
+        # Thousands of small values: as one text they are written and read by json's own loop.
+        told = [json.dumps(part.about()), part.checksum(), part.data.numel()]
+        about = backend.encode_message(told, after)
+        sending = [backend.start_send(about, after), backend.start_send(part.data, after, 1)]
         content, checksum, num_bytes = backend.recv_object(before)
-        sending.wait()
         data = self._rooms.pop("other", None)
         if data is None or data.numel() != num_bytes:
             data = torch.empty(num_bytes, dtype=torch.uint8)
-        _send_and_receive(backend, part.data, after, data, before)
-        other = KeptPart.of(content, data)
+        backend.recv(data, src=before, tag=1)
+        for work in sending:
+            work.wait()
+        other = KeptPart.of(json.loads(content), data)
         expected = (Seat(seat.generation, before, seat.size), part.step)
         if (other.seat, other.step) != expected or other.checksum() != checksum:
             return None
@@ -123,7 +133,8 @@ class Keeper:
         """Drops all but the step that was voted for; their memory is used for the next."""
         for name, kept, latest in (("own", self.own, part), ("other", self.others, other)):
             for each in kept:
-                if each is not latest and each.data is not part.data:
+                is_of_this_world = each.seat.generation == self._seat.generation
+                if each is not latest and each.data is not part.data and is_of_this_world:
                     self._rooms[name] = each.data
         self.own = [part]
         self.others = [] if other is None or other is part else [other]
@@ -144,23 +155,6 @@ class Keeper:
             elif seat.rank == heir:
                 about = backend.recv_object(rank, 2)
                 self.others.append(KeptPart.of(about, backend.recv(src=rank, tag=3)))
-
-
-def _send_and_receive(
-    backend: Backend, own: Tensor, after: int, other: Tensor, before: int
-) -> None:
-    """Piece by piece, two of which are on their way at most."""
-    underway: deque[Any] = deque()
-    for begin in range(0, max(own.numel(), other.numel()), _PIECE_BYTES):
-        piece = slice(begin, begin + _PIECE_BYTES)
-        if begin < own.numel():
-            underway.append(backend.start_send(own[piece], after, 1))
-        if begin < other.numel():
-            backend.recv(other[piece], src=before, tag=1)
-        if len(underway) > 1:
-            underway.popleft().wait()
-    for work in underway:
-        work.wait()
 
 
 def buddy_distance(hosts: list[str]) -> int:

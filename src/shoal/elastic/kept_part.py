@@ -10,7 +10,7 @@ every rank has the same values (`ddp`) a rank's part is its slice of each tensor
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -77,7 +77,9 @@ class KeptPart:
 
     def checksum(self) -> int:
         """Of the bytes: of the sum of each row of them, since to add is as fast as to read."""
-        rows, rest = self.data.split([len(self.data) // _ROW_BYTES * _ROW_BYTES, len(self.data) % _ROW_BYTES])
+        rows, rest = self.data.split(
+            [len(self.data) // _ROW_BYTES * _ROW_BYTES, len(self.data) % _ROW_BYTES]
+        )
         sums = rows.view(torch.int64).view(-1, _ROW_BYTES // 8).sum(1)
         return zlib.crc32(rest.numpy().data, zlib.crc32(sums.numpy().data))
 
@@ -92,13 +94,21 @@ class KeptPart:
         return cls(Seat(*seat), step, [Entry(*each) for each in entries], values, data)
 
 
-def keep(
-    state: RankState, seat: Seat, step: int, *, is_divided: bool, room: Tensor | None
-) -> KeptPart:
-    """Copies what a rank holds.
+class Room(NamedTuple):
+    """Where a part can be copied to: memory that may fit, and how to make some that does."""
 
-    ``is_divided``: whether the ranks hold other elements each. ``room``: memory that may be used.
-    """
+    known: Tensor | None
+    make: Callable[[int], Tensor]
+
+    def of(self, num_bytes: int) -> Tensor:
+        """So many bytes."""
+        if self.known is not None and self.known.numel() == num_bytes:
+            return self.known
+        return self.make(num_bytes)
+
+
+def keep(state: RankState, seat: Seat, step: int, *, is_divided: bool, room: Room) -> KeptPart:
+    """Copies what a rank holds; ``is_divided``: whether the ranks hold other elements each."""
     entries: list[Entry] = []
     pieces: list[list[Tensor]] = []
     offset = 0
@@ -115,9 +125,7 @@ def keep(
         entries.append(entry)
         pieces.append(memory)
         offset += -(-entry.num_bytes // _ALIGNMENT) * _ALIGNMENT
-    data = room if room is not None and room.numel() == offset else None
-    if data is None:
-        data = torch.zeros(offset, dtype=torch.uint8)
+    data = room.of(offset)
     for entry, runs in zip(entries, pieces, strict=True):
         _copy(runs, data[entry.offset : entry.offset + entry.num_bytes])
     return KeptPart(seat, step, entries, state.values, data)

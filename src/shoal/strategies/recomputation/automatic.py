@@ -140,7 +140,7 @@ class Automatic:
             handle.remove()
 
     def move_to(self, ranks: Backend) -> None:
-        """These train the model from now on, who all call it; what was chosen before holds for all."""
+        """These train the model from now on, and all call it; what was chosen before holds."""
         self.surroundings = None
         sizes = {name: each.input_bytes for name, each in self._figures.items()}
         own = None if self.chosen is None else [self.chosen, sizes]
