@@ -20,7 +20,7 @@ from shoal.errors import ClosedError, PeerError, ShoalError
 from shoal.system.site import describe
 
 if TYPE_CHECKING:
-    from shoal.comm.membership import Membership
+    from shoal.comm.control.membership import Membership
 
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)

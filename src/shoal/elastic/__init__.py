@@ -3,6 +3,6 @@
 Begin with `elastic_optimizer.py`: an attempt, its commit, and what follows the loss of a rank.
 """
 
-from shoal.comm.membership import Change as Change
+from shoal.comm.control.membership import Change as Change
 from shoal.elastic.elastic_optimizer import ElasticOptimizer as ElasticOptimizer
 from shoal.meeting.elastic_options import Elastic as Elastic

@@ -16,7 +16,7 @@ from shoal.checkpoint.loading import load
 from shoal.checkpoint.save.rank_state import RankState, collect
 from shoal.checkpoint.training_state import Companions
 from shoal.comm import Backend
-from shoal.comm.membership import Change, Membership, Regrouped, RunComplete
+from shoal.comm.control.membership import Change, Membership, Regrouped, RunComplete
 from shoal.comm.world import current
 from shoal.elastic.keeper import IS_LEAVING, WANTS_CHANGE, Keeper
 from shoal.elastic.recovery import Recovery, refuse

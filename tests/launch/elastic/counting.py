@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import shoal
-from shoal.comm.membership import RunComplete
+from shoal.comm.control.membership import RunComplete
 from shoal.errors import LaunchError, MembershipChanged
 
 NUMBER = os.environ.get("SHOAL_PERSON", "alone")

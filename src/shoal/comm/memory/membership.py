@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shoal.comm.membership import Membership, Regrouped
+from shoal.comm.control.membership import Membership, Regrouped
 from shoal.comm.memory.backend import InMemoryBackend, Simulator
 from shoal.comm.world import World, current, set_current
 from shoal.comm.world_state import WorldState

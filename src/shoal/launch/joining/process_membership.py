@@ -21,7 +21,7 @@ from shoal.comm.bootstrap.bootstrap import (
 )
 from shoal.comm.bootstrap.connect import connect_backend
 from shoal.comm.control.connect import host_id
-from shoal.comm.membership import Membership, Regrouped, RunComplete
+from shoal.comm.control.membership import Membership, Regrouped, RunComplete
 from shoal.comm.process_backend import ProcessBackend
 from shoal.comm.world import World, set_current
 from shoal.errors import LaunchError, PeerError, ShoalError, TransportError
