@@ -72,8 +72,10 @@ def test_the_late_rank_is_named_before_and_at_the_deadline(
     number = num_before(ranks) + 1
     assert_names_the_late_rank(str(first), here, number)
     assert last in str(first)
-    assert first.warnings, "no warning before the deadline"
-    assert_names_the_late_rank(first.warnings[0], here, number)
+    # Where ranks take turns, one that has yet to get there waits for its turn, and warns as well.
+    there = [warning for warning in first.warnings if here in warning]
+    assert there, "no warning before the deadline"
+    assert_names_the_late_rank(there[0], here, number)
     assert isinstance(results[1].error, PeerError), results[1].traceback
     for error in errors:
         # Whoever waits as well reaches the same deadline, or hears of the first to reach it.

@@ -511,7 +511,7 @@ def test_between_processes(when_stale: str, backend: str) -> None:
 
 
 def stand_still(options: Any) -> tuple[dict[int, int], dict[int, int]]:
-    """The last rank pulls, and pushes only when the others are through."""
+    """The last rank pulls before the others begin, and pushes when they are through."""
     model, optimizer = made(max_staleness=2, **options)
     world = shoal.world()
     last = world.size - 1
@@ -519,10 +519,13 @@ def stand_still(options: Any) -> tuple[dict[int, int], dict[int, int]]:
         inputs, targets = data(0, last)
         loss = F.mse_loss(model(inputs), targets)
         for other in range(last):
+            world.send(torch.ones(1), other)
+        for other in range(last):
             world.recv(src=other)
         loss.backward()
         optimizer.step()
     else:
+        world.recv(src=last)
         train(model, optimizer, range(6))
         world.send(torch.ones(1), last)
     assert all(value.isfinite().all() for value in model.state_dict().values())
