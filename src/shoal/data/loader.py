@@ -109,6 +109,10 @@ class DividedLoader(DataLoader[T]):
                     self.epoch += 1
         finally:
             self._is_numbered = False
+            if self._run is not None:
+                # Workers that stay end here. An elastic optimizer has its loaders, and is itself
+                # part of a cycle: where a cycle is collected, torch waits for workers in vain.
+                vars(self)[LOADER_READER] = None
 
     # Ranks that come and go -------------------------------------------------------------------
 
