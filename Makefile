@@ -39,7 +39,7 @@ test: setup  ## the tests, with pairs of the large matrices
 test-full: setup  ## the tests, with all of the large matrices
 	$(BIN)/python tools/run_tests.py --hypothesis-profile=full $(ARGS)
 
-test-soak: setup  ## ten minutes of random kills, kills in saves and mismatches
+test-soak: setup  ## ten minutes of random kills, kills in saves, mismatches, kills that are survived
 	$(BIN)/python tools/soak.py $(ARGS)
 
 test-torch: $(TORCH_VENV)/.installed  ## what depends on torch, with another one: TORCH=2.11
