@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+import leaks
 import shoal
 from shoal.errors import ShoalError
+from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.optim import Kind, find_kind
 from shoal.optim.proof.judging import judge
 
@@ -348,3 +350,26 @@ def test_training_is_right_or_refused(
             verify()
     else:
         verify().raise_if_different()
+
+
+@pytest.fixture(scope="module")
+def forkserver() -> None:
+    """It serves the whole run of the tests."""
+    fork_server()
+    leaks.baseline()
+
+
+OVER_PROCESSES = (CoupledAboveThreshold, ClippedByItem, CountsLate, KeepsAside, Langevin)
+
+
+@pytest.mark.parametrize(
+    ("backend", "strategy", "ranks"), [("shm", "zero2", 3), ("gloo", "zero3", 2)]
+)
+@pytest.mark.parametrize("make", OVER_PROCESSES)
+@pytest.mark.usefixtures("forkserver")
+def test_training_is_right_over_processes(
+    make: Callable[..., Optimizer], backend: str, strategy: str, ranks: int
+) -> None:
+    shoal.verify(
+        partial(build, make), strategy, ranks, backend, steps=6, reference="split"
+    ).raise_if_different()

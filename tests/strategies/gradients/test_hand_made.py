@@ -239,26 +239,36 @@ def test_own_gradients_that_are_made_zero(strategy: str) -> None:
 # Hooks ------------------------------------------------------------------------------------------
 
 
-@each
-def test_a_gradient_that_a_hook_sets_to_none_is_none(strategy: str) -> None:
-    """Memory that nobody had written to was taken for the gradient."""
-
-    def train(model: Any, optimizer: Any, batch: Any) -> None:
-        chosen = list(model.parameters())[1:3]
-        handles = [
-            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in chosen
-        ]
-        for step in range(2):
-            loss_of(model, batch(step)).backward()
-            assert [p.grad for p in chosen] == [None, None]
-            optimizer.step()
-            optimizer.zero_grad()
-        for handle in handles:
-            handle.remove()
-        loss_of(model, batch(2)).backward()
+def hook_that_sets_none(model: Any, optimizer: Any, batch: Any) -> None:
+    chosen = list(model.parameters())[1:3]
+    handles = [
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in chosen
+    ]
+    for step in range(2):
+        loss_of(model, batch(step)).backward()
+        assert [p.grad for p in chosen] == [None, None]
         optimizer.step()
+        optimizer.zero_grad()
+    for handle in handles:
+        handle.remove()
+    loss_of(model, batch(2)).backward()
+    optimizer.step()
 
-    assert_equal(train, strategy)
+
+@each
+@pytest.mark.parametrize("team", [pools.Team("memory", 3), pools.Team("shm", 3)], ids=str)
+def test_a_gradient_that_a_hook_sets_to_none_is_none(strategy: str, team: pools.Team) -> None:
+    """Memory that nobody had written to was taken for the gradient."""
+    expected = alone(hook_that_sets_none)
+    for state in team.run(on_ranks, hook_that_sets_none, strategy):
+        assert_same(state, expected)
+
+
+@distinct
+def test_a_gradient_that_a_hook_sets_to_none_over_gloo(strategy: str) -> None:
+    expected = alone(hook_that_sets_none)
+    for state in pools.Team("gloo", 3).run(on_ranks, hook_that_sets_none, strategy):
+        assert_same(state, expected)
 
 
 def _steps_in_hooks(model: Any) -> None:
