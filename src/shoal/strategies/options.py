@@ -49,7 +49,7 @@ _ELSEWHERE = {
     "num_microbatches": "say micro_batches= of strategy 'pipeline' or 'hybrid'",
     "config": "options are given by name, one by one",
     "comm_hook": 'say compression="int8", "powersgd:2" or another one of docs/guide/compression.md',
-    "timeout": "say shoal.init(timeout=...) before, or --timeout of the launcher",
+    "timeout": "say shoal.init(timeout=...) before, or timeout= of shoal.run",
     "ranks": "how many ranks there are is said where they are started, as in shoal launch -n 4",
     "scheduler": "make it from the optimizer that comes back; it needs no wrapping",
     "kind": "pass it to the optimizer's class (shoal.optim), as in ZeRO2Optimizer(..., kind=...)",

@@ -20,7 +20,7 @@ from shoal.comm.world import World, current, set_current
 from shoal.comm.world_state import WorldState
 from shoal.errors import DeadlineError, LaunchError, MembershipChanged, ShoalError
 from shoal.meeting.elastic_options import Elastic
-from shoal.system.rank_names import name_ranks
+from shoal.system.deadline import regrouping_text
 from shoal.torch_support.random_state import RandomState
 
 _LOOK_EVERY_S = 1.0
@@ -93,7 +93,7 @@ class Gate:
             while member.is_waiting and self._closed is None:
                 self._condition.wait(_LOOK_EVERY_S)
                 if time.monotonic() - begin > self._timeout and not self._has_passed(member):
-                    raise DeadlineError(self._late_text())
+                    raise DeadlineError(regrouping_text(self._timeout, self._awaited))
             refusal = member.refusal if self._closed is None else self._closed
         if refusal is not None:
             raise refusal
@@ -102,10 +102,9 @@ class Gate:
     def _has_passed(member: Member) -> bool:
         return not member.is_waiting
 
-    def _late_text(self) -> str:
+    def _awaited(self) -> list[int]:
         late = [m.rank for m in self.members if not m.is_waiting and m.fate is None]
-        who = name_ranks([rank for rank in late if rank is not None]) if late else "a new rank"
-        return f"waited {self._timeout:g} s for {who} to come to the next world"
+        return [rank for rank in late if rank is not None]
 
     def end(self, member: Member, fate: str, *, is_lost: bool) -> None:
         """A thread ends: its function has returned, or failed (``is_lost``)."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shlex
 import signal
 import subprocess
 import time
@@ -120,7 +121,8 @@ class ElasticLaunch(WorkerLaunch):
         host = config.host if config.is_between_hosts else "localhost"
         host = f"[{host}]" if ":" in host else host
         port = config.port if config.is_between_hosts else place.master_port
-        self._err.say(f"shoal: others join by: shoal launch --join {host}:{port} {config.script}")
+        script = " ".join(map(shlex.quote, config.target()))
+        self._err.say(f"shoal: others join by: shoal launch --join {host}:{port} {script}")
         self._crew.begin()
         self._has_begun = True
 

@@ -97,8 +97,11 @@ class LaunchConfig:
 
     def command(self) -> list[str]:
         """The command of a rank: a list from end to end, so no shell ever splits an argument."""
-        target = ["-m", self.script] if self.module else [self.script]
-        return [sys.executable, "-u", *target, *self.args]
+        return [sys.executable, "-u", *self.target()]
+
+    def target(self) -> list[str]:
+        """The script and its arguments, as they were given."""
+        return [*(["-m"] if self.module else []), self.script, *self.args]
 
     def refuse_missing_script(self) -> None:
         """Looks for the script or module now, instead of once in every rank."""
