@@ -319,7 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--backends", nargs="*", default=["shm", "gloo"])
     parser.add_argument("--tiny", action="store_true", help="a tiny model: only to try it out")
-    parser.add_argument("--batch", type=int, default=LARGE.batch, help="of a rank, but for recovery")
+    parser.add_argument("--batch", type=int, default=LARGE.batch, help="rows of a rank")
     given = parser.parse_args(arguments)
     shapes = (TINY, TINY) if given.tiny else (replace(LARGE, batch=given.batch), SMALL)
     plan = Plan(given.ranks, given.rounds, *shapes, tuple(given.backends))
