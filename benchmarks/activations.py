@@ -5,7 +5,7 @@ forward (as torch's allocator counts it) and the time of a training step; the sa
 five budgets. Then on several ranks, as threads: block inputs in parts over a tensor group, stages
 of a pipeline that hold activations for each other, and backwards in two halves.
 
-    python benchmarks/activations.py [--part policies auto partition peer halves]
+    python benchmarks/activations.py [--part policies floor auto partition peer halves]
 
 On a GPU: `python benchmarks/activations.py --part policies --device cuda`
 """
@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from activation_floor import floor
 from activation_ranks import Block, halves, partition, peer
 from rich.console import Console
 from rich.table import Table
@@ -182,6 +183,7 @@ def on_frontier(fixed: list[Spent], num_bytes: int) -> float:
 
 PARTS: dict[str, Callable[..., list[tuple[str, list[Verdict]]]]] = {
     "policies": policies,
+    "floor": floor,
     "auto": auto,
     "partition": partition,
     "peer": peer,

@@ -14,7 +14,7 @@ from pathlib import Path
 TESTS = Path(__file__).parent.parent / "tests"
 # Each takes about as long as the others; the last has all that is named nowhere here.
 PARTS = (
-    ("activations", "strategies", "test_examples.py"),
+    ("activations", "launch/elastic", "strategies", "test_examples.py"),
     ("checkpoint", "cli", "comm", "data", "meeting", "optim", "strategies/tensor", "verification"),
     (".",),
 )
