@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from shoal.meeting.client import MeetingClient
 from shoal.meeting.elastic_options import Elastic
-from shoal.meeting.roster import JOINER, LOST_S, SPARE, WORKER, Roster, Stage
+from shoal.meeting.roster import JOINER, LOST_S, SPARE, WORKER, PersonStage, Roster
 from shoal.meeting.roster_desk import RosterDesk
 from shoal.meeting.server import MeetingServer
 
@@ -234,7 +234,7 @@ def test_a_word_from_an_older_generation_changes_nothing() -> None:
     run.roster.ask(0, 1, run.now)
     run.listen()
     assert run.last(0) == {"refused": "the run is in generation 2, not 1"}
-    assert run.roster.persons[0].stage is Stage.THERE
+    assert run.roster.persons[0].stage is PersonStage.THERE
 
 
 def test_bounds_that_cannot_be_are_refused() -> None:
@@ -274,7 +274,7 @@ class Story(RuleBasedStateMachine):
         self.generation_of: dict[int, int] = {}
         self.over: set[int] = set()
 
-    def living(self, *stages: Stage) -> list[int]:
+    def living(self, *stages: PersonStage) -> list[int]:
         return [
             number
             for number, each in self.run.roster.persons.items()
@@ -306,42 +306,44 @@ class Story(RuleBasedStateMachine):
     def expect(self, role: str) -> None:
         self.run.roster.expect(role)
 
-    @precondition(lambda self: self.living(Stage.EXPECTED))
+    @precondition(lambda self: self.living(PersonStage.EXPECTED))
     @rule(data=st.data())
     def register(self, data: st.DataObject) -> None:
-        number = data.draw(st.sampled_from(self.living(Stage.EXPECTED)))
+        number = data.draw(st.sampled_from(self.living(PersonStage.EXPECTED)))
         if self.run.roster.register(number):
             self.run.roster.ask(number, 0, self.run.now)
         self.listen()
 
-    @precondition(lambda self: self.living(Stage.THERE))
+    @precondition(lambda self: self.living(PersonStage.THERE))
     @rule(data=st.data())
     def ask(self, data: st.DataObject) -> None:
-        number = data.draw(st.sampled_from(self.living(Stage.THERE)))
+        number = data.draw(st.sampled_from(self.living(PersonStage.THERE)))
         person = self.run.roster.persons[number]
         generation = 0 if person.rank is None else self.run.roster.generation
         self.run.roster.ask(number, generation, self.run.now)
         self.listen()
 
-    @precondition(lambda self: self.living(Stage.EXPECTED, Stage.THERE, Stage.ASKING))
+    @precondition(
+        lambda self: self.living(PersonStage.EXPECTED, PersonStage.THERE, PersonStage.ASKING)
+    )
     @rule(data=st.data(), is_good=st.booleans())
     def end(self, data: st.DataObject, is_good: bool) -> None:
-        stages = (Stage.EXPECTED, Stage.THERE, Stage.ASKING)
+        stages = (PersonStage.EXPECTED, PersonStage.THERE, PersonStage.ASKING)
         number = data.draw(st.sampled_from(self.living(*stages)))
         self.run.roster.end(number, "it died", self.run.now, is_good=is_good)
         self.listen()
 
-    @precondition(lambda self: self.living(Stage.THERE, Stage.ASKING))
+    @precondition(lambda self: self.living(PersonStage.THERE, PersonStage.ASKING))
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        number = data.draw(st.sampled_from(self.living(Stage.THERE, Stage.ASKING)))
+        number = data.draw(st.sampled_from(self.living(PersonStage.THERE, PersonStage.ASKING)))
         self.run.roster.leave(number, self.run.now)
         self.listen()
 
-    @precondition(lambda self: self.living(Stage.THERE, Stage.ASKING))
+    @precondition(lambda self: self.living(PersonStage.THERE, PersonStage.ASKING))
     @rule(data=st.data())
     def lose(self, data: st.DataObject) -> None:
-        number = data.draw(st.sampled_from(self.living(Stage.THERE, Stage.ASKING)))
+        number = data.draw(st.sampled_from(self.living(PersonStage.THERE, PersonStage.ASKING)))
         self.run.roster.lose(number, self.run.now)
         self.run.now += 2 * LOST_S
         self.run.roster.tick(self.run.now)
@@ -369,9 +371,9 @@ class Story(RuleBasedStateMachine):
     def whoever_waits_waits_for_somebody(self) -> None:
         """Members that ask wait for a member that does not, or for one on its way."""
         roster = self.run.roster
-        asking = [each for each in roster.members() if each.stage is Stage.ASKING]
+        asking = [each for each in roster.members() if each.stage is PersonStage.ASKING]
         if asking and not roster.awaited():
-            on_the_way = [each for each in roster.outside() if each.stage is not Stage.ASKING]
+            on_the_way = [each for each in roster.outside() if each.stage is not PersonStage.ASKING]
             assert on_the_way
             assert len(asking) < 2
 

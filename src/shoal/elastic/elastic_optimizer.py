@@ -20,7 +20,7 @@ from shoal.comm.control.membership import Change, Membership, Regrouped, RunComp
 from shoal.comm.world import current
 from shoal.elastic.keeper import IS_LEAVING, WANTS_CHANGE, Keeper
 from shoal.elastic.recovery import Recovery, refuse
-from shoal.elastic.snapshot import Snapshot
+from shoal.elastic.snapshot import AttemptSnapshot
 from shoal.errors import CheckpointWarning, LaunchError, PeerError, ShoalError
 from shoal.optim.kinds import Kind
 from shoal.optim.optimizer import ShardedOptimizer
@@ -93,7 +93,7 @@ class ElasticOptimizer(ShardedOptimizer):
         self.num_committed = self.num_in_window = 0
         self.keeper = Keeper()
         self._on_change = on_change
-        self._snapshot: Snapshot | None = None
+        self._snapshot: AttemptSnapshot | None = None
         self._is_attempting = self._has_stepped = self._is_window_open = False
         self._is_stale, self.has_committed = True, False
         self._change_due: list[int] | None = None
@@ -202,8 +202,8 @@ class ElasticOptimizer(ShardedOptimizer):
         if self._is_member and self._is_stale:
             self._keep(self.num_committed)
 
-    def _take_snapshot(self, step: int) -> Snapshot:
-        return Snapshot.take(step, self.num_steps, self, self.also)
+    def _take_snapshot(self, step: int) -> AttemptSnapshot:
+        return AttemptSnapshot.take(step, self.num_steps, self, self.also)
 
     # Commits ------------------------------------------------------------------------------------
 
@@ -319,7 +319,7 @@ class ElasticOptimizer(ShardedOptimizer):
         self._checkpoint = path, companions, self.num_committed
 
     def load_checkpoint(
-        self, backend: Backend, rebuild: Callable[[Snapshot], None], what: str
+        self, backend: Backend, rebuild: Callable[[AttemptSnapshot], None], what: str
     ) -> int:
         """Goes back to the newest checkpoint of this run; all ranks call it."""
         known = None
@@ -338,7 +338,9 @@ class ElasticOptimizer(ShardedOptimizer):
             stacklevel=4,
         )
         _, num_steps, options, also = common
-        snapshot = Snapshot(step, num_steps, Snapshot.take(0, 0, self, ()).random, options, also)
+        snapshot = AttemptSnapshot(
+            step, num_steps, AttemptSnapshot.take(0, 0, self, ()).random, options, also
+        )
         rebuild(snapshot)
         self.num_committed = int(step)  # which the load below takes note of, with the checkpoint
         given = {

@@ -11,7 +11,7 @@ from shoal.comm import Backend, World
 from shoal.elastic.choosing import Chosen, Head, inherited, missing_parts, newest_complete
 from shoal.elastic.kept_part import KeptPart, Seat
 from shoal.elastic.kept_source import KeptSource
-from shoal.elastic.snapshot import Snapshot
+from shoal.elastic.snapshot import AttemptSnapshot
 from shoal.errors import ShoalError
 from shoal.system.rank_names import name_ranks
 from shoal.torch_support.random_state import RandomState
@@ -28,7 +28,7 @@ class Recovery:
     """
 
     def __init__(
-        self, optimizer: ElasticOptimizer, world: World, snapshot: Snapshot | None
+        self, optimizer: ElasticOptimizer, world: World, snapshot: AttemptSnapshot | None
     ) -> None:
         """``snapshot``: of the attempt that is void; None for one who comes."""
         self._optimizer, self._backend = optimizer, world.backend
@@ -56,7 +56,7 @@ class Recovery:
                 return part
         return None
 
-    def _agree_on_snapshot(self, chosen: Chosen) -> Snapshot:
+    def _agree_on_snapshot(self, chosen: Chosen) -> AttemptSnapshot:
         """This rank's own; who has none takes the first rank's that has one."""
         own = self._snapshot
         if own is None or own.step != chosen.step:  # its attempt was committed after all
@@ -68,9 +68,9 @@ class Recovery:
         if own is not None:
             return own
         step, num_steps, options, also = common
-        return Snapshot(step, num_steps, RandomState.capture(), options, also)
+        return AttemptSnapshot(step, num_steps, RandomState.capture(), options, also)
 
-    def _rebuild(self, snapshot: Snapshot) -> None:
+    def _rebuild(self, snapshot: AttemptSnapshot) -> None:
         optimizer, model = self._optimizer, self._optimizer.model
         optimizer.let_go()
         snapshot.put_options(optimizer)  # ranks compare them below
@@ -80,7 +80,7 @@ class Recovery:
             if hasattr(each, "move_to"):
                 each.move_to(model)
 
-    def _put_back(self, snapshot: Snapshot) -> None:
+    def _put_back(self, snapshot: AttemptSnapshot) -> None:
         """What a rank has of its own, after what is divided was loaded."""
         snapshot.put_options(self._optimizer)
         snapshot.put_also(self._optimizer.also)

@@ -16,7 +16,7 @@ from shoal.torch_support.random_state import RandomState
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class AttemptSnapshot:
     """Taken where the first batch after a commit is asked for, or with a commit.
 
     Attributes:
@@ -34,7 +34,9 @@ class Snapshot:
     also: list[Any]
 
     @classmethod
-    def take(cls, step: int, num_steps: int, optimizer: Optimizer, also: Sequence[Any]) -> Snapshot:
+    def take(
+        cls, step: int, num_steps: int, optimizer: Optimizer, also: Sequence[Any]
+    ) -> AttemptSnapshot:
         """Of everything as it is now."""
         options = [
             {key: deepcopy(value) for key, value in group.items() if key != "params"}

@@ -36,7 +36,7 @@ Notice = tuple[int, dict[str, Any]]
 """To whom, and what it is told."""
 
 
-class Stage(Enum):
+class PersonStage(Enum):
     """How far somebody has come."""
 
     EXPECTED = "started, but not heard of yet"
@@ -62,7 +62,7 @@ class Person:
 
     number: int
     role: str
-    stage: Stage = Stage.EXPECTED
+    stage: PersonStage = PersonStage.EXPECTED
     rank: int | None = None
     is_leaving: bool = False
     has_finished: bool = False
@@ -72,12 +72,12 @@ class Person:
     @property
     def is_alive(self) -> bool:
         """Whether it may still do something."""
-        return self.stage is not Stage.GONE
+        return self.stage is not PersonStage.GONE
 
     @property
     def is_ready(self) -> bool:
         """Whether it waits outside to be taken in."""
-        return self.rank is None and self.stage is Stage.ASKING and not self.is_leaving
+        return self.rank is None and self.stage is PersonStage.ASKING and not self.is_leaving
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Roster:
         if is_good or person.is_leaving:
             self._note_good_end(person)
         person.has_finished = is_good and person.rank is not None and not person.is_leaving
-        person.stage, person.reason = Stage.GONE, reason
+        person.stage, person.reason = PersonStage.GONE, reason
         self._settle(now)
 
     def tick(self, now: float) -> None:
@@ -182,22 +182,22 @@ class Roster:
     def register(self, number: int) -> bool:
         """A process is there; whether it belongs to the first generation."""
         person = self.persons[number]
-        if person.stage is not Stage.EXPECTED:
+        if person.stage is not PersonStage.EXPECTED:
             raise ValueError(f"process {number} was here before")
-        person.stage = Stage.THERE
+        person.stage = PersonStage.THERE
         return person.role == WORKER and self.generation == 0
 
     def ask(self, number: int, generation: int, now: float) -> None:
         """A process asks for the next generation, or to be taken into one."""
         person = self.persons[number]
-        if person.stage not in (Stage.THERE, Stage.ASKING):
+        if person.stage not in (PersonStage.THERE, PersonStage.ASKING):
             raise ValueError(f"process {number} is {person.stage.value}")
-        if person.stage is Stage.ASKING:
+        if person.stage is PersonStage.ASKING:
             raise ValueError(f"process {number} asks twice")
         if generation != (0 if person.rank is None else self.generation):
             self._refuse(person, f"the run is in generation {self.generation}, not {generation}")
             return
-        person.stage = Stage.ASKING
+        person.stage = PersonStage.ASKING
         self._settle(now)
 
     def leave(self, number: int, now: float) -> None:
@@ -245,7 +245,7 @@ class Roster:
         for rank, person in enumerate(self.present):
             if not person.is_alive:
                 return self.generation, {"rank": rank, "reason": person.reason}
-            if person.stage is Stage.ASKING:
+            if person.stage is PersonStage.ASKING:
                 return self.generation, {"rank": rank, "reason": "it asks for another world"}
         return None
 
@@ -279,14 +279,14 @@ class Roster:
         workers = [each for each in self._living() if each.role == WORKER]
         if any(map(_holds_up, self.present if self.generation else workers)):
             return True
-        return not any(each.stage is Stage.ASKING for each in self._living())
+        return not any(each.stage is PersonStage.ASKING for each in self._living())
 
     def _let_go(self, persons: Iterable[Person]) -> None:
         """Those of them that have asked to leave, and have nothing left to do."""
         for person in persons:
-            if person.is_leaving and person.stage is Stage.ASKING:
+            if person.is_leaving and person.stage is PersonStage.ASKING:
                 self._note_good_end(person)
-                person.stage, person.reason = Stage.GONE, "it left, as it had asked to"
+                person.stage, person.reason = PersonStage.GONE, "it left, as it had asked to"
                 self._notices.append((person.number, {"left": True}))
 
     def _note_good_end(self, person: Person) -> None:
@@ -339,7 +339,7 @@ class Roster:
         self._wanted += sum(each.rank is None and each.role == JOINER for each in members)
         self.present = members
         for rank, person in enumerate(members):
-            person.rank, person.stage = rank, Stage.THERE
+            person.rank, person.stage = rank, PersonStage.THERE
             self._notices.append((person.number, {"world": announcement.message(rank)}))
         self.worlds.append(announcement)
         self._is_change_wanted = False
@@ -355,8 +355,8 @@ class Roster:
             self._refuse_if_asking(person)
 
     def _refuse_if_asking(self, person: Person) -> None:
-        if person.stage is Stage.ASKING:
-            person.stage = Stage.THERE
+        if person.stage is PersonStage.ASKING:
+            person.stage = PersonStage.THERE
             self._refuse(person, self.refusal)
 
     def _refuse(self, person: Person, why: str) -> None:
@@ -376,7 +376,7 @@ class Roster:
 
 
 def _holds_up(person: Person) -> bool:
-    return person.is_alive and person.stage is not Stage.ASKING
+    return person.is_alive and person.stage is not PersonStage.ASKING
 
 
 def _is_spare(person: Person) -> bool:

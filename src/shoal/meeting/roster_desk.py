@@ -26,7 +26,7 @@ Tell = Callable[[Guest, Any], None]
 _MOST_PERSONS = 100_000
 
 
-class Progress(NamedTuple):
+class WaitingShare(NamedTuple):
     """What a member has said of itself.
 
     Attributes:
@@ -55,7 +55,7 @@ class RosterDesk:
         self.on_world: Callable[[Announcement], None] = lambda announcement: None
         self.on_change: Callable[[], None] = lambda: None
         self.variables: dict[str, str] = {}
-        self.progress: dict[int, Progress] = {}
+        self.progress: dict[int, WaitingShare] = {}
         self._lock = threading.Lock()
         self._guests: dict[int, Guest] = {}
         self._numbers: dict[Guest, int] = {}
@@ -215,7 +215,7 @@ class RosterDesk:
     def _note_progress(self, guest: Guest, message: dict[str, Any]) -> None:
         number, generation = self._number(guest), _whole(message["generation"])
         count = self.progress[number].num_reports if number in self.progress else 0
-        self.progress[number] = Progress(generation, float(message["waiting"]), count + 1)
+        self.progress[number] = WaitingShare(generation, float(message["waiting"]), count + 1)
 
     def _beat(self, guest: Guest, message: dict[str, Any]) -> Any:
         if guest not in self._started_by:

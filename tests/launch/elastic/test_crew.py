@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from shoal.launch.elastic.account import Account, change_text, replacements
+from shoal.launch.elastic.account import RunAccount, change_text, replacements
 from shoal.launch.elastic.crew import Crew
 from shoal.launch.elastic.stragglers import Stragglers
 from shoal.launch.script.summary import Ending
 from shoal.meeting.elastic_options import Elastic
 from shoal.meeting.roster import JOINER
-from shoal.meeting.roster_desk import Progress
+from shoal.meeting.roster_desk import WaitingShare
 from shoal.meeting.server import MeetingServer
 
 
@@ -140,7 +140,7 @@ def test_the_account_of_the_end(server: MeetingServer) -> None:
     run.ask(1)
     run.crew.note_end(1, 1, "ValueError: no")
     failed = [Ending(0, -9, 1.0), Ending(1, 1, 2.0, b"no")]
-    account = Account(run.roster, failed, 1)
+    account = RunAccount(run.roster, failed, 1)
     assert account.exit_code == 1
     assert account.text(is_shown=False) == (
         "shoal: the run could not go on: no worker was left.\n"
@@ -148,7 +148,7 @@ def test_the_account_of_the_end(server: MeetingServer) -> None:
         "  worker 1 (rank 1): ValueError: no; nobody took its place\n\n  no"
     )
     run.crew.note_end(2, 0, "")
-    account = Account(run.roster, failed, 1)
+    account = RunAccount(run.roster, failed, 1)
     assert account.exit_code == 0
     assert account.text(is_shown=False).startswith("shoal: the run has finished with 1 rank(s)")
 
@@ -158,7 +158,7 @@ def test_nothing_is_said_where_nobody_was_lost(server: MeetingServer) -> None:
     run.begin(0, 1, 2)
     for number in (0, 1):
         run.crew.note_end(number, 0, "")
-    account = Account(run.roster, [], 1)
+    account = RunAccount(run.roster, [], 1)
     assert (account.exit_code, account.text(is_shown=True)) == (0, "")
 
 
@@ -167,7 +167,7 @@ def test_one_that_waits_much_less_than_the_others_is_told_once(server: MeetingSe
     run.begin(0, 1, 2)
 
     def news(count: int, *waiting: float, generation: int = 1) -> list[str]:
-        reports = {n: Progress(generation, share, count) for n, share in enumerate(waiting)}
+        reports = {n: WaitingShare(generation, share, count) for n, share in enumerate(waiting)}
         return stragglers.news(run.roster, reports)
 
     assert news(1, 0.5, 0.0) == []  # one has said nothing yet

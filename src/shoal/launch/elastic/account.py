@@ -41,7 +41,7 @@ def replacements(roster: Roster) -> dict[int, int]:
     return found
 
 
-class Account:
+class RunAccount:
     """The end of a run.
 
     Attributes:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shoal.errors import LaunchError
-from shoal.launch.elastic.account import Account, change_text
+from shoal.launch.elastic.account import RunAccount, change_text
 from shoal.launch.elastic.crew import Crew, Fence, worker_variables
 from shoal.launch.elastic.stragglers import Stragglers
 from shoal.launch.script.node_launch import NodeLaunch, Signals, first_of
@@ -176,7 +176,7 @@ class ElasticLaunch(WorkerLaunch):
     def _report(self, signals: Signals) -> int:
         assert self._config.elastic is not None
         own = [each for each in self._endings if each.code and not self._is_echo(each)]
-        account = Account(self._crew.roster, own, self._config.elastic.min_ranks)
+        account = RunAccount(self._crew.roster, own, self._config.elastic.min_ranks)
         if signals.stopped_by is not None:
             self._err.say(f"shoal: stopped by {signals.stopped_by.name}.")
             return 128 + signals.stopped_by

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from statistics import median
 
 from shoal.meeting.roster import Roster
-from shoal.meeting.roster_desk import Progress
+from shoal.meeting.roster_desk import WaitingShare
 
 _LEAST_DIFFERENCE = 0.25
 _LEAST_REPORTS = 4
@@ -19,7 +19,7 @@ class Stragglers:
         self._since: dict[int, int] = {}
         self._told: set[int] = set()
 
-    def news(self, roster: Roster, progress: Mapping[int, Progress]) -> list[str]:
+    def news(self, roster: Roster, progress: Mapping[int, WaitingShare]) -> list[str]:
         """A line for each that has become one, in all of its last reports."""
         numbers = [person.number for person in roster.members()]
         reports = [progress.get(number) for number in numbers]
@@ -46,7 +46,7 @@ class Stragglers:
         return [f"worker {n} (rank {roster.persons[n].rank}) {slow[n]}" for n in due]
 
     @staticmethod
-    def _compare(number: int, reports: Mapping[int, Progress]) -> str:
+    def _compare(number: int, reports: Mapping[int, WaitingShare]) -> str:
         """What there is to say of one, if it is one."""
         own = reports[number].waiting
         others = [report.waiting for each, report in reports.items() if each != number]
