@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,11 +14,11 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.comm import ReduceOp
-from shoal.comm.operation import AllGather, AllReduce, Operation
+from shoal.comm.operation import AllGather, AllReduce, Operation, ReduceScatter
 from shoal.comm.operation.base import Header
 from shoal.comm.torch_groups import gloo
 from shoal.comm.torch_groups.foreseeing import ForeseeingBackend
-from shoal.comm.work import Work
+from shoal.comm.work import ThreadedWork, Work
 from shoal.errors import MismatchError
 from shoal.launch.function.forkserver.forkserver import fork_server
 
@@ -125,6 +128,36 @@ def differ() -> str:
 
 def test_what_was_foreseen_wrongly_ends_the_world() -> None:
     assert [value for value, _ in shoal.run(foreseeing, 2, "gloo", args=(differ,))] == ["known"] * 2
+
+
+def keep_nothing() -> tuple[list[bool], int]:
+    """Whether memory is freed of gathers and reductions that have yet to be compared."""
+    backend, may_compare = shoal.world().backend, threading.Event()
+    rows = [2] * backend.size
+    for fresh in range(2):
+        whole, part = torch.ones(4), torch.empty(2)
+        operations: list[Operation] = [
+            AllGather(part, whole),
+            AllReduce(whole, ReduceOp.SUM),
+            ReduceScatter(whole, ReduceOp.SUM, part, rows, (backend.rank, backend.size)),
+        ]
+        if fresh:  # what was foreseen is compared by a thread that is held up from here on
+            queue = backend._coordination.start_queue()  # type: ignore[attr-defined]
+            queue.put(ThreadedWork(partial(may_compare.wait, 30), "a pause"))
+        for operation in operations:
+            operation.is_foreseeable = True
+            backend.run(operation, async_op=True).wait()
+    tensors = [weakref.ref(whole), weakref.ref(part)]
+    del whole, part, operation, operations
+    is_freed = [tensor() is None for tensor in tensors]
+    may_compare.set()
+    return is_freed, ForeseeingGloo.num_foreseen
+
+
+def test_what_is_compared_later_keeps_no_memory() -> None:
+    for (is_freed, num_at_once), _ in shoal.run(foreseeing, 2, "gloo", args=(keep_nothing,)):
+        assert num_at_once == 3
+        assert is_freed == [True, False]  # a part of a gather is what a model keeps anyway
 
 
 def test_other_numbers_of_rows_than_last_time_are_a_mismatch() -> None:

@@ -104,6 +104,8 @@ class Operation(ABC):
 
     See [Note: foreseen operations].
     """
+    _memory: ClassVar[frozenset[str]] = frozenset({"source"})
+    """Attributes that refer to what is moved."""
 
     def check(self, headers: Sequence[Header], ranks: Sequence[int]) -> None:
         """Raises `MismatchError` for what the signature alone does not show.
@@ -130,6 +132,13 @@ class Operation(ABC):
     @abstractmethod
     def result(self) -> Tensor | None:
         """What the caller gets once the payload has moved."""
+
+    def without_memory(self) -> Self:
+        """The same call for `check` and `reconsider`, which keeps nothing alive that is moved."""
+        other = self._copied()
+        for name in self._memory:
+            other.__dict__.pop(name, None)
+        return other
 
     def _copied(self) -> Self:
         """The same call; `copy.copy` takes ten times as long."""

@@ -31,6 +31,7 @@ class _IntoOut(Operation):
 
     _out: Tensor | None
     _target: Tensor
+    _memory = Operation._memory | {"_out", "_target"}
 
     @property
     def makes_result(self) -> bool:
@@ -134,6 +135,7 @@ class ReduceScatter(_IntoOut):
     """The reduction over all ranks, of which each rank keeps its own rows."""
 
     kind = "reduce_scatter"
+    _memory = _IntoOut._memory | {"_like"}
 
     def __init__(
         self,

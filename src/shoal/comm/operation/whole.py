@@ -46,6 +46,8 @@ class Barrier(Operation):
 class _InPlace(Operation):
     """Operations whose result has the shape of the input: the tensor itself is changed."""
 
+    _memory = Operation._memory | {"_tensor"}
+
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
         self.source = flatten(tensor)

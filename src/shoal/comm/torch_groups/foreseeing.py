@@ -73,7 +73,9 @@ class ForeseeingBackend(ProcessGroupBackend):
     ) -> Work[Any]:
         coordination, times = self._coordination, (time.perf_counter(), 0.0)
         payload = coordination.prepare(operation, number, mine, shown)
-        confirm = partial(self._confirm, operation, number, site, mine, shown)
+        # Comparing comes late, perhaps at the end of the pass: what has moved may be freed before.
+        compared = operation.without_memory()
+        confirm = partial(self._confirm, compared, number, site, mine, shown)
         queue = coordination.start_queue()
         confirmation = queue.put_later(Confirmation(confirm, operation.signature, queue))
         patience = coordination.patience(operation.signature, number, site, eager=False)
