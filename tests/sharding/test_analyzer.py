@@ -173,9 +173,8 @@ class Deep(nn.Module):
 @pytest.mark.parametrize("layers", [3, 12, 40, 48, 60, 96])
 def test_blocks_are_not_torn_apart(layers: int, embedding: int) -> None:
     """A group with parts of two blocks is gathered for both, and kept from one to the other."""
-    with torch.device("meta"):
-        blocks = nn.Sequential(*(Deep(64) for _ in range(layers)))
-        model = nn.Sequential(nn.Embedding(64 * embedding, 64), blocks, nn.LayerNorm(64))
+    blocks = nn.Sequential(*(Deep(16) for _ in range(layers)))
+    model = nn.Sequential(nn.Embedding(16 * embedding, 16), blocks, nn.LayerNorm(16))
     analyzer = ParameterAnalyzer(model, 0)
     block_bytes = sum(parameter.nbytes for parameter in blocks[0].parameters())
     for number in range(layers):
@@ -183,8 +182,10 @@ def test_blocks_are_not_torn_apart(layers: int, embedding: int) -> None:
         own = [g for g in analyzer.groups if any(name.startswith(prefix) for name in g.names)]
         if block_bytes <= analyzer.threshold_bytes:
             assert len(own) == 1
-        for group in own:  # norms of blocks whose layers are too large for a group may be together
-            is_shared = any(not name.startswith(prefix) for name in group.names)
+        for group in own:  # norms of blocks whose layers are too large may share one
+            is_shared = any(
+                name.startswith("1.") and not name.startswith(prefix) for name in group.names
+            )
             has_layer = any(
                 name.startswith((f"{prefix}up", f"{prefix}down")) for name in group.names
             )

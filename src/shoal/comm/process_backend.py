@@ -86,8 +86,12 @@ class ProcessBackend(Backend):
 
     def _begin(self, operation: Operation, number: int, site: str) -> Work[Any]:
         """Begins an operation that the queue's thread will carry out."""
-        perform = partial(self._perform, operation, number, site, eager=False)
-        return self._coordination.start_queue().put(self._queued_work(operation, perform))
+        task = self._queued(operation, number, site)
+        return self._coordination.start_queue().put(self._queued_work(operation, task))
+
+    def _queued(self, operation: Operation, number: int, site: str) -> Callable[[], Any]:
+        """What the queue's thread will call."""
+        return partial(self._perform, operation, number, site, eager=False)
 
     def _queued_work(self, operation: Operation, task: Callable[[], Any]) -> ThreadedWork[Any]:
         """For the queue's thread: it comes after what the caller has put into a device's queue."""
