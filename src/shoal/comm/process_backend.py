@@ -84,6 +84,10 @@ class ProcessBackend(Backend):
     def _check_tensor(self, tensor: Tensor) -> None:
         """Refuses tensors that the transport cannot carry."""
 
+    def _check_message_tensor(self, tensor: Tensor) -> None:
+        """The same for messages."""
+        self._check_tensor(tensor)
+
     def _begin(self, operation: Operation, number: int, site: str) -> Work[Any]:
         """Begins an operation that the queue's thread will carry out."""
         task = self._queued(operation, number, site)
@@ -168,7 +172,7 @@ class ProcessBackend(Backend):
 
     def _message(self, operation: Operation, peer: int, tag: int, async_op: bool) -> Any:
         if operation.source is not None:
-            self._check_tensor(operation.source)
+            self._check_message_tensor(operation.source)
         key = self._message_key(operation, peer, tag)
         site = origin(operation.signature, self._coordination.called)
         deliver = partial(self._deliver, operation, peer, key, site, not async_op)

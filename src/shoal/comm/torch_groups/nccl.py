@@ -108,12 +108,20 @@ class NCCLBackend(ForeseeingBackend):
         """The GPU of this rank."""
         return self._device
 
+    def carries(self, tensor: Tensor) -> bool:
+        """Only what is on this rank's GPU."""
+        return tensor.device == self._device
+
     def _check_tensor(self, tensor: Tensor) -> None:
-        if tensor.device != self._device:
+        if not self.carries(tensor):
             raise TypeError(
                 f"the nccl backend carries tensors on this rank's {self._device}; got one on "
                 f"{tensor.device}. Move it there, or use backend='gloo' for tensors on the CPU."
             )
+
+    def _check_message_tensor(self, tensor: Tensor) -> None:
+        if not tensor.is_cpu:  # others go by way of the GPU
+            self._check_tensor(tensor)
 
     @staticmethod
     def _leaves(rank: int) -> bool:
@@ -149,14 +157,19 @@ class NCCLBackend(ForeseeingBackend):
     # Messages -------------------------------------------------------------------------------
 
     def _send(self, payload: Payload, message: Message, patience: Patience) -> None:
-        data, peer = byte_view(payload.given), payload.root
+        data, peer = byte_view(payload.given.to(self._device)), payload.root
         group = self._pair_group(message.ticket, self.rank, peer)
         self._carry_one(lambda: _broadcast_to_receiver(group, data), patience, peer)
 
     def _recv(self, payload: Payload, message: Message, patience: Patience) -> None:
-        data, peer = byte_view(payload.gotten), payload.root
+        target, peer = payload.gotten, payload.root
+        arriving = target if target.is_cuda else torch.empty_like(target, device=self._device)
+        data = byte_view(arriving)
         group = self._pair_group(message.ticket, peer, self.rank)
         self._carry_one(lambda: _broadcast_to_receiver(group, data), patience, peer)
+        if arriving is not target:
+            target.copy_(arriving)  # waits for the GPU
+            self._check_verdict()
 
     def _pair_group(self, ticket: int, sender: int, receiver: int) -> ProcessGroup:
         """See [Note: pair groups]. Both ranks know of the message, so both will come here."""
@@ -203,7 +216,7 @@ class NCCLBackend(ForeseeingBackend):
                 result = task()
                 stream.synchronize()
                 self._check_verdict()
-            if isinstance(result, Tensor):
+            if isinstance(result, Tensor) and result.is_cuda:
                 result.record_stream(caller)  # made on the side, it must outlast its use there
             return result
 
