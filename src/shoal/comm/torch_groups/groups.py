@@ -260,9 +260,11 @@ class NumberedAnew(Channel):
         """As it is."""
         return self._channel.offer(peer, key, header, patience)
 
-    def accept(self, peer: int, key: tuple[int, int], header: bytes, patience: Patience) -> Message:
+    def accept(
+        self, peer: int, key: tuple[int, int], answer: Callable[[], bytes], patience: Patience
+    ) -> Message:
         """As it is."""
-        return self._channel.accept(peer, key, header, patience)
+        return self._channel.accept(peer, key, answer, patience)
 
     def settle(self, number: int) -> None:
         """As it is."""
@@ -279,8 +281,10 @@ def exchange_between_two(
     """The same between two members: the sender's bytes, then the receiver's."""
 
     def exchange(data: bytes, patience: Patience) -> list[bytes]:
-        begin = channel.offer if is_sender else channel.accept
-        message = begin(peer, key, data, patience)
+        if is_sender:
+            message = channel.offer(peer, key, data, patience)
+        else:
+            message = channel.accept(peer, key, lambda: data, patience)
         message.finish(patience)
         both = [data, message.theirs]
         return both if is_sender else both[::-1]
