@@ -224,14 +224,14 @@ class Counter(nn.Module):
         return sum(each.sum() for each in self.weights) * -weight  # type: ignore[return-value]
 
 
-def counted(act: Any, **options: Any) -> tuple[list[list[int]], int]:
+def counted(act: Any, steps: int = STEPS, **options: Any) -> tuple[list[list[int]], int]:
     """By parameter how many updates of the ranks that began as 0, 1, 2, ... count."""
     number = shoal.world().rank if is_first() else 3
     module = Counter()
     model, optimizer = shoal.as_distributed(
         module, SGD(module.parameters(), lr=1.0), strategy="async", elastic=True, **options
     )
-    while optimizer.num_committed < STEPS:
+    while optimizer.num_committed < steps:
         with optimizer.attempt():
             act(optimizer, number)
             model(100.0**number).backward()
@@ -380,6 +380,44 @@ def test_others_go_on_when_a_process_is_killed(
         assert all(value.isfinite().all() for value in state.values())
         assert_equal(state, found[0][0])
         assert any(1 in change.left for change in changes) or not changes[0].left
+
+
+def leave_at_20(optimizer: Any, number: int) -> None:
+    if number == 1 and optimizer.num_committed == 20:
+        shoal.world().leave()
+
+
+def die_at_20(optimizer: Any, number: int) -> None:
+    if number == 1 and optimizer.num_committed == 20:
+        threading.Timer(0.005, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+def count_between_processes(act: Any) -> tuple[list[list[int]], int]:
+    return counted(act, 40, max_staleness=1000)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_what_is_under_way_when_a_process_leaves_counts_once(backend: str) -> None:
+    fork_server()
+    leaks.baseline()
+    found = shoal.run(
+        count_between_processes, 3, backend, args=(leave_at_20,), timeout=60, elastic=Elastic()
+    )
+    assert found == [([[40, 21, 40, 0]] * 3, 0), ([[40, 21, 40, 0]] * 3, 2)]
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_what_is_under_way_when_a_process_is_killed_counts_once(backend: str) -> None:
+    """On the servers that are left; the one that is lost goes back to its copy."""
+    fork_server()
+    leaks.baseline()
+    found = shoal.run(
+        count_between_processes, 3, backend, args=(die_at_20,), timeout=60, elastic=Elastic()
+    )
+    for counts, _ in found:
+        for own in (counts[0], counts[2]):
+            assert (own[0], own[2]) == (40, 40)
+        assert 20 <= counts[1][0] <= 40
 
 
 # What is refused --------------------------------------------------------------------------------

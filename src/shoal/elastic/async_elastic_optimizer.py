@@ -12,7 +12,7 @@ from shoal.comm import World
 from shoal.elastic.async_keeper import AsyncKeeper
 from shoal.elastic.async_recovery import AsyncRecovery
 from shoal.elastic.elastic_optimizer import ElasticOptimizer
-from shoal.elastic.kept_part import KeptPart
+from shoal.elastic.kept_part import KeptPart, Seat
 from shoal.elastic.recovery import Recovery
 from shoal.elastic.snapshot import AttemptSnapshot
 from shoal.errors import NotHeldError, PeerError
@@ -40,7 +40,7 @@ class AsyncElasticOptimizer(ElasticOptimizer):
     model: AsyncModel
     keeper: AsyncKeeper
     _buffers: list[Tensor]
-    _unmade: Unmade | None
+    _unmade: tuple[Seat, Unmade] | None
 
     def _make_keeper(self) -> AsyncKeeper:
         self._buffers, self._unmade = [], None
@@ -79,7 +79,7 @@ class AsyncElasticOptimizer(ElasticOptimizer):
         except (PeerError, NotHeldError):
             if self.model.worker.unmade is None:
                 raise
-            self._unmade = self.model.worker.unmade  # the rest is made after the recovery
+            self._unmade = self.keeper.seat, self.model.worker.unmade  # made after the recovery
             self._has_stepped = True
             return None
 
@@ -122,7 +122,7 @@ class AsyncElasticOptimizer(ElasticOptimizer):
 
     def _take_copy(self) -> KeptPart:
         with self.model.shard.lock:
-            return self.keeper.take(self._collect())
+            return self.keeper.take(self._collect(), self.model.shard.made)
 
     def _send_copy(self) -> None:
         if self.model.all_ranks.size > 1:
@@ -147,18 +147,19 @@ class AsyncElasticOptimizer(ElasticOptimizer):
         """Goes on in the next world; see `AsyncRecovery`."""
         if self._is_attempting and self._has_stepped:
             self._commit()
+        lost = self.generation
         super().recover()
         unmade, self._unmade = self._unmade, None
-        if unmade is not None:
+        if unmade is not None and unmade[0].generation == lost:
+            names = self.keeper.left_out(unmade[1], unmade[0].rank)
             with contextlib.suppress(PeerError, NotHeldError):
-                self.model.worker.make(unmade.update, self.keeper.left_out(unmade))
+                self.model.worker.make(unmade[1].update, names)
 
     def _recovery(self, world: World, *, is_joining: bool) -> Recovery:
         if is_joining:
             return AsyncRecovery(self, world, None, [])
         if self.keeper.is_current:  # nobody is served any more: it stays as it is
             self.keeper.own.append(self._take_copy())
-            self.keeper.made = dict(self.model.shard.made)
         snapshot, buffers = self._snapshot, self._buffers
         if snapshot is None:
             snapshot = AttemptSnapshot.take(self.num_committed, self.num_steps, self, self.also)

@@ -10,7 +10,7 @@ since. Those that are left have their own shards as they are: nothing of theirs 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from shoal.checkpoint.save.rank_state import RankState
 from shoal.comm import Backend
 from shoal.comm.peer_tensors.lending import Answer, Lent, PeerTensors
 from shoal.elastic.keeper import Keeper
-from shoal.elastic.kept_part import KeptPart, Room, keep
+from shoal.elastic.kept_part import KeptPart, Room, Seat, keep
 from shoal.errors import ShoalError
 from shoal.strategies.independent.worker import Unmade
 from shoal.system.deadline import Deadline
@@ -31,8 +31,8 @@ class AsyncKeeper(Keeper):
 
     Attributes:
         is_current: Whether this rank's shard is that of its seat: not while it is laid out anew.
-        made: In the world that was lost, the last update of each rank that this one has made.
-        made_by_all: The same of each server that is left, by its rank in that world.
+        made: What training went on from after the last loss: by each server's rank, and each
+            worker's, the number of the last update that is in it.
     """
 
     def __init__(self) -> None:
@@ -41,9 +41,8 @@ class AsyncKeeper(Keeper):
         self.is_current = False
         self._sent: dict[int, KeptPart] = {}
         self._peers: PeerTensors | None = None
-        self._num_copies = self._former = 0
-        self.made: dict[int, int] = {}
-        self.made_by_all: dict[int, dict[int, int]] = {}
+        self._num_copies = 0
+        self.made: dict[int, dict[int, int]] = {}
 
     def move_to(self, backend: Backend, generation: int) -> None:
         """Keeps with these ranks from now on, who all call it; what it has stays for now."""
@@ -78,6 +77,11 @@ class AsyncKeeper(Keeper):
         return words
 
     @property
+    def seat(self) -> Seat:
+        """This rank, in the world that it keeps copies with."""
+        return self._seat
+
+    @property
     def generation(self) -> int:
         """Of the seat."""
         return self._seat.generation
@@ -92,25 +96,25 @@ class AsyncKeeper(Keeper):
         """All ranks but this one."""
         return [rank for rank in range(self._seat.size) if rank != self._seat.rank]
 
-    def exchange_made(self, backend: Backend, generation: int) -> None:
-        """Tells all ranks what servers had made in a world that was lost."""
-        told = [self._seat.generation, self._seat.rank, list(self.made.items())]
-        found = backend.all_gather_object(told)
-        self.made_by_all = {rank: dict(own) for lost, rank, own in found if lost == generation}
-        self._former = self._seat.rank
+    def tell_made(self, parts: Mapping[int, KeptPart], backend: Backend) -> None:
+        """Tells all ranks which updates are in the parts that training goes on from."""
+        own = {rank: part.values.get("made", []) for rank, part in parts.items()}
+        found = backend.all_gather_object({str(rank): made for rank, made in own.items()})
+        self.made = {int(rank): dict(made) for each in found for rank, made in each.items()}
 
-    def left_out(self, unmade: Unmade) -> list[str]:
-        """What living servers have certainly not made of an update of this rank."""
+    def left_out(self, unmade: Unmade, rank: int) -> list[str]:
+        """What is not in the parts of an update that ``rank`` of the lost world has made."""
+        number = unmade.update.number
         return [
             name
             for server, names in unmade.names.items()
-            if server in self.made_by_all
-            and self.made_by_all[server].get(self._former, 0) < unmade.update.number
+            if self.made.get(server, {}).get(rank, 0) < number
             for name in names
         ]
 
-    def take(self, state: RankState) -> KeptPart:
-        """A copy of the shard as it is now; nothing may change it meanwhile."""
+    def take(self, state: RankState, made: Mapping[int, int]) -> KeptPart:
+        """A copy of the shard as it is now, with these updates; nothing may change it meanwhile."""
+        state.values["made"] = [list(each) for each in made.items()]
         self._num_copies += 1
         room = Room(None, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
         return keep(state, self._seat, self._num_copies, is_divided=True, room=room)

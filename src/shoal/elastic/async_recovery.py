@@ -43,7 +43,7 @@ class AsyncRecovery(Recovery):
         self._keeper.is_current = False
         if chosen is None:
             return self._fall_back(reports)
-        self._keeper.exchange_made(self._backend, chosen.generation)
+        self._keeper.tell_made(self._parts(chosen), self._backend)
         common = self._agree_on_snapshot(chosen)
         self._rebuild(common)  # ranks compare options, of which each has its own afterwards
         self._load(chosen)
