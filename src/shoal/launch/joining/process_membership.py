@@ -35,7 +35,8 @@ _LOOK_EVERY_S = 0.5
 _ANSWER_S = 10.0
 # Of worlds that cannot be connected though nobody died: then something is wrong here.
 _MOST_IN_VAIN = 5
-_TRANSPORTS = ("shm", "gloo")
+_TRANSPORTS = ("shm", "gloo", "mpi")
+_MPI_RANK = "OMPI_COMM_WORLD_RANK"
 
 
 # Of this process; its end is told though the script has left its world before.
@@ -69,6 +70,11 @@ class ProcessMembership(Membership):
                 f"ranks of an elastic run communicate over {' or '.join(_TRANSPORTS)}, not over "
                 f"{transport}: choose one of them as the backend"
             )
+        if transport == "mpi" and _MPI_RANK not in os.environ:
+            raise LaunchError(
+                "ranks of an elastic run communicate over mpi if mpiexec has started them: start "
+                "the run with shoal launch --elastic --backend mpi"
+            )
         self.generation, self.is_leaving, self.has_failed = 0, False, False
         self._transport, self._timeout = transport, timeout
         self._address = os.environ[MEETING_VARIABLE]
@@ -82,6 +88,10 @@ class ProcessMembership(Membership):
         if "refused" in answer:
             raise LaunchError(f"this process cannot join the run: {answer['refused']}")
         self._is_first = bool(answer["is_first"])
+        if transport == "mpi" and not self._is_first:
+            raise LaunchError(
+                "over MPI ranks can go and not come: use --backend gloo for a run that others join"
+            )
         self._world: World | None = None
         self._progress = ProgressTeller(self._client.tell)
         _note_sigterm(self)
