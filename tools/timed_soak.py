@@ -75,9 +75,9 @@ class Pace(NamedTuple):
         found = []
         for number, (_, begin) in enumerate(self.faults):
             end = self.faults[number + 1][1] if number + 1 < len(self.faults) else times[-1]
-            own = [(before, after) for before, after in waits if before < end and after > begin]
-            waits = [each for each in waits if each not in own]
-            found.append(max((after - before for before, after in own), default=usual) - usual)
+            # One that lasts beyond the next fault counts for that.
+            own = [after - before for before, after in waits if begin < after <= end]
+            found.append(max(own, default=usual) - usual)
         return found
 
 
