@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import shoal
 from launch.conftest import LAUNCHER
@@ -242,6 +243,48 @@ def test_the_end_of_the_launcher_is_the_end_of_all_and_joiners_say_why(
     assert code == 1
     assert "shoal.errors.LaunchError: the run has ended: its holder is gone" in err
     assert "shoal: worker 2: LaunchError: the run has ended: its holder is gone" in err
+
+
+def test_no_checkpoint_is_lost_with_the_launcher(background: Background, tmp_path: Path) -> None:
+    """It is killed while ranks train and save; the newest checkpoint that they told of is whole."""
+    script, folder = tmp_path / "saving.py", tmp_path / "saved"
+    script.write_text(SAVING)
+    process = background("--elastic", "-n", "2", "--min", "2", str(script), str(folder))
+    assert process.stdout is not None
+    told: list[tuple[int, int]] = []
+    while len(told) < 6:
+        line = process.stdout.readline()
+        assert line, process.communicate(timeout=DEADLINE_S)
+        if match := re.search(r"saved (\d+) by (\d+)", line):
+            told.append((int(match[1]), int(match[2])))
+    process.kill()
+    for pid in {pid for _, pid in told}:
+        assert_gone(pid)
+    rest = process.stdout.read()
+    steps = [step for step, _ in told] + [int(step) for step in re.findall(r"saved (\d+)", rest)]
+    model = torch.nn.Linear(8, 4)
+    loaded = shoal.load(folder, model)
+    assert loaded.step >= max(steps)
+    assert (model.bias == loaded.step).all()
+
+
+SAVING = """
+import os, sys, torch, shoal
+with shoal.init(timeout=60):
+    model = torch.nn.Linear(8, 4)
+    torch.nn.init.zeros_(model.bias)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = shoal.as_distributed(model, optimizer, strategy="zero3", elastic=True)
+    while True:
+        with optimizer.attempt():
+            (-model(torch.zeros(1, 8)).sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with optimizer.attempt():
+            step = optimizer.num_committed
+            shoal.save(sys.argv[1], model, optimizer, step=step, keep=2, wait=True)
+        print(f"saved {step} by {os.getpid()}", flush=True)
+"""
 
 
 def test_one_from_another_terminal_joins_is_killed_and_named(
