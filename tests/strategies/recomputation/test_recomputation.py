@@ -440,6 +440,38 @@ def test_verify(name: str, policy: str) -> None:
     report.raise_if_different()
 
 
+@pytest.mark.skipif(not has_transformers(), reason="needs transformers")
+@pytest.mark.parametrize(
+    ("strategy", "policy", "options"),
+    [
+        ("pipeline", "full", {"pipeline": 2, "schedule": "zero-bubble"}),
+        pytest.param("pipeline", "selective", {"pipeline": 2}, marks=pytest.mark.full),
+        pytest.param("hybrid", "partition", {"tensor": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_blocks_with_lists_in_them(strategy: str, policy: str, options: dict[str, Any]) -> None:
+    """T5's consist of a list, which a pipeline cuts: its members are computed again instead."""
+
+    def build() -> Any:
+        task = TASKS["t5"]
+        model = task.build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = [(task.batch(step, 4), torch.zeros(4)) for step in range(2)]
+        return model, optimizer, batches, lambda output, _: output.loss
+
+    def describe() -> str:
+        return shoal.as_distributed(
+            TASKS["t5"].build(), strategy=strategy, activations=policy, **options
+        ).describe()
+
+    report = shoal.verify(
+        build, strategy, steps=2, tolerance=1e-5, ranks=2, activations=policy, **options
+    )
+    report.raise_if_different()
+    text = shoal.run(describe, 2, "memory")[0]
+    assert "(encoder.block.0.layer.0 to decoder.block.0.layer.2)" in text
+
+
 # Which blocks -----------------------------------------------------------------------------------
 
 
