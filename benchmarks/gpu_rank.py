@@ -30,9 +30,13 @@ WAYS = {
     "selective": Policy("selective"),
     "full": Policy("full"),
     "inputs": Policy("full", "host"),
+    "fifth": Policy("none", "host", blocks=["blocks.*[05]"]),
     "offload": Policy("none", "host"),
 }
-"""What shoal does with activations, as in "zero3+offload"; "inputs" are a block's, on the host."""
+"""What shoal does with activations, as in "zero3+offload".
+
+"inputs" are those of blocks, on the host; "fifth" is all that every fifth block keeps, on the host.
+"""
 WITH_WAYS = tuple(f"{strategy}+{way}" for strategy in SHOAL for way in WAYS)
 
 
