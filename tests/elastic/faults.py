@@ -83,9 +83,10 @@ def make_training(
     make_optimizer: Callable[..., Any] = torch.optim.Adam,
     dropout: float = 0.4,
     make_module: Callable[[float], Any] = make_module,
+    seed: int | None = None,
     **options: Any,
 ) -> tuple[Any, Any, Any, Any]:
-    """Two groups of parameters."""
+    """Two groups of parameters; samples in an order that depends on nothing else with a seed."""
     torch.manual_seed(5)
     model: Any = make_module(dropout)
     parameters = [each for each in model.parameters() if each.requires_grad]
@@ -93,7 +94,9 @@ def make_training(
     optimizer = make_optimizer(groups, lr=0.1)
     numbers = torch.arange(NUM_SAMPLES)
     inputs = torch.sin(numbers.view(-1, 1) * torch.tensor([1.0, 2.0, 3.0]))
-    loader = DataLoader(TensorDataset(inputs, numbers), batch_size=BATCH, shuffle=True)
+    order = None if seed is None else torch.Generator().manual_seed(seed)
+    data = TensorDataset(inputs, numbers)
+    loader: Any = DataLoader(data, batch_size=BATCH, shuffle=True, generator=order)
     model, optimizer, loader = shoal.as_distributed(
         model, optimizer, loader, strategy=strategy, elastic=True, min_group_bytes=64, **options
     )

@@ -5,47 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import shoal
 from elastic import faults
+from elastic.chain import Chain
 from shoal.elastic import Elastic
-
-
-class Block(nn.Module):
-    """What is split unevenly between two ranks, with a buffer that is saved and one that is not."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.up, self.down, self.norm = nn.Linear(5, 7), nn.Linear(7, 5), nn.LayerNorm(5)
-        self.dropout = nn.Dropout(dropout)
-        self.register_buffer("seen", torch.zeros(()))
-        self.register_buffer("mean", torch.zeros(5), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.seen += 1
-            self.mean += x.detach().mean(0)
-        inner = self.dropout(torch.tanh(self.up(self.norm(x))))
-        return x + self.down(inner) + 1e-2 * self.mean
-
-
-class Net(nn.Module):
-    """A chain of blocks; two layers are tied, perhaps over two stages, and a bias is frozen."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.begin, self.end = nn.Linear(3, 5), nn.Linear(5, 5)
-        self.blocks = nn.ModuleList([Block(dropout) for _ in range(3)])
-        self.end.bias.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.begin(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.end(x)
-
 
 TENSOR = {"tensor": 2}
 PIPELINE = {"pipeline": 2, "micro_batches": 2}
@@ -60,7 +24,7 @@ def _burning(monkeypatch: pytest.MonkeyPatch) -> None:
 def _run(
     ranks: int, elastic: Elastic | None, options: dict[str, Any], *args: Any, dropout: float = 0.4
 ) -> list[faults.Result]:
-    options = {"make_module": Net, "dropout": dropout, **options}
+    options = {"make_module": Chain, "dropout": dropout, **options}
     call = ("hybrid", *args, *(None, 1, -1, None)[len(args) :], options)
     return shoal.run(faults.train, ranks, "memory", args=call, timeout=30, elastic=elastic)
 
@@ -94,4 +58,58 @@ def _lose_at_each(ranks: int, options: dict[str, Any], victim: int, stride: int)
     ],
 )
 def test_a_lost_rank_is_replaced(ranks: int, options: dict[str, Any], victim: int) -> None:
-    _lose_at_each(ranks, options, victim, 13)
+    _lose_at_each(ranks, options, victim, 40)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("options", [TENSOR, PIPELINE, BOTH])
+def test_a_lost_rank_is_replaced_at_every_operation(options: dict[str, Any], zero: int) -> None:
+    ranks = 8 if options is BOTH else 4
+    for victim in (0, ranks - 2):
+        _lose_at_each(ranks, {**options, "zero": zero}, victim, 3)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "nth"),
+    [
+        (4, {**TENSOR, "zero": 1}, 30),
+        (6, {**PIPELINE, "zero": 3}, 20),
+        (8, {**BOTH, "zero": 0}, 33),
+    ],
+)
+def test_training_goes_on_with_a_replica_less(
+    ranks: int, options: dict[str, Any], nth: int
+) -> None:
+    """The global batch stays, so losses are those of one process."""
+    replica = options.get("tensor", 1) * options.get("pipeline", 1)
+    (alone,) = _run(1, None, {"seed": 3}, dropout=0.0)
+    found = _run(ranks, Elastic(), {**options, "seed": 3}, 1, 1, nth, dropout=0.0)
+    assert [each.num_committed for each in found] == [faults.NUM_STEPS] * (ranks - replica)
+    for each in found:
+        (change,) = each.changes
+        assert (change.old_size, change.new_size) == (ranks, ranks - replica)
+        assert set(change.left) == set(range(replica))
+        assert sum("another replica" in why for why in change.reasons.values()) == replica - 1
+        assert dict(each.losses) == pytest.approx(dict(alone.losses), abs=1e-5)
+        assert faults.same(each.parameters, found[0].parameters)
+        for name, value in alone.parameters.items():
+            assert (each.parameters[name] - value).abs().max() < 1e-4
+    _check_samples(found, replica)
+
+
+def _check_samples(found: list[faults.Result], replica: int) -> None:
+    """Each sample of the last epoch is used once by the ranks that train it together."""
+    steps_of_epoch = faults.NUM_STEPS // faults.EPOCHS
+    used = []
+    for first in found[::replica]:
+        last = dict(first.samples)
+        for step in range(faults.NUM_STEPS - steps_of_epoch, faults.NUM_STEPS):
+            used += last[step]
+    assert sorted(used) == list(range(faults.NUM_SAMPLES))
+
+
+def test_less_than_a_replica_is_an_error() -> None:
+    with pytest.raises(faults.Lost):
+        _run(4, Elastic(), BOTH, 1, 1, 30)

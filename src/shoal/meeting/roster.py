@@ -373,8 +373,8 @@ class Roster:
         gone = {rank: each.reason for rank, each in enumerate(self.present) if not each.is_alive}
         why = "".join(f"; rank {rank} is gone: {reason}" for rank, reason in gone.items())
         self.refusal = (
-            f"the run needs at least {self._min} rank(s) and has {left} left, and nobody can take "
-            f"the place of those that are gone{why}"
+            f"the run needs at least {self._min} rank(s){in_words(self._replica)} and has {left} "
+            f"left, and nobody can take the place of those that are gone{why}"
         )
         for person in self._living():
             self._refuse_if_asking(person)
@@ -408,6 +408,11 @@ def _is_spare(person: Person) -> bool:
     return person.role == SPARE
 
 
+def in_words(replica: int) -> str:
+    """Why there is a least number of ranks."""
+    return f" ({replica} hold one model between them)" if replica > 1 else ""
+
+
 def num_admitted(num_stay: int, num_ready: int, replica: int) -> int:
     """How many of those that wait can come, if all ranks are to be in whole replicas."""
     return max(0, num_ready - (num_stay + num_ready) % replica)
@@ -427,7 +432,12 @@ def set_aside(is_there: Sequence[bool], num_come: int, replica: int) -> list[int
         return bool(neighbours & gone), rank // replica not in broken, -rank
 
     staying = [rank for rank, there in enumerate(is_there) if there]
-    return sorted(staying, key=preference)[: (len(staying) + num_come) % replica]
+    aside: list[int] = []
+    for _ in range((len(staying) + num_come) % replica):
+        aside.append(min(staying, key=preference))
+        staying.remove(aside[-1])
+        gone.add(aside[-1])
+    return aside
 
 
 def _place(stay: list[Person | None], come: list[Person]) -> list[Person]:

@@ -20,7 +20,7 @@ from shoal.comm.world import World, current, set_current
 from shoal.comm.world_state import WorldState
 from shoal.errors import DeadlineError, LaunchError, MembershipChanged, ShoalError
 from shoal.meeting.elastic_options import Elastic
-from shoal.meeting.roster import ASIDE, num_admitted, set_aside
+from shoal.meeting.roster import ASIDE, in_words, num_admitted, set_aside
 from shoal.system.deadline import regrouping_text
 from shoal.torch_support.random_state import RandomState
 
@@ -155,7 +155,8 @@ class Gate:
         size = num_left - num_left % self._replica
         if size < self._min_ranks:
             fates = "; ".join(f"rank {m.rank}: {m.fate}" for m in self.members if m.is_lost)
-            text = f"{num_left} ranks are left, and min_ranks={self._min_ranks} ({fates})"
+            least = f"min_ranks={self._min_ranks}{in_words(self._replica)}"
+            text = f"{num_left} ranks are left, and {least} ({fates})"
             self._refuse_all([*staying, *self._joiners], LaunchError(text))
             return
         reasons = {m.rank: str(m.fate) for m in self.members if m.rank is not None and m.fate}
