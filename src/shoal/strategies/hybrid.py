@@ -74,22 +74,35 @@ class HybridShardedModel(PipelineParallelModel):
         # Layers are split while the module is whole; what is left of them is cut into stages; and
         # what a rank has is known only then.
         share_values(module, backend, seed)
-        world_now = find_current()
-        membership = None if world_now is None else world_now.membership
+        current = find_current()
+        membership = None if current is None else current.membership
         self._changes = None if membership is None else ModuleChanges(module)
-        if membership is not None and membership.generation == 0:
-            mesh = Mesh(world=backend)  # it has all of the model until it is taken in
+        # One that comes later is alone at first, with all of the model.
+        is_alone = membership is not None and membership.generation == 0
+        if is_alone:
+            mesh = Mesh(world=backend)
         else:
             mesh = Mesh(data=data, tensor=tensor, pipeline=pipeline, world=backend)
-        self._settle(module, mesh, plan, backend, seed=seed, **options)
-        self.options |= {"data": data, "tensor": tensor, "pipeline": pipeline, "plan": plan}
+        cut = options.pop("cut", None)
+        self._settle(
+            module,
+            mesh,
+            backend,
+            None if is_alone else plan,
+            cut=None if is_alone else cut,
+            seed=seed,
+            **options,
+        )
+        self.options |= {
+            "data": data, "tensor": tensor, "pipeline": pipeline, "plan": plan, "cut": cut,
+        }  # fmt: skip
 
     def _settle(
         self,
         module: nn.Module,
         mesh: Mesh,
-        plan: Mapping[str, str] | TensorPlan | None,
         backend: Backend,
+        plan: Mapping[str, str] | TensorPlan | None = None,
         **options: Any,
     ) -> None:
         """Splits, cuts and shares out."""
@@ -120,7 +133,7 @@ class HybridShardedModel(PipelineParallelModel):
         self.recomputation = None
         mesh = Mesh(tensor=options["tensor"], pipeline=options["pipeline"], world=backend)
         try:
-            self._settle(self.module, mesh, self._agree_on_plan(mesh, backend), backend, **rest)
+            self._settle(self.module, mesh, backend, self._agree_on_plan(mesh, backend), **rest)
             self.engine.passes.auto_sync = old.passes.auto_sync
         finally:
             vars(self).update(of_torch, options=options)
