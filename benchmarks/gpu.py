@@ -7,6 +7,7 @@ Medians are over all steps of all rounds.
 
     python benchmarks/gpu.py [--ranks 2] [--models gpt-0.37b] [--contenders torch-ddp,zero3]
     python benchmarks/gpu.py --part alone      # one rank: shoal against plain PyTorch
+    python benchmarks/gpu.py --part activations --trace 'step-{}.json.gz'  # dropped, or on the host
     python benchmarks/gpu.py --part optimizer  # AdamW on flat memory against plain
     python benchmarks/gpu.py --device cpu --models tiny  # does it run?
 """
@@ -26,11 +27,15 @@ import gpu_trace
 import report
 import torch
 from gpu_models import MODELS
-from gpu_rank import CONTENDERS, SHOAL, Turn
+from gpu_rank import CONTENDERS, SHOAL, WAYS, WITH_WAYS, Turn
 from gpu_turn import take
 from rich.console import Console
 
-PARTS = ("contest", "alone", "optimizer")
+PARTS = ("contest", "alone", "activations", "optimizer")
+_OF_ONE_RANK = {
+    "alone": ["alone", *SHOAL],
+    "activations": ["alone", "zero3", *(f"zero3+{way}" for way in WAYS)],
+}
 _SHARING_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
@@ -82,7 +87,7 @@ class Contest:
 
     def _take(self, round_number: int, model: str, contender: str) -> None:
         options, entry = self._options, self._entries[model, contender]
-        trace = options.trace if self._is_traced(round_number, model, contender) else None
+        trace = self._trace_of(round_number, model, contender)
         turn = Turn(model, contender, options.device, options.steps, options.warm_up, trace)
         outcome = take(turn, options.ranks, self._gpus, options.timeout)
         entry.add(outcome)
@@ -96,10 +101,13 @@ class Contest:
             rows = [entry.row() for entry in self._entries.values() if entry.is_known]
             report.save_json(options.json, rows, self._about)
 
-    def _is_traced(self, round_number: int, model: str, contender: str) -> bool:
+    def _trace_of(self, round_number: int, model: str, contender: str) -> str | None:
         """In the first round, so that a contest that is cut short has a trace."""
-        last = (self._options.models[-1], self._options.contenders[-1])
-        return round_number == 0 and (model, contender) == last
+        path: str | None = self._options.trace
+        if path is None or round_number or model != self._options.models[-1]:
+            return None
+        is_last = contender == self._options.contenders[-1]
+        return path.format(contender.replace("+", "-")) if is_last or "{}" in path else None
 
 
 def _options() -> argparse.Namespace:
@@ -110,8 +118,9 @@ def _options() -> argparse.Namespace:
     add("--part", choices=PARTS, default=PARTS[0], help="what to measure, default contest")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="default cuda")
     add("--models", type=_names(MODELS), default=["gpt-0.37b", "layers-1000", "gpt-1.58b"])
-    add("--contenders", type=_names(CONTENDERS), help=f"default {','.join(CONTENDERS)}")
-    add("--ranks", type=int, help="processes, default 2, and 1 for --part alone")
+    known = (*CONTENDERS, *WITH_WAYS)
+    add("--contenders", type=_names(known), help=f"default {','.join(CONTENDERS)}")
+    add("--ranks", type=int, help="processes, default 2; 1 for --part alone and activations")
     add("--rounds", type=int, default=3, help="how often each contender has its turn, default 3")
     add("--steps", type=int, default=10, help="timed in one turn, default 10")
     add("--warm-up", type=int, default=4, help="steps before, default 4")
@@ -119,11 +128,11 @@ def _options() -> argparse.Namespace:
     add("--timeout", type=float, default=240, help="seconds for one turn, default 240")
     add("--budget", type=float, default=float("inf"), help="seconds after which no turn begins")
     add("--json", type=Path, help="where results go, after each turn")
-    add("--trace", help="where rank 0 of the last contender writes a trace of one step")
+    trace_help = "where rank 0 of the last contender writes a trace of one step; of each, with a {}"
+    add("--trace", help=trace_help)
     options = parser.parse_args()
-    is_alone = options.part == "alone"
-    options.contenders = options.contenders or list(("alone", *SHOAL) if is_alone else CONTENDERS)
-    options.ranks = options.ranks or (1 if is_alone else 2)
+    options.contenders = options.contenders or _OF_ONE_RANK.get(options.part, list(CONTENDERS))
+    options.ranks = options.ranks or (1 if options.part in _OF_ONE_RANK else 2)
     if problem := _problem(options):
         parser.error(problem)
     return options

@@ -21,10 +21,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 import shoal
+from shoal.activations import Policy
 
 TORCH = ("torch-ddp", "fully_shard")
 SHOAL = ("ddp", "zero1", "zero2", "zero3", "fsdp")
 CONTENDERS = ("alone", *TORCH, *SHOAL)
+WAYS = {
+    "selective": Policy("selective"),
+    "full": Policy("full"),
+    "inputs": Policy("full", "host"),
+    "offload": Policy("none", "host"),
+}
+"""What shoal does with activations, as in "zero3+offload"; "inputs" are a block's, on the host."""
+WITH_WAYS = tuple(f"{strategy}+{way}" for strategy in SHOAL for way in WAYS)
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,7 @@ class Turn:
 
     Attributes:
         model: A name of `MODELS`.
-        contender: One of `CONTENDERS`.
+        contender: One of `CONTENDERS` or of `WITH_WAYS`.
         device: "cuda" or "cpu".
         steps: How many are timed.
         warm_up: How many are made before.
@@ -103,9 +112,11 @@ class Trainee:
 def _distribute(
     model: Any, contender: str, backend: str, stack: contextlib.ExitStack
 ) -> tuple[nn.Module, Any]:
-    if contender in SHOAL:
+    strategy, _, way = contender.partition("+")
+    if strategy in SHOAL:
         stack.enter_context(shoal.init(backend=backend))
-        return shoal.as_distributed(model, adamw(model), strategy=contender)
+        options = {"strategy": strategy, "activations": WAYS.get(way)}
+        return shoal.as_distributed(model, adamw(model), **options)
     if contender in TORCH:
         dist.init_process_group(backend)
         stack.callback(dist.destroy_process_group)

@@ -68,6 +68,28 @@ def test_a_trace_tells_what_the_gpu_did(trace: Path) -> None:
     assert "50% beside other kernels" in step.describe()
 
 
+def copy(direction: str, begin: float, end: float, **args: Any) -> dict[str, Any]:
+    return span(f"Memcpy {direction} (a -> b)", begin, end, "gpu_memcpy", **args)
+
+
+def test_a_trace_tells_how_much_of_copies_is_hidden() -> None:
+    copies = [
+        copy("DtoH", 155, 175, stream=30, bytes=3 << 20),  # 5 beside gemm, none beside NCCL
+        copy("DtoD", 176, 178, stream=7, bytes=5),  # no copy to or from the host
+        copy("HtoD", 185, 210, stream=31, bytes=1 << 20),  # 15 beside adam
+        copy("DtoH", 50, 60, stream=30, bytes=7),  # of the step before
+    ]
+    step = import_module("gpu_trace").Step.of([*TRACE, *copies])
+    assert step.hidden("copies to the host") == pytest.approx(5 / 20)
+    assert step.hidden("copies to the GPU") == pytest.approx(15 / 25)
+    assert step.end == 210
+    assert step.busy == pytest.approx((20 + 60) / 110)
+    text = step.describe()
+    assert "5 kernels" in text
+    assert "copies to the host: 1, 3.0 MiB in 0.02 ms, 25% under kernels" in text
+    assert "copies to the GPU: 1, 1.0 MiB in 0.03 ms, 60% under kernels" in text
+
+
 def test_a_trace_without_a_mark_or_nccl_is_read_as_a_whole() -> None:
     step = import_module("gpu_trace").Step.of([kernel("gemm", 10, 20), kernel("gemm", 30, 40)])
     assert (step.begin, step.end, step.overlap) == (10, 40, None)
@@ -76,10 +98,14 @@ def test_a_trace_without_a_mark_or_nccl_is_read_as_a_whole() -> None:
 
 def test_a_trace_is_drawn(trace: Path, tmp_path: Path) -> None:
     # Matplotlib keeps its fonts open.
+    copies = [copy("DtoH", 110, 120, stream=30)]
+    trace.write_text(json.dumps({"traceEvents": TRACE + copies}))
     command = [sys.executable, BENCHMARKS / "gpu_trace.py", trace, tmp_path / "picture.svg"]
     subprocess.run(command, check=True, timeout=100)
     text = (tmp_path / "picture.svg").read_text()
-    assert all(f"stream {number}" in text for number in (7, 20, 24))
+    assert all(f"stream {number}" in text for number in (7, 20, 24, 30))
+    assert "copies to the host" in text
+    assert "copies to the GPU" not in text
 
 
 def result(*step_s: float, loss: float = 2.0, peak: int | None = None) -> dict[str, Any]:
@@ -102,13 +128,14 @@ def test_the_slowest_rank_of_every_step_counts() -> None:
 @pytest.mark.full
 def test_contenders_train_alike(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
-    options = ["--models", "tiny", "--contenders", "torch-ddp,zero3", "--steps", "2"]
+    names = ["torch-ddp", "zero3", "zero3+full", "zero3+offload"]
+    options = ["--models", "tiny", "--contenders", ",".join(names), "--steps", "2"]
     options += ["--rounds", "1", "--warm-up", "1", "--json", str(path)]
     command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(path.read_text())["results"]
-    assert [row["contender"] for row in rows] == ["torch-ddp", "zero3"]
+    assert [row["contender"] for row in rows] == names
     assert all(len(row["step_s"]) == 2 and not row["errors"] for row in rows)
-    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
+    assert all(row["loss"] == pytest.approx(rows[0]["loss"], rel=1e-5) for row in rows)
     assert "tiny, 2 ranks" in done.stdout

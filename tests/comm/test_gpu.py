@@ -91,6 +91,28 @@ def test_nccl_refuses_cpu_tensors():
     assert shoal.run(refused, ranks=1, backend="nccl") == ["refused"]
 
 
+def tell_from_the_cpu():
+    """Messages of tensors on the CPU: received into one, as a new one, in the background."""
+    world = shoal.world()
+    values = torch.arange(5.0)
+    if world.rank == 0:
+        for tag in range(3):
+            world.send(values + tag, 1, tag)
+        return "sent"
+    into = torch.empty(5)
+    assert world.recv(into, src=0) is into
+    fresh = world.recv(src=0, tag=1)
+    later = world.recv(src=0, tag=2, async_op=True).wait()
+    assert [each.device.type for each in (fresh, later)] == ["cpu", "cpu"]
+    return [each.tolist() for each in (into - values, fresh - values, later - values)]
+
+
+@over_nccl(2)
+def test_messages_from_the_cpu_over_nccl():
+    _, received = shoal.run(tell_from_the_cpu, ranks=2, backend="nccl")
+    assert received == [[0] * 5, [1] * 5, [2] * 5]
+
+
 def long_work(device):
     """Something that keeps the GPU busy far longer than launching takes."""
     x = torch.randn(4096, 4096, device=device)

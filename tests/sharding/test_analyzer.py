@@ -137,7 +137,7 @@ def test_every_parameter_is_in_one_group(widths: list[int], min_group_bytes: int
     names = [name for group in analyzer.groups for name in group.names]
     assert sorted(names) == sorted(order)
     assert analyzer.total_bytes == sum(p.nbytes for p in model.parameters())
-    assert len(analyzer.groups) <= 49
+    assert len(analyzer.groups) <= 2 * 48 + 1
     firsts = [order.index(group.names[0]) for group in analyzer.groups]
     assert firsts == sorted(firsts)
     for group in analyzer.groups:
@@ -149,17 +149,47 @@ def test_every_parameter_is_in_one_group(widths: list[int], min_group_bytes: int
     widths=st.lists(st.integers(1, 300), min_size=2, max_size=60),
     min_group_bytes=st.integers(0, 100_000),
 )
-def test_nothing_joins_a_group_that_has_closed(widths: list[int], min_group_bytes: int) -> None:
+def test_groups_are_about_as_large_as_the_threshold(
+    widths: list[int], min_group_bytes: int
+) -> None:
     analyzer = ParameterAnalyzer(chain(*widths), min_group_bytes)
+    threshold = analyzer.threshold_bytes
     for group in analyzer.groups:
-        layers: dict[str, int] = {}
-        for name, parameter in zip(group.names, group.parameters, strict=True):
-            layer = name.rpartition(".")[0]
-            layers[layer] = layers.get(layer, 0) + parameter.nbytes
-        *earlier, _ = layers.values()
-        assert sum(earlier) < analyzer.threshold_bytes
-    open_groups = [g for g in analyzer.groups if g.num_bytes < analyzer.threshold_bytes]
-    assert len(open_groups) <= 1
+        is_single = len({name.rpartition(".")[0] for name in group.names}) == 1
+        assert is_single or group.num_bytes <= 1.75 * threshold
+    assert len([g for g in analyzer.groups if 2 * g.num_bytes < threshold]) <= 1
+
+
+class Deep(nn.Module):
+    """Uses its norms, which are registered first, before and after a layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+
+@pytest.mark.parametrize("embedding", [1, 3, 10, 40, 400])
+@pytest.mark.parametrize("layers", [3, 12, 40, 48, 60, 96])
+def test_blocks_are_not_torn_apart(layers: int, embedding: int) -> None:
+    """A group with parts of two blocks is gathered for both, and kept from one to the other."""
+    blocks = nn.Sequential(*(Deep(16) for _ in range(layers)))
+    model = nn.Sequential(nn.Embedding(16 * embedding, 16), blocks, nn.LayerNorm(16))
+    analyzer = ParameterAnalyzer(model, 0)
+    block_bytes = sum(parameter.nbytes for parameter in blocks[0].parameters())
+    for number in range(layers):
+        prefix = f"1.{number}."
+        own = [g for g in analyzer.groups if any(name.startswith(prefix) for name in g.names)]
+        if block_bytes <= analyzer.threshold_bytes:
+            assert len(own) == 1
+        for group in own:  # norms of blocks whose layers are too large may share one
+            is_shared = any(
+                name.startswith("1.") and not name.startswith(prefix) for name in group.names
+            )
+            has_layer = any(
+                name.startswith((f"{prefix}up", f"{prefix}down")) for name in group.names
+            )
+            assert not (is_shared and has_layer) or block_bytes <= analyzer.threshold_bytes
 
 
 @given(widths=st.lists(st.integers(1, 64), min_size=2, max_size=200))

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
 from gpus import over_nccl
+from shoal.strategies.engine.gather_buffers import FILL_VARIABLE
 from strategies.models import OWN, TASKS, Batch, moved
 from strategies.training import OPTIMIZERS, STRATEGIES
 
@@ -121,6 +127,68 @@ def build_narrow() -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
     batches = [(torch.randn(8, 16).cuda(), torch.randn(8, 8).cuda()) for _ in range(STEPS)]
     return model, optimizer, batches, F.mse_loss
+
+
+@over_nccl(2)
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_operations_of_all_groups_in_one_queue(strategy: str) -> None:
+    """The GPU carries out one after the other, and memory that is freed is made worthless."""
+    code = (
+        "import shoal; from strategies.test_gpu import STEPS, built\n"
+        f"report = shoal.verify(built('experts'), {strategy!r}, 2, 'nccl', STEPS, 'split', "
+        "tolerance=1e-9, min_group_bytes=1000)\nassert report.equal, str(report)"
+    )
+    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", FILL_VARIABLE: "1"}
+    tests = str(Path(__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | variables | {"PYTHONPATH": f"{tests}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert not done.returncode, done.stderr
+
+
+def train_beside_a_group_of_the_script() -> list[float]:
+    device = shoal.world().backend.device
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl")  # at the master that `shoal.run` names
+    try:
+        model, optimizer, batches, loss_fn = build_narrow()
+        model, optimizer = shoal.as_distributed(model, optimizer, strategy="zero3")
+        losses = []
+        for inputs, targets in batches:
+            loss = loss_fn(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            dist.all_reduce(loss.detach())
+            losses.append(loss.item())
+        return losses
+    finally:
+        dist.destroy_process_group()
+
+
+@over_nccl(2)
+def test_beside_a_group_of_the_script() -> None:
+    """It is left alone, and used between the operations of a model."""
+    alone = shoal.run(train_alone, 1, "memory")[0]
+    for losses in shoal.run(train_beside_a_group_of_the_script, 2, "nccl", timeout=60):
+        assert losses == pytest.approx([2 * loss for loss in alone], rel=1e-4)
+
+
+def train_alone() -> list[float]:
+    model, optimizer, batches, loss_fn = build_narrow()
+    losses = []
+    for inputs, targets in batches:
+        loss = loss_fn(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 @each
@@ -238,3 +306,29 @@ WARM_UP_STEPS = 6
 def test_memory_does_not_grow(strategy: str) -> None:
     for held in shoal.run(memory_per_step, 2, "memory", args=(strategy,)):
         assert max(held) - min(held) < 1 << 20, held
+
+
+def memory_over_many_steps(folder: str) -> list[int]:
+    """What is allocated after each of 200 steps, in whose middle the model is saved."""
+    model, optimizer, batches, loss_fn = build_narrow()
+    model, optimizer = shoal.as_distributed(
+        model, optimizer, strategy="zero3", min_group_bytes=1000
+    )
+    held = []
+    for step in range(200):
+        inputs, targets = batches[step % len(batches)]
+        loss_fn(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 100:
+            shoal.save(folder, model, optimizer, wait=True)
+        torch.cuda.synchronize()
+        gc.collect()
+        held.append(torch.cuda.memory_allocated())
+    return held[WARM_UP_STEPS:]
+
+
+@over_nccl(2)
+def test_memory_over_nccl_does_not_grow(tmp_path: Path) -> None:
+    for held in shoal.run(memory_over_many_steps, 2, "nccl", args=(str(tmp_path),), timeout=60):
+        assert max(held) - min(held) < 1 << 18, held

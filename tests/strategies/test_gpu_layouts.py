@@ -18,6 +18,7 @@ from torch.nn.utils import rnn
 from torch.utils.checkpoint import checkpoint
 
 import shoal
+from gpus import over_nccl
 from shoal.optim import Kind, find_kind
 from strategies.models import has_transformers
 from strategies.pipeline import training as pipeline
@@ -133,6 +134,40 @@ def test_models_in_pipelines(task: str, schedule: str) -> None:
     run_pipeline(pipeline.case(task, 2, "accumulate", 4, micro_batches=3, schedule=schedule))
 
 
+def over_one_world(train: Any, cases: list[Any]) -> list[Any]:
+    """By rank and case: what ranks return that train one case after the other over NCCL."""
+    ranks, cases = cases[0].ranks, [dataclasses.replace(case, device="cuda") for case in cases]
+
+    def train_all() -> list[Any]:
+        return [train(case) for case in cases]
+
+    results = shoal.run(train_all, ranks, "nccl", timeout=60)
+    return [(case, list(found)) for case, *found in zip(cases, *results, strict=True)]
+
+
+@over_nccl(2)
+def test_pipelines_over_nccl() -> None:
+    options = {"micro_batches": 4}
+    cases = [pipeline.case("gpt", 2, "clip", 4, schedule=s, **options) for s in SCHEDULES]
+    for case, results in over_one_world(pipeline.train_rank, cases):
+        pipeline.check(case, results)
+
+
+@over_nccl(2)
+def test_split_layers_over_nccl() -> None:
+    cases = [tensor.Case(task, 2, steps=4) for task in ("gpt", "encoder", "mlp")]
+    for case, results in over_one_world(tensor.train_rank, cases):
+        tensor.compare(case, results)
+
+
+@over_nccl(4)
+def test_hybrids_over_nccl() -> None:
+    options = {"zero": 3, "data": 2, "min_group_bytes": 300, "micro_batches": 3}
+    cases = [pipeline.case("gpt", 4, "clip", 4, schedule=s, **options) for s in ("1f1b", "gpipe")]
+    for case, results in over_one_world(pipeline.train_rank, cases):
+        pipeline.check(case, results)
+
+
 class Recurrent(nn.Module):
     """Packs sequences: how many there are of each length is on the CPU, the rest on the GPU."""
 
@@ -170,7 +205,7 @@ def recur_in_a_pipeline(cut: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:RNN module weights")
-@pytest.mark.parametrize("backend", ["memory", "gloo"])
+@pytest.mark.parametrize("backend", ["memory", "gloo", pytest.param("nccl", marks=over_nccl(2))])
 @pytest.mark.parametrize("cut", ["encoder", "head"])
 def test_packed_sequences_in_pipelines(cut: str, backend: str) -> None:
     """Their tensors are on two devices, and each stays on its own, between units and at the end."""

@@ -55,6 +55,7 @@ def test_options_that_there_are() -> None:
         ("average_buffers", 1, TypeError, "'average_buffers' must be True or False; got 1"),
         ("enabled", "false", TypeError, "'enabled' must be True or False; got 'false'"),
         ("min_group_bytes", "1", TypeError, "'min_group_bytes' must be a whole number or None"),
+        ("prefetch_bytes", -1, ValueError, "'prefetch_bytes' must not be negative; got -1"),
         ("resident_below", -3, ValueError, "'resident_below' must not be negative; got -3"),
     ],
 )  # fmt: skip

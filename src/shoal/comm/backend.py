@@ -94,6 +94,10 @@ class Backend(ABC):
         """Where tensors live that this backend makes on its own."""
         return torch.device("cpu")
 
+    def carries(self, tensor: Tensor) -> bool:
+        """Whether collectives take a tensor from where it is; messages and objects take any."""
+        return True
+
     # What a kind of backend implements ------------------------------------------------
 
     @abstractmethod

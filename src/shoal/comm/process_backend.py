@@ -21,7 +21,7 @@ from shoal.comm.backend import Backend
 from shoal.comm.control.deadlock.record import RankProgress
 from shoal.comm.control.deadlock.watch import DeadlockWatch
 from shoal.comm.control.patience import Patience
-from shoal.comm.control.plane import Channel, Control
+from shoal.comm.control.plane import Channel, Control, Message
 from shoal.comm.coordination import Coordination
 from shoal.comm.operation import Operation, Payload
 from shoal.comm.operation.base import Header, decode, encode
@@ -84,10 +84,18 @@ class ProcessBackend(Backend):
     def _check_tensor(self, tensor: Tensor) -> None:
         """Refuses tensors that the transport cannot carry."""
 
+    def _check_message_tensor(self, tensor: Tensor) -> None:
+        """The same for messages."""
+        self._check_tensor(tensor)
+
     def _begin(self, operation: Operation, number: int, site: str) -> Work[Any]:
         """Begins an operation that the queue's thread will carry out."""
-        perform = partial(self._perform, operation, number, site, eager=False)
-        return self._coordination.start_queue().put(self._queued_work(operation, perform))
+        task = self._queued(operation, number, site)
+        return self._coordination.start_queue().put(self._queued_work(operation, task))
+
+    def _queued(self, operation: Operation, number: int, site: str) -> Callable[[], Any]:
+        """What the queue's thread will call."""
+        return partial(self._perform, operation, number, site, eager=False)
 
     def _queued_work(self, operation: Operation, task: Callable[[], Any]) -> ThreadedWork[Any]:
         """For the queue's thread: it comes after what the caller has put into a device's queue."""
@@ -164,7 +172,7 @@ class ProcessBackend(Backend):
 
     def _message(self, operation: Operation, peer: int, tag: int, async_op: bool) -> Any:
         if operation.source is not None:
-            self._check_tensor(operation.source)
+            self._check_message_tensor(operation.source)
         key = self._message_key(operation, peer, tag)
         site = origin(operation.signature, self._coordination.called)
         deliver = partial(self._deliver, operation, peer, key, site, not async_op)
@@ -198,24 +206,46 @@ class ProcessBackend(Backend):
         patience = self._coordination.begin(operation.signature, key[1], site, eager=eager)
         patience.awaited = self._awaited(operation, key)
         header = Header(operation.signature, operation.meta, self._expose_message(operation), site)
-        is_sender = operation.kind == "send"
-        meet = self._channel.offer if is_sender else self._channel.accept
-        message = self._coordination.or_fail(meet, peer, key, encode(header), patience)
+        message, number = self._meet(header, operation.kind, peer, key, patience)
         theirs = decode(message.theirs)
         try:
-            self._check_message(header, theirs, peer, is_sender)
+            self._check_message(header, theirs, peer, operation.kind == "send")
+            waited = time.perf_counter() - begin
+            payload = operation.prepare([theirs], self.rank)
+            payload.wires = [number or theirs.wire]
+            if payload.total:
+                move = self._mover(operation.kind)
+                self._coordination.transport(move, payload, message, patience)
         except MismatchError:
             message.abandon()
             raise
-        waited = time.perf_counter() - begin
-        payload = operation.prepare([theirs], self.rank)
-        payload.wires = [theirs.wire]
-        if payload.total:
-            move = self._mover(operation.kind)
-            self._coordination.transport(move, payload, message, patience)
+        finally:
+            self._end_message(operation.kind, peer, number or theirs.wire)
         self._coordination.or_fail(message.finish, patience)
         self._coordination.count(operation.kind, payload.num_bytes, begin, waited)
         return operation.result()
+
+    def _meet(
+        self, header: Header, kind: str, peer: int, key: tuple[int, int], patience: Patience
+    ) -> tuple[Message, bytes]:
+        """The message, known to both; a receiver of some transports numbers it."""
+        coordination, channel, number = self._coordination, self._channel, b""
+        if kind == "send":
+            return coordination.or_fail(channel.offer, peer, key, encode(header), patience), b""
+
+        def answer() -> bytes:
+            nonlocal number
+            number = self._number_message(peer)
+            return encode(header._replace(wire=number) if number else header)
+
+        return coordination.or_fail(channel.accept, peer, key, answer, patience), number
+
+    def _number_message(self, peer: int) -> bytes:
+        """What a receiver tells the sender of a message when they have met, if anything."""
+        return b""
+
+    def _end_message(self, kind: str, peer: int, number: bytes) -> None:
+        """The payload of a message that they had numbered is on its way, or will never be."""
 
     def _check_message(self, mine: Header, theirs: Header, peer: int, is_sender: bool) -> None:
         me, them = self.ranks[self.rank], self.ranks[peer]

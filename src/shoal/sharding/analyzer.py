@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import nn
@@ -42,8 +43,10 @@ class ParameterAnalyzer:
     """Groups a model's layers so that many small ones do not mean many messages.
 
     A group closes when it has reached ``max(min_group_bytes, total / 48)``; a layer larger
-    than that is a group of its own. Only dtype and device separate groups. A parameter that
-    layers of several groups use (a tied embedding) is a group of its own.
+    than that is a group of its own. A module that fits into a group is not torn apart, for what it
+    has is used together; so a group may close at half of that size, or reach one and a half of it.
+    Only dtype and device separate groups. A parameter that layers of several groups use (a tied
+    embedding) is a group of its own.
 
     Example:
         >>> from torch import nn
@@ -69,35 +72,42 @@ class ParameterAnalyzer:
         if min_group_bytes < 0:
             raise ValueError(f"min_group_bytes must not be negative; got {min_group_bytes}")
         self._apart = apart or {}
-        layers = list(_layers(model, self._kind))
+        self._layers_of = _layers(model, self._kind)
+        layers = [layer for members in self._layers_of.values() for layer in members]
         self.total_bytes = sum(layer.num_bytes for layer in _without_repeats(layers))
         self.threshold_bytes = max(min_group_bytes, -(-self.total_bytes // _MOST_GROUPS))
+        self._pieces = list(_pieces(model, self.threshold_bytes))
         self.groups = self._closed(layers)
 
     def _closed(self, layers: list[ParameterGroup]) -> list[ParameterGroup]:
-        tentative = self._collect(_without_repeats(layers))
+        position = _position(layers)
+        tentative = sorted(self._collect(()), key=position)
         shared = _used_by_several(layers, tentative)
         if not shared:
             return tentative
-        unshared = [_without(layer, shared) for layer in _without_repeats(layers)]
         own = [ParameterGroup((name,), (parameter,)) for name, parameter in shared.items()]
-        groups = self._collect([layer for layer in unshared if layer.parameters])
-        return sorted(groups + own, key=_position(layers))
+        return sorted(self._collect(shared) + own, key=position)
 
-    def _collect(self, layers: list[ParameterGroup]) -> list[ParameterGroup]:
-        groups: list[ParameterGroup] = []
-        open_groups: dict[_Kind, list[ParameterGroup]] = {}
-        for layer in layers:
-            kind = self._kind(layer.parameters[0])
-            if layer.num_bytes > self.threshold_bytes:
-                groups.append(layer)
+    def _collect(self, left_out: Iterable[str]) -> list[ParameterGroup]:
+        """Groups of all parameters but some."""
+        collectors: dict[_Kind, _Collector] = {}
+        seen = set(left_out)
+        for piece in self._pieces:
+            if isinstance(piece, _Edge):
+                for collector in collectors.values():
+                    collector.pass_edge(piece)
                 continue
-            members = open_groups.setdefault(kind, [])
-            members.append(layer)
-            if sum(member.num_bytes for member in members) >= self.threshold_bytes:
-                groups.append(_merged(open_groups.pop(kind)))
-        groups += [_merged(members) for members in open_groups.values()]
-        return sorted(groups, key=_position(layers))
+            layers = [layer for module in piece for layer in self._layers_of[module]]
+            for kind, layer in self._by_kind(_without_repeats(layers, seen)).items():
+                collector = collectors.setdefault(kind, _Collector(self.threshold_bytes))
+                collector.add(layer)
+        return [group for collector in collectors.values() for group in collector.all()]
+
+    def _by_kind(self, layers: list[ParameterGroup]) -> dict[_Kind, ParameterGroup]:
+        kinds: dict[_Kind, list[ParameterGroup]] = {}
+        for layer in layers:
+            kinds.setdefault(self._kind(layer.parameters[0]), []).append(layer)
+        return {kind: _merged(members) for kind, members in kinds.items()}
 
     def _kind(self, parameter: nn.Parameter) -> _Kind:
         return parameter.dtype, parameter.device, self._apart.get(id(parameter), "")
@@ -120,20 +130,105 @@ class ParameterAnalyzer:
         return "\n".join(lines)
 
 
-def _layers(model: nn.Module, kind_of: Callable[[nn.Parameter], _Kind]) -> Iterator[ParameterGroup]:
+class _Edge(Enum):
+    """Where a module begins or ends that is larger than a group."""
+
+    BEGIN = "begin"
+    END = "end"
+
+
+def _pieces(module: nn.Module, limit: int) -> Iterator[list[nn.Module] | _Edge]:
+    """Modules whose parameters belong together, in registration order.
+
+    One that is larger than the limit is taken apart: between its edges come what it has itself, and
+    the pieces of its children.
+    """
+    if sum(parameter.nbytes for parameter in module.parameters()) <= limit:
+        yield list(module.modules())
+        return
+    yield _Edge.BEGIN
+    yield [module]
+    for child in module.children():
+        yield from _pieces(child, limit)
+    yield _Edge.END
+
+
+class _Collector:
+    """Joins pieces of one kind to groups, in their order."""
+
+    def __init__(self, threshold: int) -> None:
+        self._threshold = threshold
+        self._groups: list[ParameterGroup] = []
+        self._open: list[ParameterGroup] = []
+        self._open_bytes = 0
+        # How many groups there were where each module began that is taken apart.
+        self._begins: list[int] = []
+        self._may_join = False  # the last group, which has no layer of its own behind it
+
+    def add(self, piece: ParameterGroup) -> None:
+        """The next one."""
+        if piece.num_bytes > self._threshold:  # a single layer
+            self._groups.append(piece)
+            self._may_join = False
+            return
+        together = self._open_bytes + piece.num_bytes
+        if self._is_half_full and together > self._threshold + self._threshold // 4:
+            self._close()
+        self._open.append(piece)
+        self._open_bytes += piece.num_bytes
+        if self._open_bytes >= self._threshold:
+            self._close()
+
+    def pass_edge(self, edge: _Edge) -> None:
+        """At its end a large module closes its group: what comes next is not used with it."""
+        if edge is _Edge.BEGIN:
+            self._begins.append(len(self._groups))
+            return
+        begin = self._begins.pop() if self._begins else 0
+        if self._is_half_full:
+            self._close()
+        elif self._open and self._may_join and len(self._groups) > begin:
+            self._open.insert(0, self._groups.pop())
+            self._close()
+
+    def all(self) -> list[ParameterGroup]:
+        """The groups, once there are no more pieces."""
+        if self._open:
+            self._close()
+        return self._groups
+
+    @property
+    def _is_half_full(self) -> bool:
+        return bool(self._open) and 2 * self._open_bytes >= self._threshold
+
+    def _close(self) -> None:
+        self._groups.append(_merged(self._open))
+        self._open, self._open_bytes = [], 0
+        self._may_join = True
+
+
+def _layers(
+    model: nn.Module, kind_of: Callable[[nn.Parameter], _Kind]
+) -> dict[nn.Module, list[ParameterGroup]]:
     """Each module's own parameters, by kind; a tied one in each module that has it."""
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
+    layers: dict[nn.Module, list[ParameterGroup]] = {}
     for module in model.modules():
         kinds: dict[_Kind, list[nn.Parameter]] = {}
         for parameter in module.parameters(recurse=False):
             kinds.setdefault(kind_of(parameter), []).append(parameter)
-        for parameters in kinds.values():
-            names = tuple(canonical[id(parameter)] for parameter in parameters)
-            yield ParameterGroup(names, tuple(parameters))
+        layers[module] = [
+            ParameterGroup(tuple(canonical[id(each)] for each in members), tuple(members))
+            for members in kinds.values()
+        ]
+    return layers
 
 
-def _without_repeats(layers: list[ParameterGroup]) -> list[ParameterGroup]:
-    seen: set[str] = set()
+def _without_repeats(
+    layers: list[ParameterGroup], seen: set[str] | None = None
+) -> list[ParameterGroup]:
+    """Without the names that were seen, to which it adds."""
+    seen = set() if seen is None else seen
     unique = []
     for layer in layers:
         fresh = _without(layer, seen)

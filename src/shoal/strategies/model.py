@@ -47,6 +47,10 @@ _BUCKET_BYTES = 25 << 20
 _SHARDED_BUCKET_BYTES = 4 << 20
 # What is reduced at once where ranks share memory, and parameters need not travel.
 _IN_PLACE_BYTES = 8 << 20
+# Several groups of parameters are here at a time: of a small model they would be most of it, where
+# messages are best long. Below this size shorter ones cost more than that is worth.
+_LEAST_GROUPS = 24
+_SMALL_GROUP_BYTES = 4 << 20
 
 
 class ShardedModel(ModuleWrapper):
@@ -86,6 +90,7 @@ class ShardedModel(ModuleWrapper):
         mixed_precision: str | torch.dtype | None = None,
         replica: int = 1,
         resident_below: int = 0,
+        prefetch_bytes: int = 1,
         check_every: int = CHECK_EVERY,
         activations: str | Policy | None = None,
         memory: int | str | None = None,
@@ -99,7 +104,8 @@ class ShardedModel(ModuleWrapper):
             module: The user's; what it has on the meta device is initialised here.
             world: The ranks that train it; the current world by default.
             min_group_bytes: See `ParameterAnalyzer`; by default 1 MiB between threads, 4 MiB
-                between processes and 24 MiB over NCCL, and more where only gradients travel.
+                between processes, over NCCL 24 MiB or a 24th of a model (4 MiB at least), and more
+                where only gradients travel.
             auto_sync: Whether each backward averages the gradients over the ranks.
             sync_batchnorm: Whether BatchNorm sees the rows of all ranks instead of this one's.
             average_buffers: Whether floating buffers that forward changes become the average over
@@ -108,6 +114,8 @@ class ShardedModel(ModuleWrapper):
             mixed_precision: "bf16" or "fp16" to compute with; the optimizer steps float32.
             replica: How many groups of ranks hold all shards between them; for sharded parameters.
             resident_below: Parameters of fewer elements are not sharded.
+            prefetch_bytes: How much of the parameters is gathered in the background, ahead of what
+                is in use: as many groups as have so many bytes, so by default one. 0 for none.
             check_every: Before every how many-th step the ranks compare a fingerprint of what all
                 of them hold, and more often in the beginning; 0 for never.
             activations: What blocks keep for backward, and where: "full" or "selective" (the rest
@@ -126,12 +134,15 @@ class ShardedModel(ModuleWrapper):
         object.__setattr__(self, "module", module)
         materialize(module, backend.device, seed)
         check_layers(module) if sync_batchnorm else check_plain_layers(module)
-        group_bytes = self._group_bytes(backend) if min_group_bytes is None else min_group_bytes
+        group_bytes = min_group_bytes
+        if group_bytes is None:
+            group_bytes = self._group_bytes(backend, sum(p.nbytes for p in module.parameters()))
         names = [name for name, _ in module.named_parameters() if self.is_part]
         settings = Settings(
             group_bytes,
             parse_precision(mixed_precision),
             resident_below,
+            prefetch_bytes,
             has_meetings=sync_batchnorm or self.is_part,
             hides_gradients=self.is_part,
             check_every=check_every,
@@ -161,6 +172,7 @@ class ShardedModel(ModuleWrapper):
             "mixed_precision": mixed_precision,
             "replica": replica,
             "resident_below": resident_below,
+            "prefetch_bytes": prefetch_bytes,
             "check_every": check_every,
             "activations": activations,
             "memory": memory,
@@ -219,12 +231,12 @@ class ShardedModel(ModuleWrapper):
                 others.append(parameter)
         return engine.gathering.saved.last_change(sharded), sum_of_versions(others)
 
-    def _group_bytes(self, backend: Backend) -> int:
-        """Few long messages where nothing is freed early anyway."""
+    def _group_bytes(self, backend: Backend, total: int) -> int:
+        """Few long messages where nothing is freed early anyway; ``total`` are parameters."""
         if backend.shares_memory:
             return _IN_PLACE_BYTES
         if self.sharding.parameters:
-            return backend.worthwhile_bytes
+            return min(backend.worthwhile_bytes, max(total // _LEAST_GROUPS, _SMALL_GROUP_BYTES))
         if self.sharding.gradients:
             return max(_SHARDED_BUCKET_BYTES, backend.worthwhile_bytes)
         return _BUCKET_BYTES

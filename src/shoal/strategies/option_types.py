@@ -56,6 +56,7 @@ class DataParallelOptions(_ComparedOptions, total=False):
     sync_batchnorm: bool
     replica: int
     resident_below: int
+    prefetch_bytes: int
     compression_warmup: int
 
 

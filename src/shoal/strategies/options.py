@@ -40,7 +40,8 @@ _ELSEWHERE = {
     "activation_checkpointing": 'say activations="full" or "selective"',
     "use_orig_params": "parameters always are the module's own",
     "sync_module_states": "every rank always begins with rank 0's values",
-    "prefetch": "parameters are always gathered ahead, in the order of the first pass of its kind",
+    "prefetch": "parameters are gathered ahead, in the order of the first pass of its kind; say "
+    "prefetch_bytes= for how much",
     "limit_all_gathers": "what is under way is always bounded",
     "gradient_accumulation_steps": "use `with model.no_sync():` around all backwards but the last",
     "gradient_clipping": "call model.clip_grad_norm_(...) before optimizer.step()",

@@ -48,6 +48,8 @@ class Settings:
     compute_dtype: torch.dtype | None = None
     # Parameters of fewer elements stay whole on every rank where others are sharded.
     resident_below: int = 0
+    # How much is gathered ahead of what is in use; a group at least, unless it is 0.
+    prefetch_bytes: int = 1
     # Whether ranks wait for each other in the middle of a pass, for more than parameters, as
     # synchronized BatchNorm does.
     has_meetings: bool = False

@@ -18,6 +18,7 @@ from shoal.comm.operation import AllGather, AllReduce, Operation, ReduceScatter
 from shoal.comm.operation.base import Header
 from shoal.comm.torch_groups import gloo
 from shoal.comm.torch_groups.foreseeing import ForeseeingBackend
+from shoal.comm.torch_groups.launch_order import LaunchOrder, Turn, await_turn
 from shoal.comm.work import ThreadedWork, Work
 from shoal.errors import MismatchError
 from shoal.launch.function.forkserver.forkserver import fork_server
@@ -158,6 +159,74 @@ def test_what_is_compared_later_keeps_no_memory() -> None:
     for (is_freed, num_at_once), _ in shoal.run(foreseeing, 2, "gloo", args=(keep_nothing,)):
         assert num_at_once == 3
         assert is_freed == [True, False]  # a part of a gather is what a model keeps anyway
+
+
+def launch_in_order() -> tuple[list[str], int]:
+    """Two groups: the thread of the first is held up until the second's waits for its turn."""
+    backend = shoal.world().backend
+    first, second = backend.split(0), backend.split(0)
+    assert isinstance(first, ForeseeingGloo)
+    assert isinstance(second, ForeseeingGloo)
+    launched: list[str] = []
+    for name, group in (("first", first), ("second", second)):
+        group._all_reduce = partial(_note, launched, name, group._all_reduce)  # type: ignore[method-assign]
+    for group in (first, second):
+        reduce_in(group).wait()  # from here on it may be foreseen
+    launched.clear()
+    may_go, order = threading.Event(), first._links.launches
+    order.wait = partial(_tell, may_go, order.wait)  # type: ignore[method-assign]
+    first._coordination.start_queue().put(ThreadedWork(partial(may_go.wait, 10), "a pause"))
+    num_before = ForeseeingGloo.num_foreseen
+    works = [reduce_in(first, "a new header"), reduce_in(second), reduce_in(first)]
+    num_foreseen = ForeseeingGloo.num_foreseen - num_before
+    for work in works:
+        work.wait()
+    return launched, num_foreseen
+
+
+def reduce_in(group: ForeseeingGloo, text: str = "") -> Work[Any]:
+    operation = AllReduce(torch.ones(2), ReduceOp.SUM)
+    operation.signature += text
+    operation.is_foreseeable = True
+    return group.run(operation, async_op=True)
+
+
+def _note(launched: list[str], name: str, move: Callable[..., None], *args: Any) -> None:
+    launched.append(name)
+    move(*args)
+
+
+def _tell(may_go: threading.Event, wait: Callable[..., None], turn: Turn) -> None:
+    """The second group's operation is called first; the pause ends when it has its headers."""
+    may_go.set()
+    wait(turn)
+
+
+def test_operations_of_two_groups_are_launched_in_the_order_of_calls() -> None:
+    for (launched, num_foreseen), _ in shoal.run(foreseeing, 2, "gloo", args=(launch_in_order,)):
+        assert launched == ["first", "second", "first"]
+        assert num_foreseen == 0
+
+
+def test_a_turn_that_others_may_never_have_is_waited_for_a_moment_only() -> None:
+    order = LaunchOrder()
+    order._moment_s = 0.01
+    first, second = order.take(), order.take()
+    with second:
+        await_turn()
+    assert order._moment_s < 0.01
+    with first:
+        await_turn()
+    assert order.is_free
+
+
+def test_an_operation_that_fails_gives_up_its_turn() -> None:
+    order = LaunchOrder()
+    task = order.in_turn(partial(int, "x"))
+    assert not order.is_free
+    with pytest.raises(ValueError, match="invalid literal"):
+        task()
+    assert order.is_free
 
 
 def test_other_numbers_of_rows_than_last_time_are_a_mismatch() -> None:

@@ -36,20 +36,18 @@ def test_the_rest_completes_the_round() -> None:
     assert turns.following() is None
 
 
-def test_what_is_ahead_is_bounded_by_a_distance() -> None:
+def test_what_comes_behind_a_group() -> None:
     turns = Round([2, 0, 1, 3])
-    turns.until(2)
-    assert turns.ahead(2, 1) == [0]
-    assert turns.ahead(2, 2) == [0, 1]
+    assert list(turns.behind(2)) == [0, 1, 3]
     turns.until(1)
-    assert turns.ahead(2, 1) == []
-    assert turns.ahead(1, 5) == [3]
+    assert list(turns.behind(0)) == [1, 3]
+    assert list(turns.behind(3)) == []
     assert turns.following() == 3
 
 
 def test_a_round_of_no_groups() -> None:
     turns = Round([])
-    assert turns.ahead(0, 1) == []
+    assert list(turns.behind(0)) == []
     assert turns.following() is None
     assert turns.rest() == []
 

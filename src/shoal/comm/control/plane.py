@@ -14,7 +14,7 @@ not depend on the transport's own idea of failure.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from shoal.errors import MembershipChanged, PeerError
@@ -126,8 +126,13 @@ class Channel(ABC):
         """Offers group rank ``peer`` a message; returns once the peer has shown its header."""
 
     @abstractmethod
-    def accept(self, peer: int, key: tuple[int, int], header: bytes, patience: Patience) -> Message:
-        """Waits for the message that ``peer`` offers under ``key`` and shows it our header."""
+    def accept(
+        self, peer: int, key: tuple[int, int], answer: Callable[[], bytes], patience: Patience
+    ) -> Message:
+        """Waits for the message that ``peer`` offers under ``key`` and shows it our header.
+
+        ``answer`` makes that, once there is an offer.
+        """
 
     @abstractmethod
     def settle(self, number: int) -> None:

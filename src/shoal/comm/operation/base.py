@@ -259,9 +259,11 @@ def are_alike(meta: Sequence[int], other: Sequence[int]) -> bool:
 
 
 def make_like(meta: Sequence[int], device: torch.device) -> Tensor:
-    """A tensor like another rank's; on a GPU if that one is, else on ``device``."""
+    """A tensor like another rank's: on ``device`` if that is of the same kind."""
     dtype, shape = decode_spec(meta)
-    if meta[1] and device.type == "cpu" and torch.cuda.is_available():
+    if not meta[1]:
+        device = torch.device("cpu")
+    elif device.type == "cpu" and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     return torch.empty(shape, dtype=dtype, device=device)
 

@@ -8,8 +8,9 @@ wants to know what is in them, as a reduction does in the end, waits for that wi
 So does everything that is put into the queue behind them, as the vote at the end of a pass.
 
 If the headers differ, a library may have written anywhere by then: the transfers are aborted, and
-every call after that raises the `MismatchError`, on every rank. Operations of a group are launched
-in the order of their numbers, so none is launched ahead of one that still waits in the queue.
+every call after that raises the `MismatchError`, on every rank. None is launched ahead of one that
+still waits in a queue: of the same group, because its numbers say the order, or of another one, see
+[Note: the order of launches].
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from shoal.comm.operation import Operation
+from shoal.comm.operation import Barrier, Operation
 from shoal.comm.operation.base import NOTHING_MOVED, Header, encode
 from shoal.comm.torch_groups.base import ProcessGroupBackend
+from shoal.comm.torch_groups.launch_order import await_turn
 from shoal.comm.work import ThreadedWork, Work, WorkQueue
 from shoal.errors import MismatchError
 
@@ -63,10 +65,29 @@ class ForeseeingBackend(ProcessGroupBackend):
         mine = encode(Header(operation.signature, operation.meta, b"", site))
         shown = self._coordination.foreseen(mine) if operation.is_foreseeable else None
         is_next = self._last_queued is None or not self._last_queued.would_block()
-        if shown is None or not is_next:
+        if shown is None or not is_next or not self._links.launches.is_free:
             self._last_queued = super()._begin(operation, number, site)
             return self._last_queued
         return self._begin_foreseen(operation, number, site, mine, shown)
+
+    def _queued(self, operation: Operation, number: int, site: str) -> Callable[[], Any]:
+        task = super()._queued(operation, number, site)
+        return task if isinstance(operation, Barrier) else self._links.launches.in_turn(task)
+
+    def _perform(self, operation: Operation, number: int, site: str, *, eager: bool) -> Any:
+        if not eager or isinstance(operation, Barrier):  # it has its turn, or needs none
+            return super()._perform(operation, number, site, eager=eager)
+        with self._links.launches.take():
+            return super()._perform(operation, number, site, eager=eager)
+
+    def _mover(self, kind: str) -> Callable[..., None]:
+        move = super()._mover(kind)
+
+        def move_in_turn(*args: Any) -> None:
+            await_turn()
+            move(*args)
+
+        return move_in_turn
 
     def _begin_foreseen(
         self, operation: Operation, number: int, site: str, mine: bytes, shown: Sequence[bytes]

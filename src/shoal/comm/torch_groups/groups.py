@@ -19,7 +19,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from shoal.comm.control.addresses import LOOPBACK, own_address, settled_address
 from shoal.comm.control.page.control import PageControl
 from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Channel, Control, Failure, Message
+from shoal.comm.torch_groups.launch_order import LaunchOrder
 from shoal.comm.torch_groups.port import MOST_STRANGERS, Port
 from shoal.comm.torch_groups.watchdog import Flight, Watchdog
 from shoal.comm.work import ThreadedWork
@@ -71,6 +72,7 @@ class Links:
         leaves: Which ranks of a group leave something in its store for the others.
         timeout: Seconds that making one may take.
         proves: Whether the connections of a process group must be proven.
+        launches: The order in which their operations are launched.
     """
 
     control: Control
@@ -79,6 +81,7 @@ class Links:
     leaves: Callable[[int], bool]
     timeout: float
     proves: bool
+    launches: LaunchOrder = field(default_factory=LaunchOrder)
 
     def connect(self, name: str, ranks: Sequence[int], exchange: Exchange) -> ProcessGroup | None:
         """A process group of some world ranks; all of them call this, with the same new name.
@@ -257,9 +260,11 @@ class NumberedAnew(Channel):
         """As it is."""
         return self._channel.offer(peer, key, header, patience)
 
-    def accept(self, peer: int, key: tuple[int, int], header: bytes, patience: Patience) -> Message:
+    def accept(
+        self, peer: int, key: tuple[int, int], answer: Callable[[], bytes], patience: Patience
+    ) -> Message:
         """As it is."""
-        return self._channel.accept(peer, key, header, patience)
+        return self._channel.accept(peer, key, answer, patience)
 
     def settle(self, number: int) -> None:
         """As it is."""
@@ -276,8 +281,10 @@ def exchange_between_two(
     """The same between two members: the sender's bytes, then the receiver's."""
 
     def exchange(data: bytes, patience: Patience) -> list[bytes]:
-        begin = channel.offer if is_sender else channel.accept
-        message = begin(peer, key, data, patience)
+        if is_sender:
+            message = channel.offer(peer, key, data, patience)
+        else:
+            message = channel.accept(peer, key, lambda: data, patience)
         message.finish(patience)
         both = [data, message.theirs]
         return both if is_sender else both[::-1]

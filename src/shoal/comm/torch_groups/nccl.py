@@ -8,11 +8,8 @@ An asynchronous operation runs on a stream of its own, beside what the caller co
 compares headers with the others and then launches it, so the caller's thread seldom waits for
 anything; `Work.wait` makes the caller's stream wait.
 
-[Note: pair groups]
-NCCL pairs sends with receives by their order alone, and messages of several tags may be under
-way at once in another order on either side. So each open message between two ranks has a
-process group of these two to itself, its pair group, which is kept for the next one. A message is a
-broadcast there.
+Messages from one rank to another have a process group of these two, see [Note: the order of
+messages]. A message is a broadcast there.
 """
 
 from __future__ import annotations
@@ -39,6 +36,7 @@ from shoal.comm.operation.reduction import finish
 from shoal.comm.torch_groups.base import NEVER, REDUCE_OPS, byte_view
 from shoal.comm.torch_groups.foreseeing import ForeseeingBackend
 from shoal.comm.torch_groups.groups import Links, Maker, ProcessGroup, exchange_between_two
+from shoal.comm.torch_groups.one_way import OneWay
 from shoal.comm.torch_groups.port import Port
 from shoal.comm.torch_groups.streams import SideStream
 from shoal.comm.torch_groups.watchdog import Flight
@@ -100,20 +98,28 @@ class NCCLBackend(ForeseeingBackend):
         self._side: SideStream | None = None
         self._verdict: BaseException | None = None
         self._num_begun = self._coordination.num_settled
-        self._pair_groups: dict[tuple[int, int, int], ProcessGroup] = {}
-        self._pair_groups_lock = threading.Lock()
+        self._one_ways: dict[tuple[str, int], OneWay] = {}
+        self._one_ways_lock = threading.Lock()
 
     @property
     def device(self) -> torch.device:
         """The GPU of this rank."""
         return self._device
 
+    def carries(self, tensor: Tensor) -> bool:
+        """Only what is on this rank's GPU."""
+        return tensor.device == self._device
+
     def _check_tensor(self, tensor: Tensor) -> None:
-        if tensor.device != self._device:
+        if not self.carries(tensor):
             raise TypeError(
                 f"the nccl backend carries tensors on this rank's {self._device}; got one on "
                 f"{tensor.device}. Move it there, or use backend='gloo' for tensors on the CPU."
             )
+
+    def _check_message_tensor(self, tensor: Tensor) -> None:
+        if not tensor.is_cpu:  # others go by way of the GPU
+            self._check_tensor(tensor)
 
     @staticmethod
     def _leaves(rank: int) -> bool:
@@ -149,30 +155,42 @@ class NCCLBackend(ForeseeingBackend):
     # Messages -------------------------------------------------------------------------------
 
     def _send(self, payload: Payload, message: Message, patience: Patience) -> None:
-        data, peer = byte_view(payload.given), payload.root
-        group = self._pair_group(message.ticket, self.rank, peer)
+        data, peer = byte_view(payload.given.to(self._device)), payload.root
+        group = self._one_way("send", peer).await_turn(payload.wires[0], patience)
         self._carry_one(lambda: _broadcast_to_receiver(group, data), patience, peer)
 
     def _recv(self, payload: Payload, message: Message, patience: Patience) -> None:
-        data, peer = byte_view(payload.gotten), payload.root
-        group = self._pair_group(message.ticket, peer, self.rank)
+        target, peer = payload.gotten, payload.root
+        arriving = target if target.is_cuda else torch.empty_like(target, device=self._device)
+        data = byte_view(arriving)
+        group = self._one_way("recv", peer).await_turn(payload.wires[0], patience)
         self._carry_one(lambda: _broadcast_to_receiver(group, data), patience, peer)
+        if arriving is not target:
+            target.copy_(arriving)  # waits for the GPU
+            self._check_verdict()
 
-    def _pair_group(self, ticket: int, sender: int, receiver: int) -> ProcessGroup:
-        """See [Note: pair groups]. Both ranks know of the message, so both will come here."""
-        key = (ticket, sender, receiver)
-        with self._pair_groups_lock:
-            group = self._pair_groups.get(key)
-        if group is None:
-            pair = [self.ranks[sender], self.ranks[receiver]]
-            is_sender = sender == self.rank
-            peer = receiver if is_sender else sender
-            exchange = exchange_between_two(self._channel, peer, (_PAIR_TAG, ticket), is_sender)
-            name = f"{self._group_id}/{ticket}-{pair[0]}-{pair[1]}"
-            group = self._links.connect(name, pair, exchange)
-            with self._pair_groups_lock:
-                self._pair_groups[key] = group
-        return group
+    def _number_message(self, peer: int) -> bytes:
+        return self._one_way("recv", peer).meet()
+
+    def _end_message(self, kind: str, peer: int, number: bytes) -> None:
+        self._one_way(kind, peer).end(number)
+
+    def _one_way(self, kind: str, peer: int) -> OneWay:
+        """Messages to a peer ("send"), or from one."""
+        with self._one_ways_lock:
+            known = self._one_ways.get((kind, peer))
+            if known is None:
+                connect = partial(self._connect_one_way, kind, peer)
+                known = self._one_ways[kind, peer] = OneWay(self.ranks[peer], connect)
+            return known
+
+    def _connect_one_way(self, kind: str, peer: int) -> ProcessGroup | None:
+        """Both ranks know of a message, so both will come here."""
+        is_sender = kind == "send"
+        ends = (self.rank, peer) if is_sender else (peer, self.rank)
+        pair = [self.ranks[end] for end in ends]
+        exchange = exchange_between_two(self._channel, peer, (_PAIR_TAG, 0), is_sender)
+        return self._links.connect(f"{self._group_id}/{pair[0]}-{pair[1]}", pair, exchange)
 
     # Streams --------------------------------------------------------------------------------
 
@@ -203,7 +221,7 @@ class NCCLBackend(ForeseeingBackend):
                 result = task()
                 stream.synchronize()
                 self._check_verdict()
-            if isinstance(result, Tensor):
+            if isinstance(result, Tensor) and result.is_cuda:
                 result.record_stream(caller)  # made on the side, it must outlast its use there
             return result
 
@@ -243,8 +261,8 @@ class NCCLBackend(ForeseeingBackend):
             group.abort()
 
     def _groups(self) -> list[ProcessGroup]:
-        with self._pair_groups_lock:
-            groups = [self._group, *self._pair_groups.values()]
+        with self._one_ways_lock:
+            groups = [self._group, *(each.group for each in self._one_ways.values())]
         return [group for group in groups if group is not None]
 
     # The end --------------------------------------------------------------------------------
@@ -258,9 +276,9 @@ class NCCLBackend(ForeseeingBackend):
             time.sleep(_POLL_S)
 
     def _close_transport(self) -> None:
-        for group in self._pair_groups.values():
-            self._close_group(group)
-        self._pair_groups.clear()
+        for one_way in self._one_ways.values():
+            self._close_group(one_way.group)
+        self._one_ways.clear()
         super()._close_transport()
 
     def _close_group(self, group: ProcessGroup | None) -> None:
@@ -320,8 +338,8 @@ def _maker(kind: Any, device: torch.device) -> Maker:
     return make
 
 
-def _broadcast_to_receiver(group: ProcessGroup, data: Tensor) -> TorchWork:
-    """In a pair group, whose rank 0 sends. A send would make connections of its own."""
+def _broadcast_to_receiver(group: Any, data: Tensor) -> TorchWork:
+    """In a group of two, whose rank 0 sends. A send would make connections of its own."""
     options = dist.BroadcastOptions()
     options.rootRank, options.timeout = 0, NEVER
     work: TorchWork = group.broadcast([data], options)

@@ -11,7 +11,8 @@ want. So no rank ever waits for a collective that another skips.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
 
 from shoal.comm import Backend
 from shoal.comm.operation import Barrier, Payload
@@ -46,13 +47,13 @@ class Round:
         """The groups whose turn comes now, up to and including ``group``."""
         return self._advance(self._turn[group] + 1)
 
-    def ahead(self, group: int, distance: int) -> list[int]:
-        """Groups that are yet to have their turn, at most so far behind ``group``'s.
+    def behind(self, group: int) -> Iterator[int]:
+        """Groups in the order of their turns, beginning behind ``group``'s.
 
         A group that was gathered in an earlier round may have no turn in this one.
         """
-        turn = self._turn.get(group)
-        return [] if turn is None else self._order[self._num_taken : turn + 1 + distance]
+        turn = self._turn.get(group, len(self._order))
+        return islice(self._order, turn + 1, None)
 
     def following(self) -> int | None:
         """The group whose turn is next, if there is one."""

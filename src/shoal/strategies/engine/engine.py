@@ -81,7 +81,9 @@ class Engine:
             for index, parameter in enumerate(group.parameters)
         }
         """By a parameter's identity: the index of its group, and its own there."""
-        self.gathering = Gathering(self.groups, self.gather_group, self.progress)
+        self.gathering = Gathering(
+            self.groups, self.gather_group, self.progress, settings.prefetch_bytes
+        )
         # A rank that skips a meeting is found at its next operation: a gather, or a reduction.
         meeting = self.gather_group if self.gathering.is_needed else reduce_group
         self.gradients = ModelGradients(self, reduce_group, meeting)

@@ -25,9 +25,6 @@ from shoal.torch_internals.autograd import has_saved_tensors_hooks
 from shoal.torch_internals.modules import is_compiled
 from shoal.torch_internals.tensors import keeping_version
 
-PREFETCH_DISTANCE = 1
-"""How many groups beyond the one that is needed are gathered in the background."""
-
 _OUTSIDE = "a use of parameters outside of forward and backward"
 
 
@@ -49,10 +46,20 @@ class Gathering:
     any more are freed then. See [Note: the round] for the order, `GroupState` for the states.
     """
 
-    def __init__(self, groups: Sequence[FlatGroup], backend: Backend, progress: Progress) -> None:
-        """``backend`` must carry nothing else: the order of its operations is the rounds'."""
+    def __init__(
+        self,
+        groups: Sequence[FlatGroup],
+        backend: Backend,
+        progress: Progress,
+        prefetch_bytes: int,
+    ) -> None:
+        """``backend`` must carry nothing else: the order of its operations is the rounds'.
+
+        Behind the group that is needed, so many bytes are gathered in the background.
+        """
         self._groups = {group.index: group for group in groups if group.is_sharded}
         self._backend, self._progress = backend, progress
+        self._prefetch_bytes = prefetch_bytes
         self._here = dict(self._groups)
         self._coming: dict[int, Work[Tensor]] = {}
         self._operations: dict[int, AllGather] = {}
@@ -164,8 +171,13 @@ class Gathering:
             self._start(self._groups[turn])
 
     def _prefetch(self, index: int) -> None:
-        for following in self._round.ahead(index, PREFETCH_DISTANCE):
-            if not self._groups[following].has_whole:
+        num_bytes = 0
+        for following in self._round.behind(index):
+            if num_bytes >= self._prefetch_bytes:
+                return
+            group = self._groups[following]
+            num_bytes += group.layout.num_elements * group.shard.itemsize
+            if not (self._round.has_had(following) or group.has_whole):
                 self._start_until(following)
 
     def _start(self, group: FlatGroup) -> None:

@@ -24,6 +24,7 @@ class ReplicaModel(ShardedModel):
         "sync_batchnorm",
         "replica",
         "resident_below",
+        "prefetch_bytes",
         "compression_warmup",
     )
     meeting_lane: Backend

@@ -261,7 +261,8 @@ class PipelineParallelModel(ShardedModel):
     def _share(self, value: Any, owner: int) -> Any:
         """The owner's value on every rank."""
         group = self.pipeline.stage.group
-        if group.broadcast_object(isinstance(value, Tensor), root=owner):
+        is_carried = isinstance(value, Tensor) and group.carries(value)
+        if group.broadcast_object(is_carried, root=owner):
             return group.broadcast(value if group.rank == owner else None, root=owner)
         return group.broadcast_object(value, root=owner)
 

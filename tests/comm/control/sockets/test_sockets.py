@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,9 @@ def test_messages_are_matched_by_tag_in_any_order(world: World) -> None:
         def receive_all() -> list[bytes]:
             theirs = []
             for tag in reversed(tags):
-                message = incoming.accept(0, (tag, 1), b"got %d" % tag, patience(receiver))
+                message = incoming.accept(
+                    0, (tag, 1), partial(bytes, b"got %d" % tag), patience(receiver)
+                )
                 theirs.append(message.theirs)
                 message.finish(patience(receiver))
             return theirs
@@ -188,7 +191,7 @@ def test_tickets_of_open_messages_differ_and_come_back(world: World) -> None:
             key = (0, number)
             with ThreadPoolExecutor(1) as pool:
                 offer = pool.submit(outgoing.offer, 1, key, b"", patience(sender))
-                accepted = incoming.accept(0, key, b"", patience(receiver))
+                accepted = incoming.accept(0, key, bytes, patience(receiver))
                 return offer.result(), accepted
 
         first, second = meet(1), meet(2)

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -27,7 +28,8 @@ def send(control: SocketControl, peer: int, timeout: float = TIMEOUT_S) -> bytes
 
 def receive(control: SocketControl, peer: int, timeout: float = TIMEOUT_S) -> bytes:
     channel = control.channel(0, range(control.size))
-    message = channel.accept(peer, (0, 1), b"by %d" % control.rank, patience(control, timeout))
+    answer = partial(bytes, b"by %d" % control.rank)
+    message = channel.accept(peer, (0, 1), answer, patience(control, timeout))
     message.finish(patience(control))
     return message.theirs
 

@@ -14,7 +14,7 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from shoal.comm.control.deadlock.record import MOST_RECORD_BYTES
@@ -227,14 +227,14 @@ class PageChannel(Channel):
         return (index for index, found in enumerate(states) if found == state)
 
     def accept(
-        self, peer: int, key: tuple[int, int], header: bytes, patience: Patience
+        self, peer: int, key: tuple[int, int], answer: Callable[[], bytes], patience: Patience
     ) -> PageMessage:
         """Finds the offer with the key, waiting for it, and answers with our header."""
         sender = self.ranks[peer]
         wanted = (self._group_id, *key)
         while (message := self._find_offer(sender, wanted)) is None:
             patience.pause(lambda: [sender])
-        message.write_answer(header)
+        message.write_answer(answer())
         return message
 
     def _find_offer(self, sender: int, key: tuple[int, int, int]) -> PageMessage | None:

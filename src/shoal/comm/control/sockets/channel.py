@@ -80,14 +80,14 @@ class SocketChannel(Channel):
         return SocketMessage(self._control, receiver, ticket, answer, is_sender=True)
 
     def accept(
-        self, peer: int, key: tuple[int, int], header: bytes, patience: Patience
+        self, peer: int, key: tuple[int, int], answer: Callable[[], bytes], patience: Patience
     ) -> SocketMessage:
         """Waits for the offer with the key and answers it."""
         sender = self.ranks[peer]
         self._control.connect_to(sender)  # to hear what becomes of it while we wait
         offer = self._control.await_frame(frames.OFFER, sender, (self.group_id, *key), patience)
         ticket, theirs = frames.split_offer(offer)
-        self._control.tell([sender], frames.encode_addressed(frames.ANSWER, (ticket,), header))
+        self._control.tell([sender], frames.encode_addressed(frames.ANSWER, (ticket,), answer()))
         return SocketMessage(self._control, sender, ticket, theirs, is_sender=False)
 
 

@@ -1,116 +1,145 @@
-"""What blocks of a model on a GPU keep lies in host memory, copied while the GPU computes."""
+"""What blocks of a model on a GPU keep lies in host memory, copied while the GPU computes.
+
+[Note: memory that leaves a GPU]
+The host waits for no copy. When a block is called, the stream that computes waits for the copies of
+the call before the last one, and then their memory is let go of: torch gives it to what that stream
+computes next. So two calls' activations are on the GPU at most, and where copies take longer than
+computing, the GPU waits for them. In backward, what a call has kept begins to come back while the
+call behind it is computed. What has not left yet is used where it is.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.strategies.recomputation.stores.store import MovedMemory, MovingStore
+from shoal.strategies.recomputation.stores.copy_streams import CopyStream, PinnedMemory
+from shoal.strategies.recomputation.stores.store import Call, Moved, MovedMemory, MovingStore
 from shoal.torch_internals.tensors import version_of
 
-# Pinned memory has a price for each piece; less than this is not worth it.
+# Each copy has a price; less than this is not worth it.
 _SMALL_BYTES = 1 << 16
 
 
 @dataclass
 class _OnHost:
-    """Bytes in pinned memory, and what is under way."""
+    """Bytes in pinned memory, and what is under way.
+
+    Attributes:
+        bytes: All of the memory.
+        home: The stream whose memory this is on the GPU.
+        last: The end of the last copy.
+        is_damaged: Whether somebody may have written to the memory while it was copied.
+        back: The bytes on the GPU again.
+        is_awaited: Whether the stream that has the memory of ``back`` has waited for the copy.
+    """
 
     bytes: Tensor
-    device: torch.device
-    left: torch.cuda.Event
+    home: torch.cuda.Stream
+    last: torch.cuda.Event
     is_damaged: bool = False
-    coming: tuple[Tensor, torch.cuda.Event] | None = None
+    back: Tensor | None = None
+    is_awaited: bool = False
 
 
 class HostStore(MovingStore):
-    """Copies to pinned memory and back on streams of their own.
-
-    The memory on the GPU is let go of when its copy is through. As soon as backward asks for what
-    one call of a block has kept, what the call before it has kept begins to come back.
-    """
+    """Copies to pinned memory and back; see [Note: memory that leaves a GPU]."""
 
     takes_products = copies_later = True
+    stays_back = False  # `fetch` has each stream wait that wants it
 
     def __init__(self, device: torch.device) -> None:
         """``device``: the model's; nothing moves if that is the CPU."""
         super().__init__()
         self.moves = device.type == "cuda"
         if self.moves:
-            self._leaving_stream, self._coming_stream = (
-                torch.cuda.Stream(device),
-                torch.cuda.Stream(device),
-            )
-        self._leaving: deque[MovedMemory] = deque()
-        self._calls: dict[int, list[weakref.ref[MovedMemory]]] = {}
+            self._out, self._in = CopyStream(device), CopyStream(device)
+        self._pinned = PinnedMemory()
+        self._leaving: list[tuple[Call, MovedMemory]] = []
+        self._at: Call | None = None
 
     def takes(self, tensor: Tensor) -> bool:
         """What lies on a GPU, if it is worth it."""
         return tensor.is_cuda and tensor.nbytes >= _SMALL_BYTES and super().takes(tensor)
 
+    def begin_call(self) -> None:
+        """Lets go of what the call before the last one has put in."""
+        super().begin_call()
+        self._let_go(self._call, self._call.before)
+
+    def _let_go(self, *kept: Call | None) -> None:
+        """Of what is on the GPU, except for that of some calls."""
+        leaving, self._leaving = self._leaving, []
+        for call, memory in leaving:
+            if call in kept:
+                self._leaving.append((call, memory))
+            else:
+                memory.place.home.wait_event(memory.place.last)
+                memory.place.is_damaged = _is_changed(memory)
+                memory.source = None
+
     def move(self, memory: MovedMemory, data: Tensor, place: str) -> bool:
         """Begins the copy."""
-        self._let_go()
-        stream = self._leaving_stream
-        stream.wait_stream(torch.cuda.current_stream(data.device))
-        host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
-        left = torch.cuda.Event()
-        with torch.cuda.stream(stream):
-            host.copy_(data, non_blocking=True)
-            left.record(stream)
-        memory.place = _OnHost(host, data.device, left)
-        self._leaving.append(memory)
-        self._calls.setdefault(memory.call, []).append(weakref.ref(memory))
+        pinned, after = self._pinned.take(data.numel())
+        copied = self._out.copy(pinned, data, after)
+        memory.place = _OnHost(pinned, self._out.current(), copied)
+        self._leaving.append((self._call, memory))
+        weakref.finalize(memory, self._end, memory.place).atexit = False
         return True
 
-    def _let_go(self) -> None:
-        """Of memory on the GPU whose copy is through.
+    def get(self, kept: Any) -> Any:
+        """The tensor; what its call and the one before have put in is on its way from now on."""
+        if isinstance(kept, Moved) and kept.call is not self._at:
+            self._at, before = kept.call, kept.call.before
+            self._let_go(kept.call, before)
+            for memory in (*kept.call.memories(), *(before.memories() if before else ())):
+                self._bring(memory)
+        return super().get(kept)
 
-        A write to it in the meantime may be in the copy. Autograd would not take it either.
-        """
-        while self._leaving and self._leaving[0].place.left.query():
-            memory = self._leaving.popleft()
-            assert memory.source is not None
-            memory.place.is_damaged = version_of(memory.source) != memory.version
-            memory.source = None
+    def _bring(self, memory: MovedMemory) -> None:
+        """Begins the copy back, unless it is on the GPU anyway."""
+        place: _OnHost = memory.place
+        if memory.source is None and place.back is None:
+            back = torch.empty(place.bytes.shape, dtype=torch.uint8, device=memory.device)
+            place.home, after = self._in.current(), [place.last]
+            place.back, place.last = back, self._in.copy(back, place.bytes, after)
 
     def fetch(self, memory: MovedMemory) -> Tensor:
-        """Waits for the bytes, on the GPU; those of the call before are under way from now on."""
-        self._let_go()
-        whole, back = self._bring(memory)
-        for other in self._calls.pop(memory.call - 1, ()):
-            if (each := other()) is not None and each.here is None:
-                self._bring(each)
-        torch.cuda.current_stream(whole.device).wait_event(back)
-        return whole
-
-    def _bring(self, memory: MovedMemory) -> tuple[Tensor, torch.cuda.Event]:
+        """Has the GPU wait for the bytes."""
         place: _OnHost = memory.place
-        if place.is_damaged:
+        if place.is_damaged or _is_changed(memory):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 "inplace operation while it was copied to host memory"
             )
-        if place.coming is None:
-            stream = self._coming_stream
-            whole = torch.empty(place.bytes.shape, dtype=place.bytes.dtype, device=place.device)
-            # The allocator may hand out memory that work before this still uses.
-            stream.wait_stream(torch.cuda.current_stream(place.device))
-            stream.wait_event(place.left)
-            back = torch.cuda.Event()
-            with torch.cuda.stream(stream):
-                whole.copy_(place.bytes, non_blocking=True)
-                back.record(stream)
-            whole.record_stream(stream)
-            place.coming = (whole, back)
-        return place.coming
+        if memory.source is not None:
+            return memory.source
+        self._bring(memory)
+        assert place.back is not None
+        stream = self._in.current()
+        stream.wait_event(place.last)
+        if stream == place.home:
+            place.is_awaited = True
+        else:
+            place.back.record_stream(stream)
+        return place.back
+
+    def _end(self, place: _OnHost) -> None:
+        """No graph needs it any more."""
+        if place.back is not None and not place.is_awaited:
+            self._in.outlast(place.back)
+        self._pinned.give_back(place.bytes, place.last)
 
     def describe(self) -> str:
         """One line."""
         if self.moves:
             return "; what is kept lies in host memory"
         return "; the model is in host memory already, so nothing moves"
+
+
+def _is_changed(memory: MovedMemory) -> bool:
+    return memory.source is not None and version_of(memory.source) != memory.version

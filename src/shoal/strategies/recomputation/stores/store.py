@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -60,10 +60,9 @@ class Store:
 class MovedMemory:
     """Memory that is elsewhere, for as long as a graph needs it; see [Note: moved memory]."""
 
-    def __init__(self, tensor: Tensor, call: int) -> None:
-        """``call``: the number of the block's call."""
+    def __init__(self, tensor: Tensor) -> None:
         # While this exists, no other memory has the same identity.
-        self._weak, self.version, self.call = WeakStorage(tensor), version_of(tensor), call
+        self._weak, self.version = WeakStorage(tensor), version_of(tensor)
         self.device = tensor.device
         self.source: Tensor | None = tensor.detach()
         """What was put in, for a store that copies it in the background."""
@@ -73,10 +72,33 @@ class MovedMemory:
         """All bytes, once they are back for good."""
 
 
+class Call:
+    """One call of a block, for as long as something stands for what it has put in."""
+
+    def __init__(self, before: Call | None) -> None:
+        """``before``: the call before it, of any block."""
+        self._before = None if before is None else weakref.ref(before)
+        self._memories: list[weakref.ref[MovedMemory]] = []
+
+    @property
+    def before(self) -> Call | None:
+        """None if nothing stands for it any more."""
+        return None if self._before is None else self._before()
+
+    def add(self, memory: MovedMemory) -> None:
+        """It needs this memory in backward."""
+        self._memories.append(weakref.ref(memory))
+
+    def memories(self) -> Iterator[MovedMemory]:
+        """What it needs still."""
+        return filter(None, [each() for each in self._memories])
+
+
 class Moved(NamedTuple):
-    """What stands for a tensor: its memory, and its view of that."""
+    """What stands for a tensor: its memory, its view of that, and the call that needs it."""
 
     memory: MovedMemory
+    call: Call
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
@@ -100,7 +122,7 @@ class MovingStore(Store):
 
     def __init__(self) -> None:
         self._known: weakref.WeakValueDictionary[int, MovedMemory] = weakref.WeakValueDictionary()
-        self._call = 0
+        self._call = Call(None)
 
     @abstractmethod
     def move(self, memory: MovedMemory, data: Tensor, place: str) -> bool:
@@ -116,8 +138,8 @@ class MovingStore(Store):
         return is_plain and not (tensor.is_conj() or tensor.is_neg() or tensor.is_meta)
 
     def begin_call(self) -> None:
-        """Counts."""
-        self._call += 1
+        """What is put in from now on belongs to it."""
+        self._call = Call(self._call)
 
     def put(self, tensor: Tensor, place: str) -> Any:
         """Moves the tensor's memory, unless that was done before."""
@@ -125,7 +147,7 @@ class MovingStore(Store):
             return tensor
         memory = self._known.get(storage_id(tensor))
         if memory is None or memory.version != version_of(tensor):
-            memory = MovedMemory(tensor, self._call)
+            memory = MovedMemory(tensor)
             with torch.no_grad():
                 data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
                 if not self.move(memory, data.set_(tensor.untyped_storage()), place):
@@ -133,8 +155,9 @@ class MovingStore(Store):
             if not self.copies_later:
                 memory.source = None
             self._known[storage_id(tensor)] = memory
+        self._call.add(memory)
         stride, offset = tensor.stride(), int(tensor.storage_offset())
-        return Moved(memory, tensor.dtype, tensor.shape, stride, offset)
+        return Moved(memory, self._call, tensor.dtype, tensor.shape, stride, offset)
 
     def get(self, kept: Any) -> Any:
         """The tensor, in memory that was fetched."""
