@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import shoal
 from elastic import faults
@@ -69,6 +71,75 @@ def test_a_lost_rank_is_replaced_at_every_operation(options: dict[str, Any], zer
     ranks = 8 if options is BOTH else 4
     for victim in (0, ranks - 2):
         _lose_at_each(ranks, {**options, "zero": zero}, victim, 3)
+
+
+class Normed(nn.Module):
+    """With BatchNorm, which one replica after the other sees its rows of."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Linear(6, 5)
+        self.dropout, self.last = nn.Dropout(dropout), nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.second(self.norm(self.first(x))))
+        return self.last(self.dropout(x))
+
+
+def adafactor(groups: Any, lr: float) -> torch.optim.Optimizer:
+    """Sees whole parameters."""
+    return torch.optim.Adafactor(groups, lr=lr)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "whole parameters": {**BOTH, "make_optimizer": adafactor},
+    "whole parameters, divided": {**PIPELINE, "make_optimizer": adafactor, "zero": 1},
+    "int8": {**TENSOR, "compression": "int8"},
+    "topk": {**PIPELINE, "compression": "topk:0.2", "zero": 1},
+    "powersgd": {**BOTH, "compression": "powersgd:2"},
+    "bf16": {**PIPELINE, "make_module": Normed, "mixed_precision": "bf16", "zero": 3},
+    "activations": {**TENSOR, "activations": "full"},
+    "activations of stages": {**PIPELINE, "activations": "full", "zero": 2},
+    "automatic activations": {**PIPELINE, "activations": "auto", "memory": "1GB"},
+    "zero-bubble": {**PIPELINE, "schedule": "zero-bubble"},
+    "interleaved": {**PIPELINE, "schedule": "interleaved", "zero": 3},
+    "gpipe": {**PIPELINE, "schedule": "gpipe"},
+    "BatchNorm": {**PIPELINE, "make_module": Normed},
+    "synchronized BatchNorm": {**BOTH, "make_module": Normed, "sync_batchnorm": True},
+    "a plan": {**TENSOR, "plan": {"blocks.*.up": "column"}},
+    "a cut": {**BOTH, "cut": ["blocks.2"]},
+    "a number of replicas": {**TENSOR, "data": 2},
+}
+
+
+def _combine(name: str, times: int) -> None:
+    options = CASES[name]
+    replica = options.get("tensor", 1) * options.get("pipeline", 1)
+    expected = _run(2 * replica, None, options, 1)
+    count = expected[1].num_operations
+    for nth in (count * time // (times + 1) for time in range(1, times + 1)):
+        found = _run(2 * replica, Elastic(restarts=1), options, 1, 1, nth)
+        _check_equal(found, expected)
+        assert any(each.changes for each in found)
+
+
+@pytest.mark.parametrize("name", ["whole parameters, divided", "powersgd", "a cut", "activations"])
+def test_what_else_a_training_has(name: str) -> None:
+    _combine(name, 1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
+def test_all_that_a_training_may_have(name: str) -> None:
+    _combine(name, 5)
+
+
+@pytest.mark.full
+def test_another_is_lost_while_the_others_recover() -> None:
+    options = {**BOTH, "zero": 3}
+    expected = _run(8, None, options, 0)
+    for nth in range(1, 90, 9):
+        _check_equal(_run(8, Elastic(restarts=2), options, 0, 1, 3, (1, nth)), expected)
 
 
 @pytest.mark.parametrize(
