@@ -111,13 +111,13 @@ def loss_of(output: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 
 def train(
     strategy: str,
-    victim: int | None = None,
+    victim: int | tuple[int, ...] | None = None,
     at_step: int = 1,
     nth: int = -1,
     second: tuple[int, int] | None = None,
     options: dict[str, Any] | None = None,
 ) -> Result:
-    """Trains; the rank that began as ``victim`` is lost at its n-th operation after a step.
+    """Trains; the rank that began as ``victim`` is lost at its n-th operation after a step, or all.
 
     ``second``: another rank, and its n-th operation once the first is lost.
     """
@@ -137,7 +137,7 @@ def train(
                 result.losses.append((optimizer.num_committed, float(loss)))
                 result.samples.append((optimizer.num_committed, numbers.tolist()))
             if optimizer.num_committed == at_step and fuse is None and not is_new:
-                if first_rank == victim:
+                if first_rank in (victim if isinstance(victim, tuple) else (victim,)):
                     fuse = light(nth)
                 elif second is not None and first_rank == second[0]:
                     fuse = _LaterFuse.light(*second)

@@ -170,6 +170,20 @@ def test_training_goes_on_with_a_replica_less(
     _check_samples(found, replica)
 
 
+@pytest.mark.parametrize("options", [{**TENSOR, "zero": 1}, {**PIPELINE, "zero": 2}])
+def test_what_is_left_of_two_replicas_is_one(options: dict[str, Any]) -> None:
+    """Ranks have other layers then, or other parts of them."""
+    (alone,) = _run(1, None, {"seed": 3}, dropout=0.0)
+    found = _run(6, Elastic(), {**options, "seed": 3}, (1, 2), 1, 1, dropout=0.0)
+    assert [each.num_committed for each in found] == [faults.NUM_STEPS] * 4
+    for each in found:
+        (change,) = each.changes
+        assert (change.new_size, change.left) == (4, (1, 2))
+        assert dict(each.losses) == pytest.approx(dict(alone.losses), abs=1e-5)
+        for name, value in alone.parameters.items():
+            assert (each.parameters[name] - value).abs().max() < 1e-4
+
+
 def _check_samples(found: list[faults.Result], replica: int) -> None:
     """Each sample of the last epoch is used once by the ranks that train it together."""
     steps_of_epoch = faults.NUM_STEPS // faults.EPOCHS
