@@ -324,6 +324,21 @@ def test_spares_come_only_as_whole_replicas() -> None:
     assert run.members() == [0, 1, first, third]
 
 
+def test_one_that_waits_for_its_replica_is_not_counted_twice() -> None:
+    run = replicas(4, 2, max_ranks=10)
+    joiner, last = run.outsider(JOINER), run.outsider(JOINER)
+    run.ask(0, 1, 2, 3)
+    for _ in range(2):
+        run.end(last)
+        run.ask(0, 1, 2, 3, joiner)
+        assert run.members() == [0, 1, 2, 3]
+        last = run.outsider(WORKER)
+        run.ask(0, 1, 2, 3)
+        assert run.members() == [0, 1, 2, 3, last, joiner]
+    run.outsider(SPARE), run.outsider(SPARE)
+    assert run.last(0).keys() == {"world"}
+
+
 def test_less_than_a_replica_is_the_end_and_waits_for_those_on_their_way() -> None:
     run = replicas(4, 4)
     late = run.roster.expect(WORKER)
