@@ -86,19 +86,6 @@ class Normed(nn.Module):
         return self.last(self.dropout(x))
 
 
-class Coupled(nn.Module):
-    """What is between the layers needs all features: to split them is wrong, as a trial finds."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(3, 8), nn.Linear(8, 5)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.up(x)
-        return self.down(self.dropout(x * x.mean(-1, keepdim=True)))
-
-
 def adafactor(groups: Any, lr: float) -> torch.optim.Optimizer:
     """Sees whole parameters."""
     return torch.optim.Adafactor(groups, lr=lr)
@@ -119,7 +106,6 @@ CASES: dict[str, dict[str, Any]] = {
     "gpipe": {**PIPELINE, "schedule": "gpipe"},
     "BatchNorm": {**PIPELINE, "make_module": Normed},
     "synchronized BatchNorm": {**BOTH, "make_module": Normed, "sync_batchnorm": True},
-    "a plan found by trying": {**TENSOR, "make_module": Coupled},
     "a plan": {**TENSOR, "plan": {"blocks.*.up": "column"}},
     "a cut": {**BOTH, "cut": ["blocks.2"]},
     "a number of replicas": {**TENSOR, "data": 2},
@@ -137,9 +123,7 @@ def _combine(name: str, times: int) -> None:
         assert any(each.changes for each in found)
 
 
-@pytest.mark.parametrize(
-    "name", ["whole parameters, divided", "powersgd", "a cut", "a plan found by trying"]
-)
+@pytest.mark.parametrize("name", ["whole parameters, divided", "powersgd", "a cut", "activations"])
 def test_what_else_a_training_has(name: str) -> None:
     _combine(name, 1)
 
@@ -211,12 +195,13 @@ def _check_samples(found: list[faults.Result], replica: int) -> None:
     assert sorted(used) == list(range(faults.NUM_SAMPLES))
 
 
-def _look(victim: int) -> tuple[int, int, bool, int]:
-    """What a model's user has hung on it stays, and its mode; and what ranks keep between them."""
+def _look(victim: int) -> tuple[int, int, bool, int, int]:
+    """Calls of a hook, the generation, the mode, layers that are split, and elements kept."""
     first = shoal.world().rank
     model, optimizer, loader, _ = faults.make_training("hybrid", make_module=Chain, **TENSOR)
     calls: list[int] = []
     model.register_forward_hook(lambda *_: calls.append(1))
+    model.blocks[0].up.register_forward_hook(lambda *_: None)  # no plan would split it now
     model.eval()
     inputs, numbers = next(iter(loader))
     for _ in range(2):
@@ -228,16 +213,16 @@ def _look(victim: int) -> tuple[int, int, bool, int]:
     model(inputs)
     (own,) = optimizer.keeper.own
     kept = sum(each.stop - each.start for each in own.entries if each.key == "model/begin.weight")
-    return len(calls), optimizer.generation, model.training, kept
+    return len(calls), optimizer.generation, model.training, len(model.plan.layers), kept
 
 
 def test_what_a_user_has_hung_on_a_model_stays() -> None:
     found = shoal.run(_look, 4, "memory", args=(4,), elastic=Elastic(), timeout=30)
-    assert [each[:3] for each in found] == [(1, 1, False)] * 4
-    assert sum(each[3] for each in found) == 2 * 15  # once for each rank of a tensor group
+    assert [each[:4] for each in found] == [(1, 1, False, 6)] * 4
+    assert sum(each[4] for each in found) == 2 * 15  # once for each rank of a tensor group
     found = shoal.run(_look, 4, "memory", args=(3,), elastic=Elastic(), timeout=30)
-    assert [each[:3] for each in found] == [(1, 2, False)] * 2
-    assert sum(each[3] for each in found) == 2 * 15
+    assert [each[:4] for each in found] == [(1, 2, False, 6)] * 2
+    assert sum(each[4] for each in found) == 2 * 15
 
 
 def test_less_than_a_replica_is_an_error() -> None:

@@ -139,7 +139,7 @@ class HybridShardedModel(PipelineParallelModel):
             vars(self).update(of_torch, options=options)
 
     def _agree_on_plan(self, mesh: Mesh, backend: Backend) -> TensorPlan:
-        """The plan there was. Another cannot be found, while parameters have no values."""
+        """The plan there was: to find it took long, and hooks that are new would change it."""
         own = self.parts.plan if self.parts.plan.num_ranks == mesh.shape["tensor"] else None
         root = backend.all_gather_object(own is not None).index(True)
         plan: TensorPlan = backend.broadcast_object(own, root=root)
