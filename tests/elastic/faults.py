@@ -18,6 +18,10 @@ NUM_SAMPLES, BATCH, EPOCHS = 16, 8, 2
 NUM_STEPS = EPOCHS * NUM_SAMPLES // BATCH
 
 
+noted: list[tuple[Any, ...]] = []
+"""What ranks that are threads have done, in its order; arguments are copied for each of them."""
+
+
 class Lost(Exception):
     """What a rank is lost by."""
 

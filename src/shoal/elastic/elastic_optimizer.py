@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from torch.optim import Optimizer
 
@@ -16,7 +16,7 @@ from shoal.checkpoint.save.rank_state import RankState, collect
 from shoal.checkpoint.training_state import Companions, unsaved_buffers
 from shoal.comm import Backend
 from shoal.comm.control.membership import Change, Membership, Regrouped, RunComplete
-from shoal.comm.world import current
+from shoal.comm.world import World, current
 from shoal.elastic.keeper import IS_LEAVING, WANTS_CHANGE, Keeper
 from shoal.elastic.kept_part import BUFFER, Share
 from shoal.elastic.recovery import Recovery, refuse
@@ -25,7 +25,7 @@ from shoal.errors import CheckpointWarning, LaunchError, PeerError, ShoalError
 from shoal.optim.kinds import Kind
 from shoal.optim.optimizer import ShardedOptimizer
 from shoal.optim.proof.judgement import Judgement
-from shoal.optim.registry import ELASTIC
+from shoal.optim.registry import ELASTIC, PAIRS
 from shoal.strategies.model import ShardedModel
 
 
@@ -55,6 +55,9 @@ class ElasticOptimizer(ShardedOptimizer):
         ...         optimizer.zero_grad()
     """
 
+    kinds: ClassVar[dict[str, type[ElasticOptimizer]]] = {}
+    """Of strategies whose ranks have no steps in common."""
+
     def __new__(cls, optimizer: Optimizer, model: ShardedModel, *_: Any, **__: Any) -> Self:
         """One that also is what goes with the model."""
         if not isinstance(model, ShardedModel):
@@ -63,7 +66,10 @@ class ElasticOptimizer(ShardedOptimizer):
                 f"shoal.strategies.DDPModel(module); got a {type(model).__name__}"
             )
         _check_elastic(model)
-        joined: type[Self] = _joined(cls, ELASTIC[model.strategy].optimizer)
+        kind = cls.kinds.get(model.strategy, ElasticOptimizer)
+        joined: type[Self] = _joined(
+            cls if issubclass(cls, kind) else kind, PAIRS[model.strategy].optimizer
+        )
         return super().__new__(joined)
 
     def __init__(
@@ -91,7 +97,7 @@ class ElasticOptimizer(ShardedOptimizer):
         super().__init__(optimizer, model, kind=kind)
         self.also: list[Any] = []
         self.num_committed = self.num_in_window = 0
-        self.keeper = Keeper()
+        self.keeper = self._make_keeper()
         self._on_change = on_change
         self._snapshot: AttemptSnapshot | None = None
         self._is_attempting = self._has_stepped = self._is_window_open = False
@@ -105,6 +111,9 @@ class ElasticOptimizer(ShardedOptimizer):
             self._membership.require(max(min_ranks, size), max_ranks, size)
         if self._is_member:
             self._keep_with_others()
+
+    def _make_keeper(self) -> Keeper:
+        return Keeper()
 
     @property
     def _membership(self) -> Membership | None:
@@ -256,8 +265,9 @@ class ElasticOptimizer(ShardedOptimizer):
 
     def _collect(self) -> RankState:
         state = collect(self.model, [self], Companions(), {}, self.model.all_ranks.rank)
-        for name, buffer in unsaved_buffers(self.model).items():
-            state.add_whole(BUFFER + name, buffer)
+        if self.model.data_group.rank == 0:  # its buffers are those that all go on with
+            for name, buffer in unsaved_buffers(self.model).items():
+                state.add_whole(BUFFER + name, buffer)
         return state
 
     # Changes ------------------------------------------------------------------------------------
@@ -291,9 +301,8 @@ class ElasticOptimizer(ShardedOptimizer):
                 old_size, reasons = regrouped.old_size, dict(regrouped.reasons)
             origins = old_ranks
             try:
-                has_come = origins[regrouped.world.rank] is None
-                snapshot = None if has_come else self._snapshot
-                self.num_committed = Recovery(self, regrouped.world, snapshot).run()
+                is_joining = origins[regrouped.world.rank] is None
+                self.num_committed = self._recovery(regrouped.world, is_joining=is_joining).run()
                 self._keep_with_others()
                 break
             except PeerError:
@@ -303,6 +312,9 @@ class ElasticOptimizer(ShardedOptimizer):
         if self._on_change is not None:
             change = _change(self.generation, old_size, origins, self.num_committed)
             self._on_change(replace(change, reasons=reasons))
+
+    def _recovery(self, world: World, *, is_joining: bool) -> Recovery:
+        return Recovery(self, world, None if is_joining else self._snapshot)
 
     def _regroup(self) -> Regrouped:
         membership = self._membership
@@ -384,11 +396,17 @@ def _change(generation: int, old_size: int, origins: Sequence[int | None], step:
 
 
 def _check_elastic(model: ShardedModel) -> None:
-    if model.strategy not in ELASTIC:
+    known = (*ELASTIC, *ElasticOptimizer.kinds)
+    if model.strategy not in known:
         raise ShoalError(
             f"ranks cannot come and go under strategy={model.strategy!r}: choose one of "
-            f"{', '.join(ELASTIC)}. With 'hybrid' layers are split (tensor=2) or cut into stages "
+            f"{', '.join(known)}. With 'hybrid' layers are split (tensor=2) or cut into stages "
             "(pipeline=2) as with 'tensor' and 'pipeline', and whole replicas come and go"
+        )
+    if model.options.get("topology", "server") != "server":
+        raise ShoalError(
+            'ranks cannot come and go with topology="gossip", where nobody else has what a rank '
+            'has learned: choose topology="server"'
         )
     if model.options.get("replica", 1) != 1:
         raise ShoalError("ranks cannot come and go with replica=: leave it out")

@@ -55,10 +55,16 @@ class Recovery:
     # What is not divided ------------------------------------------------------------------------
 
     def _own_part(self, chosen: Chosen) -> KeptPart | None:
-        for part in self._keeper.own:
-            if (part.seat.generation, part.step) == (chosen.generation, chosen.step):
-                return part
-        return None
+        parts = [part for part in self._parts(chosen).values() if part in self._keeper.own]
+        return parts[0] if parts else None
+
+    def _parts(self, chosen: Chosen) -> dict[int, KeptPart]:
+        """What this rank has of the chosen step, by the rank whose part it is."""
+        return {
+            part.seat.rank: part
+            for part in self._keeper.parts
+            if (part.seat.generation, part.step) == (chosen.generation, chosen.step)
+        }
 
     def _agree_on_snapshot(self, chosen: Chosen) -> AttemptSnapshot:
         """This rank's own; who has none takes the first rank's that has one."""
@@ -94,11 +100,7 @@ class Recovery:
     # What is divided ----------------------------------------------------------------------------
 
     def _load(self, chosen: Chosen) -> None:
-        own = {
-            part.seat.rank: part
-            for part in self._keeper.parts
-            if (part.seat.generation, part.step) == (chosen.generation, chosen.step)
-        }
+        own = self._parts(chosen)
         rank = self._backend.rank
         mine = [r for r, holder in chosen.holders.items() if holder == rank]
         told = self._backend.all_gather_object({str(r): own[r].about() for r in mine})

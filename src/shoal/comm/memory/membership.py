@@ -220,6 +220,7 @@ class ThreadMembership(Membership):
 
     def regroup(self) -> Regrouped:
         """Goes to the gate, and through it."""
+        self._member.is_leaving = self.is_leaving
         backend = current().backend
         assert isinstance(backend, InMemoryBackend)
         backend.abandon()
@@ -239,12 +240,13 @@ class ThreadMembership(Membership):
         backend.abandon()
 
     def wants_change(self) -> bool:
-        """Whether somebody was invited, or wants to go."""
+        """Whether somebody was invited, or wants to go; others know from here on if it is this."""
+        self._member.is_leaving = self.is_leaving
         return self._gate.wants_change
 
     def leave(self) -> None:
-        """Asks to be let go at the end of a step."""
-        self.is_leaving = self._member.is_leaving = True
+        """Told to the others by the next `wants_change` or `regroup`."""
+        self.is_leaving = True
 
     def invite(self, count: int = 1) -> None:
         """Has more ranks started, which become members at the end of a step."""

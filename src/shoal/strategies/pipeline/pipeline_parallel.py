@@ -26,7 +26,8 @@ from shoal.strategies.pipeline.schedules import (
 )
 from shoal.strategies.pipeline.stage import Stage
 from shoal.strategies.pipeline.units import cut_chain, find_units
-from shoal.strategies.recomputation.policy import Policy
+from shoal.strategies.recomputation.blocks import blocks_within
+from shoal.strategies.recomputation.policy import Policy, parse_policy
 from shoal.strategies.recomputation.recomputation import stop_caching
 from shoal.strategies.recomputation.stores.keepers import Keepers
 from shoal.strategies.settings import LEVELS, Ownership
@@ -119,7 +120,7 @@ class PipelineParallelModel(ShardedModel):
             part=group.rank,
             stages=group if has_room else None,
         )
-        self._recompute(module, activations, memory)
+        self._recompute(module, _within_units(module, activations, memory), memory)
         if self.recomputation is not None:
             _check_uncut(self.recomputation.blocks, [unit.name for unit in units])
         stage = Stage(module, group, num_chunks, units, chunk_of_unit)
@@ -296,6 +297,15 @@ class PipelineParallelModel(ShardedModel):
     def describe(self) -> str:
         """Which rank has which layers and how many parameters, what travels, what optimizers do."""
         return f"{self.pipeline.describe()}\n{super().describe()}"
+
+
+def _within_units(
+    module: nn.Module, activations: str | Policy | None, memory: int | str | None
+) -> Policy | None:
+    """Lists of modules are cut, also those inside of a block: then their members are blocks."""
+    policy = parse_policy(activations, memory)
+    uncut = [unit.name for unit in find_units(module, 0)]
+    return None if policy is None else blocks_within(module, policy, uncut)
 
 
 def _check_uncut(blocks: Iterable[str], units: Sequence[str]) -> None:
