@@ -26,10 +26,9 @@ def gloo_options(device: Any, timeout: timedelta) -> Any:
 
 
 def nccl_options(kind: Any, timeout: timedelta) -> Any:
-    """Options of an NCCL group that connects within a time, and goes before what computes."""
+    """Options of an NCCL group that connects within a time."""
     options = kind.Options()
     options._timeout = timeout
-    options.is_high_priority_stream = True
     return options
 
 

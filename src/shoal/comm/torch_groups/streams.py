@@ -46,9 +46,7 @@ class SideStream:
     def __init__(self, device: torch.device, check: Callable[[], None]) -> None:
         """``check`` raises if what was launched cannot be trusted."""
         self.device, self.check = device, check
-        # Streams of one priority may share a queue of the hardware, where what waits for a
-        # transfer holds up the computation behind it.
-        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._stream = torch.cuda.Stream(device)
         self._moment_s = _LONGEST_MOMENT_S
         self._unwaited: set[StreamWork] = set()
 
