@@ -469,6 +469,11 @@ class ShardedModel(ModuleWrapper):
         """All ranks that hold something of this model."""
         return self.engine.ranks.all
 
+    @property
+    def ranks_per_replica(self) -> int:
+        """How many ranks hold one model between them, each a part of its layers."""
+        return 1
+
     def holds_buffer(self, name: str) -> bool:
         """Whether this rank has the values of a buffer."""
         return True

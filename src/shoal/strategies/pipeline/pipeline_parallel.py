@@ -90,7 +90,7 @@ class PipelineParallelModel(ShardedModel):
                 parameters.
             outputs: Which ranks get the result of ``model(inputs)``: "everywhere", or the "last"
                 stage only.
-            mesh: The axes, if they are laid out already.
+            mesh: The axes, if they are laid out already, and ranks have the same values.
             seed: For the values of what is on the meta device.
             activations: What blocks keep for backward, and where; see `ShardedModel`.
             memory: For ``activations="auto"``: the bytes that this rank may use in all.
@@ -101,9 +101,10 @@ class PipelineParallelModel(ShardedModel):
         _check_choices(zero, micro_batches, outputs)
         rest = backend.size // data if data and backend.size % data == 0 else backend.size
         stages = rest if pipeline is None else pipeline
-        mesh = mesh or Mesh(pipeline=stages, data=data, world=backend)
+        if mesh is None:
+            mesh = Mesh(pipeline=stages, data=data, world=backend)
+            share_values(module, mesh.group("pipeline"), seed)
         group = mesh.group("pipeline")
-        share_values(module, group, seed)
         num_chunks = group.size * chunks
         units = find_units(module, num_chunks)
         # What ranks weigh may differ, where layers are split in unequal parts.
@@ -144,7 +145,8 @@ class PipelineParallelModel(ShardedModel):
         self.engine.ownership = Ownership((group,), other_layers=group)
         self.options |= {
             "pipeline": pipeline, "data": data, "zero": zero, "micro_batches": micro_batches,
-            "schedule": schedule, "chunks": chunks, "cut": cut, "outputs": outputs,
+            "schedule": schedule, "chunks": chunks, "cut": cut, "balance": balance,
+            "outputs": outputs,
         }  # fmt: skip
 
     @property
