@@ -60,7 +60,7 @@ def _lose_at_each(ranks: int, options: dict[str, Any], victim: int, stride: int)
     ],
 )
 def test_a_lost_rank_is_replaced(ranks: int, options: dict[str, Any], victim: int) -> None:
-    _lose_at_each(ranks, options, victim, 40)
+    _lose_at_each(ranks, options, victim, 60)
 
 
 @pytest.mark.full
