@@ -83,7 +83,8 @@ def run(
         args: Arguments for every rank.
         timeout: Seconds that an alive but late rank is waited for.
         elastic: Lets ranks come and go: one whose function raises is lost, and the others go on,
-            as `shoal.optim.ElasticOptimizer` does. Results are those of the ranks at the end.
+            as `shoal.elastic.ElasticOptimizer` does. Results are those of the ranks at the end. Not
+            over MPI.
 
     Example:
         >>> import shoal

@@ -202,6 +202,9 @@ def as_distributed(
     strategy: Literal["hybrid"],
     backend: str = ...,
     enabled: bool = ...,
+    elastic: bool = ...,
+    min_ranks: int = ...,
+    max_ranks: int | None = ...,
     **options: Unpack[HybridOptions],
 ) -> Any: ...
 @overload
@@ -213,6 +216,9 @@ def as_distributed(
     strategy: Literal["hybrid"],
     backend: str = ...,
     enabled: bool = ...,
+    elastic: bool = ...,
+    min_ranks: int = ...,
+    max_ranks: int | None = ...,
     **options: Unpack[HybridOptions],
 ) -> tuple[Any, Any]: ...
 @overload
@@ -224,6 +230,9 @@ def as_distributed(
     strategy: Literal["hybrid"],
     backend: str = ...,
     enabled: bool = ...,
+    elastic: bool = ...,
+    min_ranks: int = ...,
+    max_ranks: int | None = ...,
     **options: Unpack[HybridOptions],
 ) -> tuple[Any, Loader]: ...
 @overload
@@ -235,6 +244,9 @@ def as_distributed(
     strategy: Literal["hybrid"],
     backend: str = ...,
     enabled: bool = ...,
+    elastic: bool = ...,
+    min_ranks: int = ...,
+    max_ranks: int | None = ...,
     **options: Unpack[HybridOptions],
 ) -> tuple[Any, Any, Loader]: ...
 @overload
@@ -290,6 +302,9 @@ def as_distributed(
     strategy: Literal["async"],
     backend: str = ...,
     enabled: bool = ...,
+    elastic: bool = ...,
+    min_ranks: int = ...,
+    max_ranks: int | None = ...,
     **options: Unpack[AsyncOptions],
 ) -> Any: ...
 @overload
@@ -301,6 +316,9 @@ def as_distributed(
     strategy: Literal["async"],
     backend: str = ...,
     enabled: bool = ...,
+    elastic: bool = ...,
+    min_ranks: int = ...,
+    max_ranks: int | None = ...,
     **options: Unpack[AsyncOptions],
 ) -> tuple[Any, Any]: ...
 @overload
@@ -312,6 +330,9 @@ def as_distributed(
     strategy: Literal["async"],
     backend: str = ...,
     enabled: bool = ...,
+    elastic: bool = ...,
+    min_ranks: int = ...,
+    max_ranks: int | None = ...,
     **options: Unpack[AsyncOptions],
 ) -> tuple[Any, Loader]: ...
 @overload
@@ -323,6 +344,9 @@ def as_distributed(
     strategy: Literal["async"],
     backend: str = ...,
     enabled: bool = ...,
+    elastic: bool = ...,
+    min_ranks: int = ...,
+    max_ranks: int | None = ...,
     **options: Unpack[AsyncOptions],
 ) -> tuple[Any, Any, Loader]: ...
 def as_distributed(
@@ -355,8 +379,8 @@ def as_distributed(
         backend: What to start communication with, if it has to be started.
         enabled: If false, everything comes back untouched.
         elastic: Whether ranks may come, go and die while training goes on, step by step inside of
-            ``with optimizer.attempt():``; see `shoal.optim.ElasticOptimizer`. For the data-parallel
-            strategies.
+            ``with optimizer.attempt():``; see `shoal.elastic.ElasticOptimizer`. For data-parallel
+            strategies, "hybrid" (whole replicas come and go), and "async" without a loader.
         min_ranks: With fewer ranks an elastic run ends.
         max_ranks: More are not let in.
         options: For the model's class, for example ``activations`` (which are computed again in

@@ -70,3 +70,29 @@ def test_other_values_at_the_end_are_noticed(
     )
     with pytest.raises(AssertionError, match="rank 0 has other values"):
         soak.elastic_faults.play(random.Random(1), "forward", "shm")
+
+
+@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.full)])
+def test_training_keeps_its_values_while_ranks_are_lost_again_and_again(
+    soak: ModuleType, backend: str
+) -> None:
+    """The short form of the timed soak: faults come after so many steps."""
+    timed = importlib.import_module("timed_soak")
+    plan = timed.Plan(backend, "zero3", timed.STEPS_PER_EPOCH, width=16, seed=5)
+    expected, found = timed.measure(plan), timed.measure(plan._replace(every_steps=20))
+    timed.compare(expected, found)
+    assert [signal for signal, _ in found.faults] == ["SIGSTOP", "SIGABRT"]
+    assert len(found.felt()) == len(found.faults)
+    (_, _, num_committed), *_ = found.states
+    assert num_committed == timed.STEPS_PER_EPOCH
+
+
+def test_other_values_after_a_timed_soak_are_noticed(soak: ModuleType) -> None:
+    timed = importlib.import_module("timed_soak")
+    pace = timed.Pace([({"w": torch.ones(2)}, {}, 50)] * 4, [(1, 0.0), (2, 1.0), (3, 5.0)], [])
+    other = pace._replace(states=[({"w": torch.zeros(2)}, {}, 50)] * 4, faults=[("SIGKILL", 1.5)])
+    with pytest.raises(AssertionError, match="rank 0 has other values"):
+        timed.compare(pace, other)
+    with pytest.raises(AssertionError, match="ranks are missing"):
+        timed.compare(pace, other._replace(states=pace.states[:3]))
+    assert other.felt() == [1.5]

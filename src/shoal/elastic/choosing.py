@@ -31,6 +31,19 @@ class Chosen(NamedTuple):
     holders: dict[int, int]
 
 
+def freshest(reports: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
+    """Of each part the newest only, as of one step: where ranks have no steps in common."""
+    newest: dict[tuple[int, int, int], tuple[int, int]] = {}
+    for holder, heads in enumerate(reports):
+        for head in (Head(*each) for each in heads):
+            part = (head.generation, head.rank, head.size)
+            newest[part] = max(newest.get(part, (-1, -1)), (head.step, holder))
+    return [
+        [[*part, 0] for part, (_, holder) in newest.items() if holder == reporter]
+        for reporter in range(len(reports))
+    ]
+
+
 def newest_complete(reports: Sequence[Sequence[Sequence[int]]]) -> Chosen | None:
     """The newest step of which some rank has each part; ``reports`` has each rank's heads."""
     found: dict[tuple[int, int, int], dict[int, int]] = {}

@@ -7,25 +7,25 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from torch.optim import Optimizer
 
-from shoal.checkpoint import training_state
 from shoal.checkpoint.loading import load
 from shoal.checkpoint.save.rank_state import RankState, collect
-from shoal.checkpoint.training_state import Companions
+from shoal.checkpoint.training_state import Companions, unsaved_buffers
 from shoal.comm import Backend
 from shoal.comm.control.membership import Change, Membership, Regrouped, RunComplete
-from shoal.comm.world import current
+from shoal.comm.world import World, current
 from shoal.elastic.keeper import IS_LEAVING, WANTS_CHANGE, Keeper
+from shoal.elastic.kept_part import BUFFER, Share
 from shoal.elastic.recovery import Recovery, refuse
 from shoal.elastic.snapshot import AttemptSnapshot
 from shoal.errors import CheckpointWarning, LaunchError, PeerError, ShoalError
 from shoal.optim.kinds import Kind
 from shoal.optim.optimizer import ShardedOptimizer
 from shoal.optim.proof.judgement import Judgement
-from shoal.optim.registry import DATA_PARALLEL
+from shoal.optim.registry import ELASTIC, PAIRS
 from shoal.strategies.model import ShardedModel
 
 
@@ -55,6 +55,9 @@ class ElasticOptimizer(ShardedOptimizer):
         ...         optimizer.zero_grad()
     """
 
+    kinds: ClassVar[dict[str, type[ElasticOptimizer]]] = {}
+    """Of strategies whose ranks have no steps in common."""
+
     def __new__(cls, optimizer: Optimizer, model: ShardedModel, *_: Any, **__: Any) -> Self:
         """One that also is what goes with the model."""
         if not isinstance(model, ShardedModel):
@@ -63,7 +66,10 @@ class ElasticOptimizer(ShardedOptimizer):
                 f"shoal.strategies.DDPModel(module); got a {type(model).__name__}"
             )
         _check_elastic(model)
-        joined: type[Self] = _joined(cls, DATA_PARALLEL[model.strategy].optimizer)
+        kind = cls.kinds.get(model.strategy, ElasticOptimizer)
+        joined: type[Self] = _joined(
+            cls if issubclass(cls, kind) else kind, PAIRS[model.strategy].optimizer
+        )
         return super().__new__(joined)
 
     def __init__(
@@ -91,7 +97,7 @@ class ElasticOptimizer(ShardedOptimizer):
         super().__init__(optimizer, model, kind=kind)
         self.also: list[Any] = []
         self.num_committed = self.num_in_window = 0
-        self.keeper = Keeper()
+        self.keeper = self._make_keeper()
         self._on_change = on_change
         self._snapshot: AttemptSnapshot | None = None
         self._is_attempting = self._has_stepped = self._is_window_open = False
@@ -101,10 +107,13 @@ class ElasticOptimizer(ShardedOptimizer):
         for each in also:
             self.take_along(each)
         if self._membership is not None:
-            self._membership.require(min_ranks, max_ranks)
+            size = model.ranks_per_replica
+            self._membership.require(max(min_ranks, size), max_ranks, size)
         if self._is_member:
-            self.keeper.move_to(self.model.all_ranks, self.generation)
-            self._keep(self.num_committed)
+            self._keep_with_others()
+
+    def _make_keeper(self) -> Keeper:
+        return Keeper()
 
     @property
     def _membership(self) -> Membership | None:
@@ -229,12 +238,20 @@ class ElasticOptimizer(ShardedOptimizer):
             self.recover()
         return words is not None
 
+    def _keep_with_others(self) -> None:
+        """Keeps the step that there is in a new world."""
+        model = self.model
+        self.keeper.move_to(model.all_ranks, self.generation, model.ranks_per_replica)
+        self._keep(self.num_committed)
+
     def _keep(self, step: int) -> list[int]:
+        model = self.model
+        share = Share(model.data_group.rank, model.data_group.size)
         words = self.keeper.commit(
             self._collect(),
             step,
             self._take_snapshot(step),
-            is_divided=self.model.sharding.optimizer,
+            share=None if model.sharding.optimizer else share,
             word=self._word,
         )
         self._is_stale = False
@@ -247,14 +264,11 @@ class ElasticOptimizer(ShardedOptimizer):
         return wants | (IS_LEAVING if membership.is_leaving else 0)
 
     def _collect(self) -> RankState:
-        saved = {id(buffer) for buffer in training_state.buffers(self.model).values()}
-        transient = {
-            name: buffer
-            for name, buffer in self.model.module.named_buffers()
-            if id(buffer) not in saved
-        }
-        extra = {"buffers": transient}
-        return collect(self.model, [self], Companions(), extra, self.model.all_ranks.rank)
+        state = collect(self.model, [self], Companions(), {}, self.model.all_ranks.rank)
+        if self.model.data_group.rank == 0:  # its buffers are those that all go on with
+            for name, buffer in unsaved_buffers(self.model).items():
+                state.add_whole(BUFFER + name, buffer)
+        return state
 
     # Changes ------------------------------------------------------------------------------------
 
@@ -274,7 +288,6 @@ class ElasticOptimizer(ShardedOptimizer):
 
     def recover(self) -> None:
         """Goes on in the next world; see `Recovery`."""
-        is_joining = not self._is_member
         origins: list[int | None] | None = None
         reasons: dict[int, str] = {}
         while True:
@@ -288,11 +301,9 @@ class ElasticOptimizer(ShardedOptimizer):
                 old_size, reasons = regrouped.old_size, dict(regrouped.reasons)
             origins = old_ranks
             try:
-                self.num_committed = Recovery(
-                    self, regrouped.world, None if is_joining else self._snapshot
-                ).run()
-                self.keeper.move_to(self.model.all_ranks, self.generation)
-                self._keep(self.num_committed)
+                is_joining = origins[regrouped.world.rank] is None
+                self.num_committed = self._recovery(regrouped.world, is_joining=is_joining).run()
+                self._keep_with_others()
                 break
             except PeerError:
                 continue
@@ -301,6 +312,9 @@ class ElasticOptimizer(ShardedOptimizer):
         if self._on_change is not None:
             change = _change(self.generation, old_size, origins, self.num_committed)
             self._on_change(replace(change, reasons=reasons))
+
+    def _recovery(self, world: World, *, is_joining: bool) -> Recovery:
+        return Recovery(self, world, None if is_joining else self._snapshot)
 
     def _regroup(self) -> Regrouped:
         membership = self._membership
@@ -382,10 +396,17 @@ def _change(generation: int, old_size: int, origins: Sequence[int | None], step:
 
 
 def _check_elastic(model: ShardedModel) -> None:
-    if model.strategy not in DATA_PARALLEL:
+    known = (*ELASTIC, *ElasticOptimizer.kinds)
+    if model.strategy not in known:
         raise ShoalError(
-            f"ranks cannot come and go under strategy={model.strategy!r}, where a lost rank takes "
-            f"a part of the model with it: choose one of {', '.join(DATA_PARALLEL)}"
+            f"ranks cannot come and go under strategy={model.strategy!r}: choose one of "
+            f"{', '.join(known)}. With 'hybrid' layers are split (tensor=2) or cut into stages "
+            "(pipeline=2) as with 'tensor' and 'pipeline', and whole replicas come and go"
+        )
+    if model.options.get("topology", "server") != "server":
+        raise ShoalError(
+            'ranks cannot come and go with topology="gossip", where nobody else has what a rank '
+            'has learned: choose topology="server"'
         )
     if model.options.get("replica", 1) != 1:
         raise ShoalError("ranks cannot come and go with replica=: leave it out")

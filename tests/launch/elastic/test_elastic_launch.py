@@ -14,9 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import shoal
 from launch.conftest import LAUNCHER
 from launch.watching import assert_gone
+from shoal.errors import LaunchError
+from shoal.launch.mpi import mpiexec
 from shoal.launch.script.guard import spawn
 from shoal.launch.script.launcher import LaunchConfig, launch
 from shoal.launch.script.meeting_place import MeetingPlace
@@ -87,6 +91,75 @@ def test_a_spare_takes_the_place_of_rank_0(backend: str) -> None:
         "shoal: the run has finished with 2 rank(s); lost on the way:\n"
         "  worker 0 (rank 0): killed by SIGKILL; worker 2 took its place\n"
     )
+
+
+@pytest.mark.mpi
+def test_over_mpi_ranks_are_lost_and_the_others_train_on_as_over_shm(tmp_path: Path) -> None:
+    """Rank 0, in the middle of a step, and another one later."""
+    script = tmp_path / "training.py"
+    script.write_text(TRAINING)
+    losses = {}
+    for backend in ("mpi", "shm"):
+        line = [*LAUNCHER, "--elastic", "--backend", backend, "-n", "4", "--min", "2", str(script)]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "generation 3, 2 rank(s): worker 2 (rank 1) is gone: killed" in done.stderr
+        assert done.stderr.count("nobody took its place") == 2
+        losses[backend] = re.findall(r"on 2 after 24: (\S+)", done.stdout)
+    assert losses["mpi"] == losses["shm"]
+    assert len(losses["shm"]) == 2
+
+
+TRAINING = """
+import os, signal, torch, shoal
+from torch.utils.data import DataLoader, TensorDataset
+me = os.environ["RANK"]
+torch.manual_seed(0)
+with shoal.init(timeout=60):
+    model, data = torch.nn.Linear(8, 4), TensorDataset(torch.randn(96, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loader = DataLoader(data, 12, shuffle=True)
+    model, optimizer, loader = shoal.as_distributed(
+        model, optimizer, loader, strategy="zero3", elastic=True
+    )
+    for _ in loader.epochs(3):
+        for (x,) in loader:
+            with optimizer.attempt():
+                loss = model(x).square().mean()
+                if {"0": 3, "2": 9}.get(me) == optimizer.num_committed:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    total = sum(value.sum() for value in model.state_dict().values()).item()
+    print(f"on {shoal.world().size} after {optimizer.num_committed}: {total!r}")
+"""
+
+
+@pytest.mark.mpi
+def test_over_another_mpi_nobody_can_be_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(mpiexec, "command", lambda ranks: (["mpiexec", "-n", str(ranks)], {}))
+    config = LaunchConfig(SCRIPT, ranks=2, backend="mpi", elastic=Elastic())
+    with pytest.raises(LaunchError, match="needs an Open MPI of version 5 or newer"):
+        launch(config)
+
+
+def test_a_function_does_not_run_elastically_over_mpi() -> None:
+    with pytest.raises(LaunchError, match="shoal launch --elastic --backend mpi"):
+        shoal.run(lambda: None, 2, "mpi", elastic=Elastic())
+
+
+def test_ranks_that_mpiexec_did_not_start() -> None:
+    """The script asks for MPI, and the launcher does not know."""
+    environment = {**os.environ, "SHOAL_BACKEND": "mpi"}
+    done = subprocess.run(
+        [*LAUNCHER, "--elastic", "-n", "2", SCRIPT, "2", "2"], capture_output=True, text=True,
+        timeout=DEADLINE_S, check=False, env=environment,
+    )  # fmt: skip
+    assert done.returncode
+    assert "if mpiexec has started them: start the run with shoal launch" in done.stderr
 
 
 def test_losses_in_several_ways_and_restarts(tmp_path: Path) -> None:
@@ -170,6 +243,48 @@ def test_the_end_of_the_launcher_is_the_end_of_all_and_joiners_say_why(
     assert code == 1
     assert "shoal.errors.LaunchError: the run has ended: its holder is gone" in err
     assert "shoal: worker 2: LaunchError: the run has ended: its holder is gone" in err
+
+
+def test_no_checkpoint_is_lost_with_the_launcher(background: Background, tmp_path: Path) -> None:
+    """It is killed while ranks train and save; the newest checkpoint that they told of is whole."""
+    script, folder = tmp_path / "saving.py", tmp_path / "saved"
+    script.write_text(SAVING)
+    process = background("--elastic", "-n", "2", "--min", "2", str(script), str(folder))
+    assert process.stdout is not None
+    told: list[tuple[int, int]] = []
+    while len(told) < 6:
+        line = process.stdout.readline()
+        assert line, process.communicate(timeout=DEADLINE_S)
+        if match := re.search(r"saved (\d+) by (\d+)", line):
+            told.append((int(match[1]), int(match[2])))
+    process.kill()
+    for pid in {pid for _, pid in told}:
+        assert_gone(pid)
+    rest = process.stdout.read()
+    steps = [step for step, _ in told] + [int(step) for step in re.findall(r"saved (\d+)", rest)]
+    model = torch.nn.Linear(8, 4)
+    loaded = shoal.load(folder, model)
+    assert loaded.step >= max(steps)
+    assert (model.bias == loaded.step).all()
+
+
+SAVING = """
+import os, sys, torch, shoal
+with shoal.init(timeout=60):
+    model = torch.nn.Linear(8, 4)
+    torch.nn.init.zeros_(model.bias)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = shoal.as_distributed(model, optimizer, strategy="zero3", elastic=True)
+    while True:
+        with optimizer.attempt():
+            (-model(torch.zeros(1, 8)).sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with optimizer.attempt():
+            step = optimizer.num_committed
+            shoal.save(sys.argv[1], model, optimizer, step=step, keep=2, wait=True)
+        print(f"saved {step} by {os.getpid()}", flush=True)
+"""
 
 
 def test_one_from_another_terminal_joins_is_killed_and_named(

@@ -41,6 +41,8 @@ class Bootstrap(ABC):
 
     is_elastic: bool = False
     """Whether the others may go on without a rank that is gone."""
+    generation: int = 0
+    """The number of the world, where there may be several one after the other."""
 
     @abstractmethod
     def all_gather(self, data: bytes) -> list[bytes]:
@@ -85,7 +87,7 @@ class MeetingBootstrap(Bootstrap):
         """
         (self.rank, self.size), self.timeout = position, timeout
         self.host = client.host
-        self._client, self._server, self._generation = client, server, generation
+        self._client, self._server, self.generation = client, server, generation
         self._round = 0
         if client.secret is not None:
             self.secret = world_secret(client.secret, generation)
@@ -98,7 +100,7 @@ class MeetingBootstrap(Bootstrap):
         self._client.tell(
             {
                 "kind": "gather",
-                "generation": self._generation,
+                "generation": self.generation,
                 "round": self._round,
                 "rank": self.rank,
                 "size": self.size,
@@ -116,14 +118,14 @@ class MeetingBootstrap(Bootstrap):
 
     def joined(self) -> None:
         """Counts this rank, for the rank that holds the server."""
-        joined = {"generation": self._generation, "rank": self.rank, "size": self.size}
+        joined = {"generation": self.generation, "rank": self.rank, "size": self.size}
         self._client.tell({"kind": "joined", **joined})
         self._client.close()
 
     def close(self) -> None:
         """Keeps a server that lives in this process until all ranks have joined."""
         if self._server is not None:
-            self._server.await_joined(self._generation, self.size, _LINGER_S)
+            self._server.await_joined(self.generation, self.size, _LINGER_S)
             self._server.close()
 
     def abandon(self, reason: str) -> None:
@@ -141,7 +143,7 @@ class MeetingBootstrap(Bootstrap):
         return reply
 
     def _missing(self) -> list[int]:
-        self._client.tell({"kind": "missing", "generation": self._generation, "round": self._round})
+        self._client.tell({"kind": "missing", "generation": self.generation, "round": self._round})
         reply = self._client.reply(_ANSWER_S, "missing")
         return [] if reply is None else list(reply["missing"])
 

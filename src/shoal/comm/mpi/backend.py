@@ -11,13 +11,20 @@ between two processes of a host, 64 MiB take 50 ms, and 140 with Open MPI's `Ial
 A large reduction is cut into a slice for each rank, which receives that slice from everybody and
 reduces it. It works through the slices a window at a time, so that little memory is needed; the
 results of one window travel together with the inputs of the next.
+
+[Note: worlds of one communicator]
+Where ranks may be lost, each world after a loss has the first world's communicator, which messages
+between the living still pass, and tags of its own. So nothing has to be made by all ranks that are
+left, in which MPI could hang or fail once more, and no message of an old world is taken for one of
+the new. Open MPI must have been started with `--with-ft ulfm`: without, the loss of one ends all.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +51,7 @@ if TYPE_CHECKING:
 
 # MPI guarantees tags up to 32767. Messages use their tickets, each group's collectives one more.
 _FIRST_GROUP_TAG = 1024
+_TAGS_OF_WORLD = BOOTSTRAP_TAG + 1
 # A count is an int in MPI 3, so longer tensors travel as several messages.
 _LONGEST_BYTES = 1 << 30
 # Up to here all ranks send everything to those that need it: more bytes, but fewer rounds.
@@ -53,19 +61,64 @@ _WINDOW_BYTES = 2 << 20
 _LAST_BYTES_S = 0.2
 
 
+class Passage(NamedTuple):
+    """How messages of one world go.
+
+    Attributes:
+        comm: A communicator of shoal's own.
+        ranks: The ranks of the world, as they are in it.
+        first_tag: Tags of this world begin there; see [Note: worlds of one communicator].
+    """
+
+    comm: MPI.Comm
+    ranks: Sequence[int]
+    first_tag: int = 0
+
+
 def connect_mpi(bootstrap: Bootstrap, state: WorldState) -> MPIBackend:
     """The world of an MPI job; its ranks are MPI's."""
     mpi = runtime.load(bootstrap.timeout)
-    _check_position(mpi.COMM_WORLD, bootstrap)
+    if bootstrap.is_elastic:
+        ranks = bootstrap.all_gather(str(mpi.COMM_WORLD.rank).encode())
+    else:
+        _check_position(mpi.COMM_WORLD, bootstrap)
     control = connect(bootstrap)
     if isinstance(control, PageControl):
         runtime.watch(control.pids)
     try:
-        comm = _duplicate(mpi.COMM_WORLD, control, state.timeout)
+        if bootstrap.is_elastic:
+            passage = _elastic_passage(mpi, [int(rank) for rank in ranks], bootstrap, control)
+        else:
+            comm = _duplicate(mpi.COMM_WORLD, control, state.timeout)
+            passage = Passage(comm, range(bootstrap.size))
     except BaseException:
         control.close()
         raise
-    return MPIBackend(state, control, range(bootstrap.size), comm)
+    return MPIBackend(state, control, range(bootstrap.size), passage)
+
+
+def _elastic_passage(
+    mpi: ModuleType, ranks: Sequence[int], bootstrap: Bootstrap, control: Control
+) -> Passage:
+    """All worlds of a run have one communicator; see [Note: worlds of one communicator]."""
+    if len(set(ranks)) < len(ranks):
+        raise BackendUnavailableError(
+            "backend='mpi' needs ranks that mpiexec started, and to MPI each of these is alone: "
+            "start the run with shoal launch --elastic --backend mpi"
+        )
+    if runtime.shared_comm() is None and len(ranks) < mpi.COMM_WORLD.size:
+        raise TransportError(
+            f"{len(ranks)} ranks of an MPI job of {mpi.COMM_WORLD.size} cannot begin an elastic "
+            "run: over MPI all of them begin, and ranks may go afterwards"
+        )
+    if runtime.shared_comm() is None:
+        runtime.share_comm(_duplicate(mpi.COMM_WORLD, control, bootstrap.timeout))
+    comm = runtime.shared_comm()
+    assert comm is not None
+    first_tag = bootstrap.generation * _TAGS_OF_WORLD
+    if first_tag + _TAGS_OF_WORLD > (comm.Get_attr(mpi.TAG_UB) or 0):
+        raise TransportError("this MPI has no tags left for another world of the run")
+    return Passage(comm, ranks, first_tag)
 
 
 def _check_position(world: MPI.Comm, bootstrap: Bootstrap) -> None:
@@ -119,13 +172,14 @@ class MPIBackend(ProcessBackend):
         state: WorldState,
         control: Control,
         ranks: Sequence[int],
-        comm: MPI.Comm,
+        passage: Passage,
         group_id: int = 0,
     ) -> None:
-        """``comm`` is the world's and shared by its groups; ``group_id`` tells them apart."""
+        """``passage`` is the world's and shared by its groups; ``group_id`` tells them apart."""
         super().__init__(state, control, control.channel(group_id, ranks), ranks)
-        self._comm, self._tag = comm, _FIRST_GROUP_TAG + group_id
-        self._owns_comm = group_id == 0
+        self._comm, self._passage = passage.comm, passage
+        self._tag = _FIRST_GROUP_TAG + group_id
+        self._owns_comm = group_id == 0 and passage.first_tag == 0
         self._as_buffer = runtime.load(state.timeout).buffer.fromaddress
         self._others = [rank for rank in range(self.size) if rank != self.rank]
         self._scratch: Tensor | None = None
@@ -137,7 +191,12 @@ class MPIBackend(ProcessBackend):
 
     def _make_group(self, members: Sequence[int], group_id: int) -> MPIBackend:
         ranks = [self.ranks[member] for member in members]
-        return MPIBackend(self._state, self._control, ranks, self._comm, group_id)
+        return MPIBackend(self._state, self._control, ranks, self._passage, group_id)
+
+    def abandon(self) -> None:
+        """Gives the world up; MPI cannot be ended by all ranks together any more."""
+        runtime.mark_failed()
+        super().abandon()
 
     def _close_transport(self) -> None:
         if self._control.failure() is not None:
@@ -184,8 +243,10 @@ class MPIBackend(ProcessBackend):
             if tensor.is_cuda:
                 torch.cuda.synchronize(tensor.device)  # MPI knows nothing of streams
             peer = self.ranks[rank]
+            place = self._passage.ranks[peer]
             for buffer in self._buffers(tensor):
-                requests.append((peer, start(buffer, peer, tag)))
+                request = start(buffer, place, self._passage.first_tag + tag)
+                requests.append((peer, request))
 
     def _buffers(self, tensor: Tensor) -> list[MPI.buffer]:
         """The tensor's memory as one or more messages; none if it is empty."""

@@ -43,6 +43,7 @@ _SEGMENTS = ("/dev/shm/mpich_shm_", "/dev/shm/sm_segment.")
 # MPI may still write into the buffers of a request that no thread waits for any more, at any time
 # until the process ends; a request cannot be taken back once its peer is dead.
 _abandoned: list[Any] = []
+_shared: list[MPI.Comm] = []
 
 
 class _MPIEnding:
@@ -124,6 +125,16 @@ def _check_threads(module: ModuleType) -> None:
             "with less than MPI_THREAD_SERIALIZED. Start it with MPI.Init_thread(), or leave it "
             "to shoal; if neither helps, this MPI was built without support for threads."
         )
+
+
+def shared_comm() -> MPI.Comm | None:
+    """The communicator of all worlds of an elastic run, once there is one."""
+    return _shared[0] if _shared else None
+
+
+def share_comm(comm: MPI.Comm) -> None:
+    """All worlds of this process have that communicator from now on."""
+    _shared[:] = [comm]
 
 
 def unlink_segments() -> None:

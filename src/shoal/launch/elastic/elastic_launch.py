@@ -20,6 +20,7 @@ from shoal.launch.elastic.account import RunAccount, change_text
 from shoal.launch.elastic.crew import Crew, Fence, worker_variables
 from shoal.launch.elastic.stragglers import Stragglers
 from shoal.launch.script.node_launch import NodeLaunch, Signals, first_of
+from shoal.launch.script.output import ScreenOutput
 from shoal.launch.script.rank import Rank, start_rank
 from shoal.launch.script.summary import STOPPED, Ending, is_interrupt
 from shoal.meeting.roster import Announcement
@@ -107,6 +108,14 @@ class ElasticLaunch(WorkerLaunch):
         assert self._config.elastic is not None
         bounds, server = self._config.elastic, self._place.server
         self._crew = Crew(server, self._config.ranks, bounds, self._start_if_possible)
+        if self._job is not None:
+            self._job.variables_of = self._variables_of
+            if not self._job.survives_losses:
+                raise LaunchError(
+                    "An elastic run over MPI needs an Open MPI of version 5 or newer, which goes "
+                    "on when a rank is lost (--with-ft ulfm), but mpiexec is another. Choose "
+                    "--backend shm or gloo."
+                )
         self._stragglers = Stragglers()
         self._farewell = 0.0
         self._has_begun = False
@@ -122,9 +131,16 @@ class ElasticLaunch(WorkerLaunch):
         host = f"[{host}]" if ":" in host else host
         port = config.port if config.is_between_hosts else place.master_port
         script = " ".join(map(shlex.quote, config.target()))
-        self._err.say(f"shoal: others join by: shoal launch --join {host}:{port} {script}")
+        if self._job is None:
+            self._err.say(f"shoal: others join by: shoal launch --join {host}:{port} {script}")
         self._crew.begin()
+        if self._job is not None:
+            words = ScreenOutput("mpiexec", self._err, self._err)
+            await self._job.start(self._common, words, self._output_of, self._add)
         self._has_begun = True
+
+    def _variables_of(self, number: int) -> dict[str, str]:
+        return worker_variables(number, number, self._config.ranks)
 
     async def _clean_up(self) -> None:
         self._crew.end()
@@ -132,6 +148,8 @@ class ElasticLaunch(WorkerLaunch):
 
     def _start_if_possible(self, number: int, rank: int, size: int) -> None:
         """The run goes on without one that cannot be started once others were."""
+        if self._job is not None:
+            return  # mpiexec starts all of them
         try:
             self.start_worker(number, rank, size)
         except (LaunchError, OSError) as error:

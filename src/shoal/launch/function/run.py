@@ -16,7 +16,7 @@ import torch
 from shoal.comm.memory.backend import InMemoryBackend, Simulator
 from shoal.comm.world import World, set_current
 from shoal.comm.world_state import WorldState
-from shoal.errors import DeadlineError
+from shoal.errors import DeadlineError, LaunchError
 from shoal.launch.function.call import WORKER, copy_call, encode_call, will_use_compiler
 from shoal.launch.function.collector import Collector
 from shoal.launch.function.connect_back import run_command
@@ -56,6 +56,11 @@ def run_outcomes(
             return run_elastic_threads(fn, args, ranks, timeout, elastic)
         return run_threads(fn, args, ranks, timeout)
     settings = _settings(ranks, backend, timeout)
+    if elastic is not None and backend == "mpi":
+        raise LaunchError(
+            "shoal.run(..., elastic=...) takes memory, shm and gloo. Over MPI a run whose ranks "
+            "may be lost is started by: shoal launch --elastic --backend mpi SCRIPT"
+        )
     if elastic is not None:
         return run_elastic_processes(fn, args, ranks, settings, elastic)
     if backend == "mpi":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from shoal.comm.backend import Backend
@@ -30,12 +31,14 @@ from shoal.meeting.address import MEETING_VARIABLE
 from shoal.meeting.client import MeetingClient, MeetingGone
 from shoal.meeting.roster import PERSON_VARIABLE
 from shoal.system.deadline import Deadline, regrouping_text
+from shoal.system.site import describe
 
 _LOOK_EVERY_S = 0.5
 _ANSWER_S = 10.0
 # Of worlds that cannot be connected though nobody died: then something is wrong here.
 _MOST_IN_VAIN = 5
-_TRANSPORTS = ("shm", "gloo")
+_TRANSPORTS = ("shm", "gloo", "mpi")
+_MPI_RANK = "OMPI_COMM_WORLD_RANK"
 
 
 # Of this process; its end is told though the script has left its world before.
@@ -69,6 +72,11 @@ class ProcessMembership(Membership):
                 f"ranks of an elastic run communicate over {' or '.join(_TRANSPORTS)}, not over "
                 f"{transport}: choose one of them as the backend"
             )
+        if transport == "mpi" and _MPI_RANK not in os.environ:
+            raise LaunchError(
+                "ranks of an elastic run communicate over mpi if mpiexec has started them: start "
+                "the run with shoal launch --elastic --backend mpi"
+            )
         self.generation, self.is_leaving, self.has_failed = 0, False, False
         self._transport, self._timeout = transport, timeout
         self._address = os.environ[MEETING_VARIABLE]
@@ -82,6 +90,10 @@ class ProcessMembership(Membership):
         if "refused" in answer:
             raise LaunchError(f"this process cannot join the run: {answer['refused']}")
         self._is_first = bool(answer["is_first"])
+        if transport == "mpi" and not self._is_first:
+            raise LaunchError(
+                "over MPI ranks can go and not come: use --backend gloo for a run that others join"
+            )
         self._world: World | None = None
         self._progress = ProgressTeller(self._client.tell)
         _note_sigterm(self)
@@ -98,9 +110,10 @@ class ProcessMembership(Membership):
         set_current(self._world, process_wide=True)
         return self._world
 
-    def require(self, min_ranks: int, max_ranks: int | None) -> None:
+    def require(self, min_ranks: int, max_ranks: int | None, replica: int = 1) -> None:
         """Asks the holder, who may refuse."""
-        self._client.tell({"kind": "require", "min": min_ranks, "max": max_ranks})
+        bounds = {"min": min_ranks, "max": max_ranks, "replica": replica}
+        self._client.tell({"kind": "require", **bounds})
         answer = self._answer("noted", "refused")
         if "refused" in answer:
             raise LaunchError(answer["refused"])
@@ -189,12 +202,17 @@ class ProcessMembership(Membership):
         return world
 
     def _await_world(self) -> dict[str, Any]:
-        """One that waits to be a member waits as long as the run lasts; a member does not."""
+        """One that waits to be a member waits as long as the run lasts; a member does not.
+
+        A member may be told meanwhile that it is none any more, and waits ("aside").
+        """
         deadline = Deadline(self._timeout) if self.generation else None
-        keys = ("world", "left", "refused")
+        keys = ("world", "left", "refused", "aside")
         while True:
             answer: dict[str, Any] | None = self._client.reply_of(_LOOK_EVERY_S, keys)
-            if answer is not None:
+            if answer is not None and "aside" in answer:
+                self.generation, deadline = 0, None
+            elif answer is not None:
                 return answer
             if self.is_leaving:
                 self._tell_leave()
@@ -208,14 +226,17 @@ class ProcessMembership(Membership):
 
     def _connect(self, world: dict[str, Any]) -> Backend:
         rank, size = world["rank"], world["size"]
-        os.environ.update(
-            RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size)
-        )
         bootstrap: Bootstrap = AloneBootstrap(self._timeout)
         if size > 1:
             client = find_server(self._address, rank, size, self._timeout, 0)
             bootstrap = MeetingBootstrap(client, (rank, size), self._timeout, self.generation)
         bootstrap.is_elastic = True
+        try:
+            hosts = bootstrap.all_gather(host_id().encode())
+        except BaseException as error:
+            bootstrap.abandon(describe(error))
+            raise
+        os.environ.update(place_variables(rank, hosts))
         return connect_backend(self._transport, bootstrap, self._timeout)
 
     def _tell_leave(self) -> None:
@@ -229,6 +250,17 @@ class ProcessMembership(Membership):
         if answer is None:
             raise LaunchError(f"the holder of the run ({self._address}) does not answer")
         return answer
+
+
+def place_variables(rank: int, hosts: Sequence[bytes]) -> dict[str, str]:
+    """What scripts read of a rank's place; ``hosts`` has that of each rank."""
+    own = [number for number, host in enumerate(hosts) if host == hosts[rank]]
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(hosts)),
+        "LOCAL_RANK": str(own.index(rank)),
+        "LOCAL_WORLD_SIZE": str(len(own)),
+    }
 
 
 class _Told:

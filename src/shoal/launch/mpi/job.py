@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from shoal.errors import LaunchError
@@ -31,14 +32,28 @@ class MpiJob:
     streams and variables, and reports two numbers: the rank's pid and, later, its return code.
     """
 
-    def __init__(self, config: LaunchConfig, folder: Path) -> None:
-        """Finds `mpiexec`; `folder` is for the socket, and must be private."""
+    def __init__(
+        self,
+        config: LaunchConfig,
+        folder: Path,
+        variables_of: Callable[[int], dict[str, str]] | None = None,
+    ) -> None:
+        """Finds `mpiexec`; `folder` is for the socket, and must be private.
+
+        ``variables_of`` gives what tells a rank from the others, by default `own_variables`.
+        """
         self._config = config
+        self.variables_of = variables_of or partial(own_variables, config)
         self._prefix, self._variables = mpiexec.command(config.ranks)
         self._address = str(folder / "ranks.sock")
         self._writers: list[asyncio.StreamWriter] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._output: RankOutput | None = None
+
+    @property
+    def survives_losses(self) -> bool:
+        """Whether MPI itself goes on when a rank is lost."""
+        return "ulfm" in self._prefix
 
     @property
     def pid(self) -> int:
@@ -110,7 +125,7 @@ class MpiJob:
             self._writers.append(writer)
             number = await _next_number(reader)
             output = output_of(number)
-            variables = json.dumps(own_variables(self._config, number)).encode()
+            variables = json.dumps(self.variables_of(number)).encode()
             socket.send_fds(link, [variables], output.fds)
             output.started()
             rank = Rank(number, await _next_number(reader), output)

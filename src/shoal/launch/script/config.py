@@ -184,7 +184,12 @@ def _refuse_elastic(config: LaunchConfig, bounds: Elastic) -> None:
             "An elastic run is started on one host, without --nodes. Ranks of other hosts join it: "
             "start it with --master HOST:PORT, and there: shoal launch --join HOST:PORT SCRIPT"
         )
-    carriers = ("auto", "gloo") if config.is_between_hosts else ("auto", "shm", "gloo")
+    if config.backend == "mpi" and (bounds.spares or bounds.restarts or most > config.ranks):
+        raise LaunchError(
+            "Over MPI ranks can go and not come: leave out --spares, --restarts and a --max above "
+            "-n, or choose --backend shm or gloo."
+        )
+    carriers = ("auto", "gloo") if config.is_between_hosts else ("auto", "shm", "gloo", "mpi")
     if config.backend is not None and config.backend not in carriers:
         where = " between hosts" if config.is_between_hosts else ""
         raise LaunchError(

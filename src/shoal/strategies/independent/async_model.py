@@ -63,7 +63,7 @@ class AsyncModel(ReplicaModel):
         *(
             "servers",
             "shard",
-            "peers",
+            "worker",
             "versions",
             "waited_for",
             "is_agreed",
@@ -137,7 +137,9 @@ class AsyncModel(ReplicaModel):
         """Gives each server its parameters, by the options."""
         size, rank = self.all_ranks.size, self.all_ranks.rank
         servers = self.options["servers"]
-        self.servers = list(range(size)) if servers == "all" else list(servers)
+        self.servers = list(range(size))
+        if servers != "all":  # where there are fewer ranks now, those that are left
+            self.servers = [each for each in servers if each < size] or [0]
         if self.is_gossip:
             self.servers = [rank]
         owners = self._owners()
@@ -149,6 +151,19 @@ class AsyncModel(ReplicaModel):
         }
         account.add("parameters", self.shard.num_bytes - before)
         self.worker.servers, self.worker.owners = self.servers, owners
+
+    def move_to(self, backend: Backend) -> None:
+        """Other ranks train it from now on, which all call it; see `ShardedModel.move_to`."""
+        vars(self).update(_all_ranks=backend, meeting_lane=backend.lane(self))
+        alone = backend.split(backend.rank)
+        assert alone is not None
+        super().move_to(alone)
+        waited_for = self.worker.waited_for
+        self.versions, self._has_stepped, self._seen = None, False, ""
+        self.shard = Shard()
+        self.worker = Worker(backend, self.shard)
+        self.worker.waited_for = waited_for
+        self._serve()
 
     @property
     def is_gossip(self) -> bool:
@@ -365,7 +380,8 @@ def _check_choices(options: Mapping[str, Any], size: int) -> None:
 
 def _check_servers(servers: str | Sequence[int], size: int) -> None:
     chosen = [] if isinstance(servers, str) else list(servers)
-    are_ranks = all(rank in range(size) for rank in chosen)
+    # Of a rank that is alone any would do: it may be about to join others.
+    are_ranks = all(rank in range(size) or (size == 1 and rank >= 0) for rank in chosen)
     if servers != "all" and (not chosen or not are_ranks or len(set(chosen)) < len(chosen)):
         raise ValueError(
             f"servers must be 'all' or different ranks from 0 to {size - 1}; got {servers!r}"

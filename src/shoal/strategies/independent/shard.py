@@ -28,6 +28,10 @@ class Shard:
         """One for each optimizer; the first server's count."""
         self.apply: list[Apply] = []
         """What makes the step of each optimizer."""
+        self.made: dict[int, int] = {}
+        """By rank the number of its last update that was made here."""
+        self.frozen_by: int | None = None
+        """The rank that serves it, once it has handed it on: nothing may change it any more."""
 
     @property
     def num_bytes(self) -> int:
@@ -46,6 +50,8 @@ class Shard:
         """Does what a rank asks for, one call at a time."""
         kind = request["kind"]
         with self.lock, torch.inference_mode(mode=False), torch.no_grad():
+            if self.frozen_by is not None:
+                return Answer({"waits_for": self.frozen_by})
             if kind == "pull":
                 return self._pull(request)
             if kind == "admit":
@@ -111,6 +117,7 @@ class Shard:
         gradients = unpack(values, [parameter for _, parameter in named])
         by_name = {name: each for (name, _), each in zip(named, gradients, strict=True)}
         self.apply[request["optimizer"]](by_name, request["factor"], request["options"])
+        self.made[request["rank"]] = request["number"]
         return Answer({})
 
 

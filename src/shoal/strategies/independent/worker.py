@@ -5,18 +5,35 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from shoal.comm import Backend
 from shoal.comm.peer_tensors.lending import Answer
-from shoal.errors import DeadlockError, PeerError
+from shoal.errors import DeadlockError, NotHeldError, PeerError, ShoalError
 from shoal.strategies.independent.shard import Shard, pack, unpack
 from shoal.strategies.independent.versions import Admission
 from shoal.system.deadline import Deadline, staleness_text
 
 _POLL_S = 0.002
+
+
+class Update(NamedTuple):
+    """A step of an optimizer that servers make: the number is one of the worker's."""
+
+    optimizer: int
+    number: int
+    factor: float
+    gradients: Mapping[str, Tensor]
+    options: Sequence[Mapping[str, Any]]
+
+
+class Unmade(NamedTuple):
+    """Of an update what servers have perhaps not made, by server."""
+
+    update: Update
+    names: Mapping[int, Sequence[str]]
 
 
 class Worker:
@@ -26,6 +43,7 @@ class Worker:
         servers: The ranks that serve, the one that counts versions first.
         owners: The server of each parameter, by its name.
         waited_for: How often this rank has waited for another, by rank.
+        unmade: What servers that are gone have not made of the last update, if anything.
     """
 
     def __init__(self, backend: Backend, shard: Shard) -> None:
@@ -35,6 +53,12 @@ class Worker:
         self.owners: Mapping[str, int] = {}
         self._peers = backend.lend(shard)
         self.waited_for: Counter[int] = Counter()
+        self.unmade: Unmade | None = None
+        self._num_updates = 0
+
+    def absent(self) -> list[int]:
+        """The ranks that do nothing any more."""
+        return [rank for rank in range(self._backend.size) if self._peers.absence(rank) is not None]
 
     def pull(
         self, like: Mapping[str, Tensor], *, begins: bool
@@ -65,20 +89,44 @@ class Worker:
         options: Sequence[Mapping[str, Any]],
     ) -> Admission:
         """Has the servers make a step of an optimizer with what was computed with a version."""
+        self.unmade = None
         self._peers.hand_over()
         request = {
             "kind": "admit", "optimizer": optimizer, "rank": self._backend.rank, "version": version,
         }  # fmt: skip
         admission = Admission(**self._call_in_turn(self.servers[0], request).data)
-        for server in self.servers if admission.factor else ():
-            names = [name for name in gradients if self.owners[name] == server]
-            if names:
-                update = {
-                    "kind": "push", "optimizer": optimizer, "names": names,
-                    "factor": admission.factor, "options": list(options),
-                }  # fmt: skip
-                self._call(server, update, pack([gradients[name] for name in names]))
+        if admission.factor:
+            self._num_updates += 1
+            factor, number = admission.factor, self._num_updates
+            self.make(Update(optimizer, number, factor, gradients, options), list(gradients))
         return admission
+
+    def make(self, update: Update, wanted: Sequence[str]) -> None:
+        """Has each server make its part of an update, as far as it is wanted.
+
+        If servers are gone, the others make theirs all the same; see `unmade`.
+        """
+        lost: dict[int, list[str]] = {}
+        error: ShoalError | None = None
+        for server in self.servers:
+            names = [name for name in wanted if self.owners[name] == server]
+            try:
+                if names:
+                    self._push(server, update, names)
+            except (PeerError, NotHeldError) as caught:
+                error, lost[server] = caught, names
+        if error is not None:
+            self.unmade = Unmade(update, lost)
+            raise error
+
+    def _push(self, server: int, update: Update, names: Sequence[str]) -> None:
+        request = {
+            "kind": "push", "optimizer": update.optimizer, "names": list(names),
+            "rank": self._backend.rank, "number": update.number,
+            "factor": update.factor, "options": list(update.options),
+        }  # fmt: skip
+        values = pack([update.gradients[name] for name in names])
+        self._call_in_turn(server, request, lambda: values)
 
     def mix(self, partner: int) -> None:
         """Averages this rank's parameters with another's; see [Note: gossip]."""
