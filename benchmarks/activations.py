@@ -195,7 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
-        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: what one thread worked"
+        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: what this process worked"
     )
     parser.add_argument("--part", nargs="+", choices=tuple(PARTS), default=tuple(PARTS))
     sizes = {"layers": 12, "width": 256, "length": 256, "batch": 4, "rounds": 7}

@@ -92,5 +92,6 @@ MODELS = {
     "gpt-0.37b": Subject(Shape(24, 1024, batch=8, length=1024, heads=16), 32000),
     "layers-1000": Subject(Shape(1000, 256, batch=8, length=64), 1000, is_gpt=False),
     "gpt-1.58b": Subject(Shape(48, 1600, batch=4, length=1024, heads=25), 32000),
+    "gpt-wide": Subject(Shape(20, 4096, batch=8, length=2048, heads=32), 8000),
     "tiny": Subject(Shape(2, 32, batch=2, length=8), 64),
 }

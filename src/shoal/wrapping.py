@@ -202,6 +202,9 @@ def as_distributed(
     strategy: Literal["hybrid"],
     backend: str = ...,
     enabled: bool = ...,
+    elastic: bool = ...,
+    min_ranks: int = ...,
+    max_ranks: int | None = ...,
     **options: Unpack[HybridOptions],
 ) -> Any: ...
 @overload
@@ -213,6 +216,9 @@ def as_distributed(
     strategy: Literal["hybrid"],
     backend: str = ...,
     enabled: bool = ...,
+    elastic: bool = ...,
+    min_ranks: int = ...,
+    max_ranks: int | None = ...,
     **options: Unpack[HybridOptions],
 ) -> tuple[Any, Any]: ...
 @overload
@@ -224,6 +230,9 @@ def as_distributed(
     strategy: Literal["hybrid"],
     backend: str = ...,
     enabled: bool = ...,
+    elastic: bool = ...,
+    min_ranks: int = ...,
+    max_ranks: int | None = ...,
     **options: Unpack[HybridOptions],
 ) -> tuple[Any, Loader]: ...
 @overload
@@ -235,6 +244,9 @@ def as_distributed(
     strategy: Literal["hybrid"],
     backend: str = ...,
     enabled: bool = ...,
+    elastic: bool = ...,
+    min_ranks: int = ...,
+    max_ranks: int | None = ...,
     **options: Unpack[HybridOptions],
 ) -> tuple[Any, Any, Loader]: ...
 @overload
@@ -368,7 +380,7 @@ def as_distributed(
         enabled: If false, everything comes back untouched.
         elastic: Whether ranks may come, go and die while training goes on, step by step inside of
             ``with optimizer.attempt():``; see `shoal.elastic.ElasticOptimizer`. For data-parallel
-            strategies, and for "async" without a loader.
+            strategies, "hybrid" (whole replicas come and go), and "async" without a loader.
         min_ranks: With fewer ranks an elastic run ends.
         max_ranks: More are not let in.
         options: For the model's class, for example ``activations`` (which are computed again in

@@ -105,7 +105,7 @@ def test_another_number_of_ranks_keeps_the_mean(tmp_path: Path, ranks: int) -> N
     }
     for _, kept in run(load_and_go_on, ranks, tmp_path, "zero3", "topk:0.05", {}):
         for name, value in mean.items():
-            assert value.any()
+            assert value.any() == name.endswith("weight")  # vectors are not compressed
             assert torch.allclose(kept[name], value, rtol=1e-5, atol=1e-7)
 
 

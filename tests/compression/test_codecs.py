@@ -217,6 +217,11 @@ def test_choose_by_name_size_and_role() -> None:
     assert codec.for_tensor("body.weight", (5, 5)) == Identity()
     assert codec.for_tensor("body.bias", (500,)) == Quantize(8)
     assert codec.for_tensor("body.weight", (50, 50)) == LowRank(2)
+    sparse = Choose(TopK(0.01))
+    assert sparse.for_tensor("body.weight", (50, 50)) == TopK(0.01)
+    assert sparse.for_tensor("body.bias", (5000,)) == Identity()
+    always = Choose(TopK(0.01), vectors=TopK(0.01))
+    assert always.for_tensor("body.bias", (5000,)) == TopK(0.01)
     with pytest.raises(ValueError, match="decides once"):
         Choose(codec)
 

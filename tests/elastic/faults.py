@@ -71,24 +71,38 @@ class Result:
     samples: list[tuple[int, list[int]]]
     changes: list[Any]
     num_operations: int = 0
-    losses: list[float] = field(default_factory=list)
+    losses: list[tuple[int, float]] = field(default_factory=list)
 
 
-def make_training(
-    strategy: str, make_optimizer: Callable[..., Any] = torch.optim.Adam, dropout: float = 0.4
-) -> tuple[Any, Any, Any, Any]:
-    """Odd sizes, dropout, a tied and a frozen parameter, two groups of parameters."""
-    torch.manual_seed(5)
+def make_module(dropout: float) -> nn.Sequential:
+    """Odd sizes, dropout, a tied and a frozen parameter."""
     model = nn.Sequential(nn.Linear(3, 5), nn.Dropout(dropout), nn.Linear(5, 5), nn.Linear(5, 5))
     model[3].weight = model[2].weight
     model[3].bias.requires_grad_(False)
-    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.2}]
+    return model
+
+
+def make_training(
+    strategy: str,
+    make_optimizer: Callable[..., Any] = torch.optim.Adam,
+    dropout: float = 0.4,
+    make_module: Callable[[float], Any] = make_module,
+    seed: int | None = None,
+    **options: Any,
+) -> tuple[Any, Any, Any, Any]:
+    """Two groups of parameters; samples in an order that depends on nothing else with a seed."""
+    torch.manual_seed(5)
+    model: Any = make_module(dropout)
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    groups = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.2}]
     optimizer = make_optimizer(groups, lr=0.1)
     numbers = torch.arange(NUM_SAMPLES)
     inputs = torch.sin(numbers.view(-1, 1) * torch.tensor([1.0, 2.0, 3.0]))
-    loader = DataLoader(TensorDataset(inputs, numbers), batch_size=BATCH, shuffle=True)
+    order = None if seed is None else torch.Generator().manual_seed(seed)
+    data = TensorDataset(inputs, numbers)
+    loader: Any = DataLoader(data, batch_size=BATCH, shuffle=True, generator=order)
     model, optimizer, loader = shoal.as_distributed(
-        model, optimizer, loader, strategy=strategy, elastic=True, min_group_bytes=64
+        model, optimizer, loader, strategy=strategy, elastic=True, min_group_bytes=64, **options
     )
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
     optimizer.also.append(scheduler)
@@ -101,31 +115,33 @@ def loss_of(output: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 
 def train(
     strategy: str,
-    victim: int | None = None,
+    victim: int | tuple[int, ...] | None = None,
     at_step: int = 1,
     nth: int = -1,
     second: tuple[int, int] | None = None,
+    options: dict[str, Any] | None = None,
 ) -> Result:
-    """Trains; the rank that began as ``victim`` is lost at its n-th operation after a step.
+    """Trains; the rank that began as ``victim`` is lost at its n-th operation after a step, or all.
 
     ``second``: another rank, and its n-th operation once the first is lost.
     """
     first_rank = shoal.world().rank
     is_new = shoal.world().membership is not None and shoal.world().membership.generation == 0
-    model, optimizer, loader, scheduler = make_training(strategy)
+    model, optimizer, loader, scheduler = make_training(strategy, **(options or {}))
     result = Result({}, {}, 0.0, 0, [], [])
     optimizer._on_change = result.changes.append
     fuse = None
     for epoch in loader.epochs(EPOCHS):
         for inputs, numbers in loader:
             with optimizer.attempt():
-                model.train_step(inputs, numbers, loss_of)
+                loss = model.train_step(inputs, numbers, loss_of)
                 optimizer.step()
                 optimizer.zero_grad()
                 scheduler.step()
+                result.losses.append((optimizer.num_committed, float(loss)))
                 result.samples.append((optimizer.num_committed, numbers.tolist()))
             if optimizer.num_committed == at_step and fuse is None and not is_new:
-                if first_rank == victim:
+                if first_rank in (victim if isinstance(victim, tuple) else (victim,)):
                     fuse = light(nth)
                 elif second is not None and first_rank == second[0]:
                     fuse = _LaterFuse.light(*second)

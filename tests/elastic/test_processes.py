@@ -18,6 +18,7 @@ import leaks
 import shoal
 from shoal.elastic import Elastic
 from shoal.launch.function.forkserver.forkserver import fork_server
+from shoal.system.deadline import wait_until
 
 PHASES = ("forward", "backward", "step", "between")
 
@@ -81,6 +82,72 @@ def test_the_others_go_on(backend: str, victim: int) -> None:
         train, 3, backend, args=("zero3", victim, "backward"), elastic=Elastic(min_ranks=2)
     )
     assert [rest for _, *rest in found] == [[9, 2]] * 2
+    assert all(torch.equal(found[0][0][name], found[1][0][name]) for name in found[0][0])
+
+
+def train_replicas(
+    victim: int | None, epochs: int, awaits_others: bool = False
+) -> tuple[Any, int, int, list[Any]]:
+    """Two ranks hold one model between them; a victim kills itself in the fourth step.
+
+    ``awaits_others``: whether those that are left make one step alone and then wait.
+    """
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Dropout(0.1), nn.Linear(9, 1))
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.01)
+    inputs = torch.randn(36, 4)
+    data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    loader: Any = DataLoader(data, batch_size=12, shuffle=True)
+    model, optimizer, loader = shoal.as_distributed(
+        model, optimizer, loader, strategy="hybrid", tensor=2, zero=1, elastic=True
+    )
+    changes: list[Any] = []
+    optimizer._on_change = changes.append
+
+    def loss_fn(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        is_due = optimizer.generation == 1 and optimizer.num_committed == 3
+        if is_due and shoal.world().rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return F.mse_loss(output, targets)
+
+    for _ in loader.epochs(epochs):
+        for x, y in loader:
+            with optimizer.attempt():
+                model.train_step(x, y, loss_fn)
+                optimizer.step()
+                optimizer.zero_grad()
+            membership = shoal.world().membership
+            if awaits_others and shoal.world().size == 2 and membership is not None:
+                assert wait_until(membership.wants_change, 60.0, 0.01)
+    return model.state_dict(), optimizer.num_committed, shoal.world().size, changes
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_killed_rank_of_a_replica_is_replaced(backend: str) -> None:
+    leaks.baseline()
+    expected = shoal.run(train_replicas, 4, backend, args=(None, 2), elastic=Elastic())
+    elastic = Elastic(min_ranks=4, restarts=1)
+    found = shoal.run(train_replicas, 4, backend, args=(1, 2), elastic=elastic)
+    assert [each[1:3] for each in found] == [each[1:3] for each in expected] == [(6, 4)] * 4
+    for (state, *_), (wanted, *_) in zip(found, expected, strict=True):
+        assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+
+
+def test_the_rest_of_a_replica_waits_and_comes_back() -> None:
+    """With whoever takes the place of the lost one, as soon as that one is there."""
+    leaks.baseline()
+    found = shoal.run(train_replicas, 4, "shm", args=(1, 4, True), elastic=Elastic(restarts=1))
+    assert [each[1:3] for each in found] == [(12, 4)] * 4
+    less, more = found[0][3]
+    assert (less.old_size, less.new_size, set(less.left)) == (4, 2, {0, 1})
+    assert (more.old_size, more.new_size, more.left) == (2, 4, ())
+    assert all(torch.equal(found[0][0][name], each[0][name]) for each in found for name in each[0])
+
+
+def test_the_others_go_on_without_the_replica() -> None:
+    leaks.baseline()
+    found = shoal.run(train_replicas, 4, "gloo", args=(2, 2), elastic=Elastic())
+    assert [each[1:3] for each in found] == [(6, 2)] * 2
     assert all(torch.equal(found[0][0][name], found[1][0][name]) for name in found[0][0])
 
 

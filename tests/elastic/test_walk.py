@@ -10,15 +10,20 @@ import torch
 
 import shoal
 from elastic import faults
+from elastic.chain import Chain
 from shoal.elastic import Elastic
 from shoal.errors import ShoalError
 
 SIZES = (4, 3, 5, 2, 6, 1, 4)
+# Of replicas of two ranks: one that is asked to go has another wait, who comes back later.
+PAIRS, AFTER_PAIRS = (4, 3, 6, 2, 4), (2, 6, 2, 4)
+SPLIT = {"make_module": Chain, "seed": 3, "tensor": 2, "zero": 3}
+STAGES = {"make_module": Chain, "seed": 3, "pipeline": 2, "micro_batches": 2, "zero": 1}
 EPOCHS = 4  # of two steps each
 
 
-def _walk(strategy: str, sizes: tuple[int, ...]) -> dict[str, Any]:
-    model, optimizer, loader, scheduler = faults.make_training(strategy, dropout=0.0)
+def _walk(strategy: str, sizes: tuple[int, ...], options: dict[str, Any]) -> dict[str, Any]:
+    model, optimizer, loader, scheduler = faults.make_training(strategy, dropout=0.0, **options)
     stops, samples, losses = [], [], []
     before: list[Any] = []
 
@@ -36,7 +41,7 @@ def _walk(strategy: str, sizes: tuple[int, ...]) -> dict[str, Any]:
                 scheduler.step()
                 _ask_for(sizes[min(optimizer.num_committed + 1, len(sizes) - 1)])
                 before[:] = model.state_dict(), optimizer.state_dict()
-                parts = shoal.world().all_gather_object(numbers.tolist())
+                parts = model.data_group.all_gather_object(numbers.tolist())
             samples += [number for part in parts for number in part]
             losses.append(loss.item())
     return {"stops": stops, "samples": samples, "losses": losses, "model": model.state_dict()}
@@ -56,18 +61,34 @@ def _ask_for(size: int) -> None:
         world.leave()
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
-def test_state_stays_the_same_at_each_stop(strategy: str) -> None:
-    found = shoal.run(_walk, 4, "memory", args=(strategy, SIZES), elastic=Elastic(), timeout=60)
-    assert len(found) == SIZES[-1]
+@pytest.mark.parametrize(
+    ("strategy", "options", "sizes", "stops"),
+    [
+        ("zero3", {}, SIZES, SIZES[1:]),
+        ("ddp", {}, SIZES, SIZES[1:]),
+        ("hybrid", SPLIT, PAIRS, AFTER_PAIRS),
+        ("hybrid", STAGES, PAIRS, AFTER_PAIRS),
+    ],
+)
+def test_state_stays_the_same_at_each_stop(
+    strategy: str, options: dict[str, Any], sizes: tuple[int, ...], stops: tuple[int, ...]
+) -> None:
+    args = (strategy, sizes, options)
+    found = shoal.run(_walk, 4, "memory", args=args, elastic=Elastic(), timeout=60)
+    assert len(found) == sizes[-1]
     stayed = found[0]
-    assert [size for _, size, *_ in stayed["stops"]] == list(SIZES[1:])
+    assert [size for _, size, *_ in stayed["stops"]] == list(stops)
     for _, _, model, optimizer, before in stayed["stops"]:
         assert faults.same(model, before[0])
         assert faults.same(optimizer["state"], before[1]["state"])
     everything = sorted([*range(faults.NUM_SAMPLES)] * EPOCHS)
     assert sorted(stayed["samples"]) == everything
-    (alone,) = shoal.run(_walk, 1, "memory", args=(strategy, (1,)))
+    (alone,) = shoal.run(
+        _walk,
+        1,
+        "memory",
+        args=(strategy, (1,), {**options, "tensor": 1, "pipeline": 1} if options else {}),
+    )
     assert stayed["losses"] == pytest.approx(alone["losses"], abs=1e-5)
 
 

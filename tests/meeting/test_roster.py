@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from shoal.meeting.client import MeetingClient
 from shoal.meeting.elastic_options import Elastic
-from shoal.meeting.roster import JOINER, LOST_S, SPARE, WORKER, PersonStage, Roster
+from shoal.meeting.roster import JOINER, LOST_S, SPARE, WORKER, PersonStage, Roster, set_aside
 from shoal.meeting.roster_desk import RosterDesk
 from shoal.meeting.server import MeetingServer
 
@@ -265,6 +265,96 @@ def test_nobody_registers_who_was_not_expected(wrong: Any) -> None:
         Run(2).roster.register(wrong)
 
 
+def replicas(ranks: int, replica: int, **options: Any) -> Run:
+    run = Run(ranks, **options).begin()
+    assert run.roster.require(0, replica, None, run.now, replica=replica) == ""
+    return run
+
+
+def test_the_rest_of_a_replica_waits_until_it_is_whole() -> None:
+    run = replicas(6, 2)
+    run.end(2)
+    run.ask(0, 1, 3, 4, 5)
+    assert run.members() == [0, 1, 4, 5]
+    assert run.heard[3][-1] == {"aside": True}
+    reasons = dict(run.last(0)["world"]["reasons"])
+    assert reasons[2] == "end of 2"
+    assert "another replica" in reasons[3]
+    assert run.last(0).keys() == {"world"}  # one alone is no reason for another change
+    late = run.outsider(WORKER)
+    assert run.last(0) == {"change": True}
+    run.ask(0, 1, 4, 5)
+    assert run.members() == [0, 1, 4, 5, 3, late]
+    assert run.last(3)["world"]["old_ranks"] == [0, 1, 2, 3, None, None]
+
+
+def test_two_that_lost_their_partners_are_a_replica() -> None:
+    run = replicas(6, 2)
+    run.end(0, 3)
+    run.ask(1, 2, 4, 5)
+    assert run.members() == [1, 2, 4, 5]
+
+
+def test_one_whose_neighbour_is_gone_stays() -> None:
+    """It has the only copy of what that one had, or that one had the copy of its own."""
+    assert set_aside([False, True, True, True], 0, 2) == [1]
+    for first, second in itertools.permutations(range(8), 2):
+        if abs(first - second) == 4:
+            continue
+        is_there = [rank not in (first, second) for rank in range(8)]
+        gone = {first, second, *set_aside(is_there, 0, 4)}
+        assert len(gone) == 4
+        assert not any((rank + 4) % 8 in gone for rank in gone)
+        assert set_aside(is_there, 2, 4) == []
+
+
+def test_spares_come_only_as_whole_replicas() -> None:
+    run = replicas(2, 2, max_ranks=6)
+    first = run.outsider(JOINER)
+    assert 0 not in run.heard or run.last(0) != {"change": True}
+    second = run.outsider(JOINER)
+    assert run.last(0) == {"change": True}
+    run.ask(0, 1)
+    assert run.members() == [0, 1, first, second]
+    run.end(second)
+    run.ask(0, 1, first)
+    assert run.members() == [0, 1]
+    third = run.outsider(JOINER)
+    run.ask(0, 1)
+    assert run.members() == [0, 1, first, third]
+
+
+def test_one_that_waits_for_its_replica_is_not_counted_twice() -> None:
+    run = replicas(4, 2, max_ranks=10)
+    joiner, last = run.outsider(JOINER), run.outsider(JOINER)
+    run.ask(0, 1, 2, 3)
+    for _ in range(2):
+        run.end(last)
+        run.ask(0, 1, 2, 3, joiner)
+        assert run.members() == [0, 1, 2, 3]
+        last = run.outsider(WORKER)
+        run.ask(0, 1, 2, 3)
+        assert run.members() == [0, 1, 2, 3, last, joiner]
+    run.outsider(SPARE), run.outsider(SPARE)
+    assert run.last(0).keys() == {"world"}
+
+
+def test_less_than_a_replica_is_the_end_and_waits_for_those_on_their_way() -> None:
+    run = replicas(4, 4)
+    late = run.roster.expect(WORKER)
+    run.end(1)
+    run.ask(0, 2, 3)
+    assert "world" in run.last(0) or run.last(0) == {"change": True}
+    assert run.roster.generation == 1
+    run.end(late)
+    assert "at least 4 rank(s) (4 hold one model between them) and has 3" in run.last(0)["refused"]
+
+
+def test_ranks_agree_on_what_a_replica_is() -> None:
+    run = replicas(4, 2)
+    assert "where others have 2" in run.roster.require(1, 1, None, run.now, replica=1)
+
+
 class Story(RuleBasedStateMachine):
     """Processes come, ask, die and leave in any order, and what must hold holds."""
 
@@ -386,13 +476,31 @@ class Story(RuleBasedStateMachine):
                 assert all(rank in (None, new) for new, rank in enumerate(world.old_ranks))
 
 
+class ReplicaStory(Story):
+    """The same, where two ranks hold one model between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run = Run(4, min_ranks=2, max_ranks=5)
+        assert self.run.roster.require(0, 2, None, self.run.now, replica=2) == ""
+
+    @invariant()
+    def members_are_whole_replicas(self) -> None:
+        worlds = self.run.roster.worlds[1:]  # before the first nobody has said what a replica is
+        assert all(len(world.members) % 2 == 0 for world in worlds)
+
+
+TestReplicaStory = ReplicaStory.TestCase
+TestReplicaStory.settings = settings(
+    max_examples=50, stateful_step_count=30, suppress_health_check=list(HealthCheck)
+)
 TestStory = Story.TestCase
 TestStory.settings = settings(
     max_examples=50, stateful_step_count=30, suppress_health_check=list(HealthCheck)
 )
 
 
-FIELDS = ("person", "generation", "min", "max", "reason", "is_good", "transport")
+FIELDS = ("person", "generation", "min", "max", "reason", "is_good", "transport", "replica")
 KINDS = ("register", "regroup", "leave", "depart", "require", "awaited", "expect", "person-ended")
 VALUES = st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.lists(st.none())
 

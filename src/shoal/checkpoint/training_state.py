@@ -110,6 +110,13 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
     return dict(found.values())
 
 
+def unsaved_buffers(model: ShardedModel) -> dict[str, Tensor]:
+    """The others: those that are no part of the state, or another rank's part of it."""
+    saved = {id(buffer) for buffer in buffers(model).values()}
+    named = model.module.named_buffers()
+    return {name: buffer for name, buffer in named if id(buffer) not in saved}
+
+
 def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, inner in module.named_modules(remove_duplicate=False):
         for name, buffer in buffers_of(inner).items():

@@ -205,6 +205,7 @@ class ProcessBackend(Backend):
         begin = time.perf_counter()
         patience = self._coordination.begin(operation.signature, key[1], site, eager=eager)
         patience.awaited = self._awaited(operation, key)
+        self._coordination.or_fail(self._prepare_message, operation.kind, peer, patience)
         header = Header(operation.signature, operation.meta, self._expose_message(operation), site)
         message, number = self._meet(header, operation.kind, peer, key, patience)
         theirs = decode(message.theirs)
@@ -238,7 +239,14 @@ class ProcessBackend(Backend):
             number = self._number_message(peer)
             return encode(header._replace(wire=number) if number else header)
 
-        return coordination.or_fail(channel.accept, peer, key, answer, patience), number
+        try:
+            return coordination.or_fail(channel.accept, peer, key, answer, patience), number
+        except BaseException:
+            self._end_message(kind, peer, number)
+            raise
+
+    def _prepare_message(self, kind: str, peer: int, patience: Patience) -> None:
+        """Before a message is shown to the peer."""
 
     def _number_message(self, peer: int) -> bytes:
         """What a receiver tells the sender of a message when they have met, if anything."""

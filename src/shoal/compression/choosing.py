@@ -25,7 +25,7 @@ class Choose(Codec):
         below: Tensors of fewer elements are small.
         small: For small tensors.
         vectors: For tensors of fewer than two dimensions, such as biases and norms; by default
-            ``codec``.
+            what ``codec`` does with those: sparse and low-rank ones send them as they are.
         names: Codecs by the full name of a parameter, which may have wildcards: ``"*.bias"``.
 
     Example:
@@ -59,7 +59,7 @@ class Choose(Codec):
             return self.small
         if len(shape) < 2 and self.vectors is not None:
             return self.vectors
-        return self.codec
+        return self.codec.for_tensor(name, shape)
 
     def sections(self, shape: torch.Size, dtype: torch.dtype) -> Sequence[Section]:
         """Those of the codec for a tensor without a name."""

@@ -11,13 +11,26 @@ import torch
 from torch import Tensor
 
 from shoal.compression.codec import Codec, CompressedTensor, Form, Section
+from shoal.compression.dense import Identity
 
 _MOST_INT32 = 2**31
 
 
+class _Sparse(Codec):
+    """What codecs that keep some of the elements share."""
+
+    form = Form.SPARSE
+
+    def for_tensor(self, name: str, shape: Sequence[int]) -> Codec:
+        """Itself for matrices; biases and norms are few, and cost much when they come late."""
+        return self if len(shape) > 1 else Identity()
+
+
 @dataclass(frozen=True)
-class TopK(Codec):
+class TopK(_Sparse):
     """The largest elements as they are, with their places; the others become zero.
+
+    A model's vectors, such as biases and norms, are not compressed; see `Choose` for those.
 
     NaN counts as larger than infinity and infinity as larger than all else: what is not finite is
     kept first, as it is.
@@ -27,8 +40,6 @@ class TopK(Codec):
     """
 
     ratio: float = 0.01
-
-    form = Form.SPARSE
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
@@ -65,11 +76,12 @@ class TopK(Codec):
 
 
 @dataclass(frozen=True)
-class RandomK(Codec):
+class RandomK(_Sparse):
     """Some elements as they are, chosen at random, each as likely; the others become zero.
 
     The places are an arithmetic progression with a random start and a random stride, so two numbers
-    say all of them. If anything is not finite, all elements that are kept become NaN.
+    say all of them. If anything is not finite, all elements that are kept become NaN. A model's
+    vectors, such as biases and norms, are not compressed; see `Choose` for those.
 
     Attributes:
         ratio: Which part of the elements is kept; at least one is.
@@ -78,8 +90,6 @@ class RandomK(Codec):
 
     ratio: float = 0.01
     unbiased: bool = False
-
-    form = Form.SPARSE
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)

@@ -20,7 +20,7 @@ from shoal.checkpoint.save.rank_state import RankState
 from shoal.comm import Backend
 from shoal.comm.peer_tensors.lending import Answer, Lent, PeerTensors
 from shoal.elastic.keeper import Keeper
-from shoal.elastic.kept_part import KeptPart, Room, Seat, keep
+from shoal.elastic.kept_part import KeptPart, Room, Seat, Share, keep
 from shoal.errors import ShoalError
 from shoal.strategies.independent.worker import Unmade
 from shoal.system.deadline import Deadline
@@ -44,9 +44,9 @@ class AsyncKeeper(Keeper):
         self._num_copies = 0
         self.made: dict[int, dict[int, int]] = {}
 
-    def move_to(self, backend: Backend, generation: int) -> None:
+    def move_to(self, backend: Backend, generation: int, ranks_per_replica: int) -> None:
         """Keeps with these ranks from now on, who all call it; what it has stays for now."""
-        super().move_to(backend, generation)
+        super().move_to(backend, generation, ranks_per_replica)
         self._peers, self.is_current = backend.lend(self), True
 
     @property
@@ -65,11 +65,11 @@ class AsyncKeeper(Keeper):
         step: int,
         local: Any,
         *,
-        is_divided: bool,
+        share: Share | None,
         word: Callable[[], int] = lambda: 0,
     ) -> list[int]:
         """All ranks begin with copies, by a vote; of this rank's own part the shard is enough."""
-        words = super().commit(state, 0, local, is_divided=True, word=word)
+        words = super().commit(state, 0, local, share=None, word=word)
         self.own, self._rooms = [], {}
         before = [part for part in self._sent.values() if part.seat.generation < self.generation]
         for part in before:
@@ -117,7 +117,7 @@ class AsyncKeeper(Keeper):
         state.values["made"] = [list(each) for each in made.items()]
         self._num_copies += 1
         room = Room(None, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
-        return keep(state, self._seat, self._num_copies, is_divided=True, room=room)
+        return keep(state, self._seat, self._num_copies, share=None, room=room)
 
     def send(self, part: KeptPart, ranks: Iterable[int]) -> None:
         """Gives others a copy; returns once they have compared it."""

@@ -11,21 +11,21 @@ from typing import Any, ClassVar, Self
 
 from torch.optim import Optimizer
 
-from shoal.checkpoint import training_state
 from shoal.checkpoint.loading import load
 from shoal.checkpoint.save.rank_state import RankState, collect
-from shoal.checkpoint.training_state import Companions
+from shoal.checkpoint.training_state import Companions, unsaved_buffers
 from shoal.comm import Backend
 from shoal.comm.control.membership import Change, Membership, Regrouped, RunComplete
 from shoal.comm.world import World, current
 from shoal.elastic.keeper import IS_LEAVING, WANTS_CHANGE, Keeper
+from shoal.elastic.kept_part import BUFFER, Share
 from shoal.elastic.recovery import Recovery, refuse
 from shoal.elastic.snapshot import AttemptSnapshot
 from shoal.errors import CheckpointWarning, LaunchError, PeerError, ShoalError
 from shoal.optim.kinds import Kind
 from shoal.optim.optimizer import ShardedOptimizer
 from shoal.optim.proof.judgement import Judgement
-from shoal.optim.registry import DATA_PARALLEL, PAIRS
+from shoal.optim.registry import ELASTIC, PAIRS
 from shoal.strategies.model import ShardedModel
 
 
@@ -107,10 +107,10 @@ class ElasticOptimizer(ShardedOptimizer):
         for each in also:
             self.take_along(each)
         if self._membership is not None:
-            self._membership.require(min_ranks, max_ranks)
+            size = model.ranks_per_replica
+            self._membership.require(max(min_ranks, size), max_ranks, size)
         if self._is_member:
-            self.keeper.move_to(self.model.all_ranks, self.generation)
-            self._keep(self.num_committed)
+            self._keep_with_others()
 
     def _make_keeper(self) -> Keeper:
         return Keeper()
@@ -238,12 +238,20 @@ class ElasticOptimizer(ShardedOptimizer):
             self.recover()
         return words is not None
 
+    def _keep_with_others(self) -> None:
+        """Keeps the step that there is in a new world."""
+        model = self.model
+        self.keeper.move_to(model.all_ranks, self.generation, model.ranks_per_replica)
+        self._keep(self.num_committed)
+
     def _keep(self, step: int) -> list[int]:
+        model = self.model
+        share = Share(model.data_group.rank, model.data_group.size)
         words = self.keeper.commit(
             self._collect(),
             step,
             self._take_snapshot(step),
-            is_divided=self.model.sharding.optimizer,
+            share=None if model.sharding.optimizer else share,
             word=self._word,
         )
         self._is_stale = False
@@ -256,14 +264,11 @@ class ElasticOptimizer(ShardedOptimizer):
         return wants | (IS_LEAVING if membership.is_leaving else 0)
 
     def _collect(self) -> RankState:
-        saved = {id(buffer) for buffer in training_state.buffers(self.model).values()}
-        transient = {
-            name: buffer
-            for name, buffer in self.model.module.named_buffers()
-            if id(buffer) not in saved
-        }
-        extra = {"buffers": transient}
-        return collect(self.model, [self], Companions(), extra, self.model.all_ranks.rank)
+        state = collect(self.model, [self], Companions(), {}, self.model.all_ranks.rank)
+        if self.model.data_group.rank == 0:  # its buffers are those that all go on with
+            for name, buffer in unsaved_buffers(self.model).items():
+                state.add_whole(BUFFER + name, buffer)
+        return state
 
     # Changes ------------------------------------------------------------------------------------
 
@@ -283,7 +288,6 @@ class ElasticOptimizer(ShardedOptimizer):
 
     def recover(self) -> None:
         """Goes on in the next world; see `Recovery`."""
-        is_joining = not self._is_member
         origins: list[int | None] | None = None
         reasons: dict[int, str] = {}
         while True:
@@ -297,9 +301,9 @@ class ElasticOptimizer(ShardedOptimizer):
                 old_size, reasons = regrouped.old_size, dict(regrouped.reasons)
             origins = old_ranks
             try:
+                is_joining = origins[regrouped.world.rank] is None
                 self.num_committed = self._recovery(regrouped.world, is_joining=is_joining).run()
-                self.keeper.move_to(self.model.all_ranks, self.generation)
-                self._keep(self.num_committed)
+                self._keep_with_others()
                 break
             except PeerError:
                 continue
@@ -392,11 +396,12 @@ def _change(generation: int, old_size: int, origins: Sequence[int | None], step:
 
 
 def _check_elastic(model: ShardedModel) -> None:
-    if model.strategy not in (*DATA_PARALLEL, *ElasticOptimizer.kinds):
+    known = (*ELASTIC, *ElasticOptimizer.kinds)
+    if model.strategy not in known:
         raise ShoalError(
-            f"ranks cannot come and go under strategy={model.strategy!r}, where a lost rank takes "
-            f"a part of the model with it: choose one of {', '.join(DATA_PARALLEL)}, or "
-            f"{', '.join(ElasticOptimizer.kinds)}"
+            f"ranks cannot come and go under strategy={model.strategy!r}: choose one of "
+            f"{', '.join(known)}. With 'hybrid' layers are split (tensor=2) or cut into stages "
+            "(pipeline=2) as with 'tensor' and 'pipeline', and whole replicas come and go"
         )
     if model.options.get("topology", "server") != "server":
         raise ShoalError(

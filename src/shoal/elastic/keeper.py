@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shoal.checkpoint.save.rank_state import RankState
 from shoal.comm import Backend
-from shoal.elastic.kept_part import KeptPart, Room, Seat, keep
+from shoal.elastic.kept_part import KeptPart, Room, Seat, Share, keep
 from shoal.errors import ShoalError
 
 WANTS_CHANGE, IS_LEAVING, IS_DAMAGED = 1, 2, 4
@@ -40,10 +40,10 @@ class Keeper:
         self._seat = Seat(0, 0, 1)
         self._shift = 1
 
-    def move_to(self, backend: Backend, generation: int) -> None:
+    def move_to(self, backend: Backend, generation: int, ranks_per_replica: int) -> None:
         """Keeps with these ranks from now on, who all call it; what it has stays for now."""
         hosts = backend.all_gather_object(platform.node())
-        self._shift = buddy_distance(hosts)
+        self._shift = buddy_distance(hosts, ranks_per_replica)
         self._backend = backend.lane(self)
         self._seat = Seat(generation, backend.rank, backend.size)
 
@@ -67,15 +67,17 @@ class Keeper:
         step: int,
         local: Any,
         *,
-        is_divided: bool,
+        share: Share | None,
         word: Callable[[], int] = lambda: 0,
     ) -> list[int]:
         """Keeps a step with all ranks, and drops those before; see [Note: commit].
 
+        ``share``: this rank's, where ranks that see other data have the same values.
+
         Returns what each rank says in the vote.
         """
         room = Room(self._rooms.pop("own", None), self._make_room)
-        part = keep(state, self._seat, step, is_divided=is_divided, room=room)
+        part = keep(state, self._seat, step, share=share, room=room)
         part.local = local
         self.own.append(part)
         words: list[int] = []
@@ -157,10 +159,19 @@ class Keeper:
                 self.others.append(KeptPart.of(about, backend.recv(src=rank, tag=3)))
 
 
-def buddy_distance(hosts: list[str]) -> int:
-    """How far ahead a rank's buddy is: on another host for as many as can be."""
+def buddy_distance(hosts: list[str], ranks_per_replica: int = 1) -> int:
+    """How far ahead a rank's buddy is: on another host for as many as can be.
 
-    def num_apart(shift: int) -> int:
-        return sum(host != hosts[(rank + shift) % len(hosts)] for rank, host in enumerate(hosts))
+    Then in another replica of the model, since a replica goes as a whole where one of it is lost.
+    """
+    size = len(hosts)
 
-    return max(range(1, max(len(hosts), 2)), key=lambda shift: (num_apart(shift), -shift))
+    def is_other_replica(rank: int, shift: int) -> bool:
+        return rank // ranks_per_replica != (rank + shift) % size // ranks_per_replica
+
+    def quality(shift: int) -> tuple[int, int, int]:
+        num_apart = sum(host != hosts[(rank + shift) % size] for rank, host in enumerate(hosts))
+        num_other = sum(is_other_replica(rank, shift) for rank in range(size))
+        return num_apart, num_other, -shift
+
+    return max(range(1, max(size, 2)), key=quality)

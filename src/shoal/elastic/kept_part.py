@@ -4,7 +4,7 @@
 Each rank keeps its part of the last committed step, and a copy of its neighbour's part, the
 *buddy's*. Together the ranks have all that a checkpoint of that step would have, in the same terms:
 keys, extents, values as JSON. So it is loaded as a checkpoint is, at any number of ranks. Where
-every rank has the same values (`ddp`) a rank's part is its slice of each tensor.
+ranks that see other data have the same values (`ddp`) a rank's part is its slice of each tensor.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from torch import Tensor
 
 from shoal.checkpoint.save.rank_state import HeldTensor, RankState
 from shoal.sharding.extent import Extent
+from shoal.sharding.split import Split
 from shoal.torch_support.dtypes import dtype_called, dtype_name
 
+BUFFER = "buffer/"
+"""What the keys of buffers begin with that a checkpoint would not have."""
 _ALIGNMENT = 64
 _ROW_BYTES = 4096
 
@@ -33,6 +36,20 @@ class Seat(NamedTuple):
     size: int
 
 
+class Share(NamedTuple):
+    """Which slice of what several ranks have the same values of is a rank's."""
+
+    number: int
+    num_shares: int
+
+    def of(self, extent: Extent) -> Extent:
+        """This one's slice."""
+        size = extent.num_elements
+        bounds = (size * each // self.num_shares for each in (self.number, self.number + 1))
+        start, stop = (extent.start + bound for bound in bounds)
+        return extent.narrowed(start, stop)
+
+
 class Entry(NamedTuple):
     """Elements of one tensor, and where in the bytes they are; plain data."""
 
@@ -43,11 +60,13 @@ class Entry(NamedTuple):
     stop: int
     offset: int
     is_same_everywhere: bool
+    split: list[Any] | None = None  # along which dim the rank has which runs, of a split tensor
 
     @property
     def extent(self) -> Extent:
         """Which elements."""
-        return Extent(torch.Size(self.shape), self.start, self.stop)
+        shape = torch.Size(self.shape)
+        return Extent(shape, self.start, self.stop, _split_from(self.split, shape))
 
     @property
     def num_bytes(self) -> int:
@@ -107,12 +126,12 @@ class Room(NamedTuple):
         return self.make(num_bytes)
 
 
-def keep(state: RankState, seat: Seat, step: int, *, is_divided: bool, room: Room) -> KeptPart:
-    """Copies what a rank holds; ``is_divided``: whether the ranks hold other elements each."""
+def keep(state: RankState, seat: Seat, step: int, *, share: Share | None, room: Room) -> KeptPart:
+    """Copies what a rank holds, or its ``share`` of what others have the same values of."""
     entries: list[Entry] = []
     pieces: list[list[Tensor]] = []
     offset = 0
-    for key, extent, held, memory in _own(state, seat, is_divided=is_divided):
+    for key, extent, held, memory in _own(state, share):
         entry = Entry(
             key,
             dtype_name(held.dtype),
@@ -121,6 +140,7 @@ def keep(state: RankState, seat: Seat, step: int, *, is_divided: bool, room: Roo
             extent.stop,
             offset,
             held.is_same_everywhere,
+            _split_as_plain(extent.split),
         )
         entries.append(entry)
         pieces.append(memory)
@@ -132,17 +152,24 @@ def keep(state: RankState, seat: Seat, step: int, *, is_divided: bool, room: Roo
 
 
 def _own(
-    state: RankState, seat: Seat, *, is_divided: bool
+    state: RankState, share: Share | None
 ) -> Iterator[tuple[str, Extent, HeldTensor, list[Tensor]]]:
     for key, held in state.tensors.items():
-        if is_divided or not held.is_same_everywhere or key.startswith("residual/"):
-            for extent, memory in held.pieces:
-                yield key, extent, held, [memory]
-        else:
-            numel = held.shape.numel()
-            bounds = (numel * seat.rank // seat.size, numel * (seat.rank + 1) // seat.size)
-            extent = Extent(held.shape, *bounds)
-            yield key, extent, held, list(held.parts(extent))
+        is_whole = share is None or not held.is_same_everywhere or key.startswith("residual/")
+        for extent, memory in held.pieces:
+            own = extent if is_whole or share is None else share.of(extent)
+            yield key, own, held, [memory[own.start - extent.start : own.stop - extent.start]]
+
+
+def _split_as_plain(split: Split | None) -> list[Any] | None:
+    return None if split is None else [split.dim, [list(run) for run in split.runs]]
+
+
+def _split_from(plain: list[Any] | None, shape: torch.Size) -> Split | None:
+    if plain is None:
+        return None
+    dim, runs = plain
+    return Split(shape, dim, tuple((start, stop) for start, stop in runs))
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from shoal.comm import Backend
 from shoal.comm.peer_tensors.lending import Answer, Lent, PeerTensors
 from shoal.elastic.kept_part import Entry, KeptPart
 from shoal.errors import ShoalError
-from shoal.sharding.extent import Extent, overlap
+from shoal.sharding.extent import overlap
+from shoal.sharding.split import Split
 from shoal.system.deadline import Deadline
 from shoal.torch_support.dtypes import dtype_called
 
@@ -134,13 +135,19 @@ def _record(entries: list[tuple[int, Entry]]) -> TensorRecord:
     first_rank, first = entries[0]
     if not first.is_same_everywhere:
         entries = [(rank, entry) for rank, entry in entries if rank == first_rank]
-    dtype, size, slices, reached = dtype_called(first.dtype), 0, [], 0
-    size = dtype.itemsize
+    by_split: dict[Split | None, list[tuple[int, Entry]]] = {}
+    for rank, entry in entries:
+        by_split.setdefault(entry.extent.split, []).append((rank, entry))
+    slices = [each for part in by_split.values() for each in _slices(part)]
+    return TensorRecord(dtype_called(first.dtype), torch.Size(first.shape), tuple(slices))
+
+
+def _slices(entries: list[tuple[int, Entry]]) -> Iterator[SliceRecord]:
+    """Of one part of a tensor, each element once."""
+    reached = 0
     for rank, entry in sorted(entries, key=lambda each: (each[1].start, each[0])):
         start = max(entry.start, reached)  # what another has already is left out
         if start < entry.stop:
-            extent = Extent(torch.Size(entry.shape), start, entry.stop)
-            offset = entry.offset + (start - entry.start) * size
-            slices.append(SliceRecord(extent, rank, str(offset), ()))
+            offset = entry.offset + (start - entry.start) * dtype_called(entry.dtype).itemsize
+            yield SliceRecord(entry.extent.narrowed(start, entry.stop), rank, str(offset), ())
             reached = entry.stop
-    return TensorRecord(dtype, torch.Size(first.shape), tuple(slices))

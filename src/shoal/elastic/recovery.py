@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import torch
+
+from shoal.checkpoint.load.tensor_source import Wanted
 from shoal.checkpoint.load.transaction import LoadTransaction, Target
 from shoal.checkpoint.together import together
-from shoal.checkpoint.training_state import Companions
+from shoal.checkpoint.training_state import Companions, unsaved_buffers
 from shoal.comm import Backend, World
 from shoal.elastic.choosing import Chosen, Head, inherited, missing_parts, newest_complete
-from shoal.elastic.kept_part import KeptPart, Seat
+from shoal.elastic.kept_part import BUFFER, KeptPart, Seat
 from shoal.elastic.kept_source import KeptSource
 from shoal.elastic.snapshot import AttemptSnapshot
 from shoal.errors import ShoalError
+from shoal.sharding.extent import Extent
 from shoal.system.rank_names import name_ranks
 from shoal.torch_support.random_state import RandomState
 
@@ -122,13 +126,19 @@ class Recovery:
         transaction.check(found)
         together(backend, transaction.read, "reading what is kept")
         transaction.commit()
-        self._load_buffers(transaction.extra.get("buffers", {}))
+        self._load_buffers(source)
 
-    def _load_buffers(self, saved: dict[str, Any]) -> None:
-        """Those that are not part of a module's state."""
-        own = dict(self._optimizer.model.module.named_buffers())
-        for name, values in saved.items():
-            own[name].detach().copy_(values)
+    def _load_buffers(self, source: KeptSource) -> None:
+        """Those that this rank does not save."""
+        wanted = []
+        for name, buffer in unsaved_buffers(self._optimizer.model).items():
+            key = next((k for k in (BUFFER + name, f"model/{name}") if k in source.tensors), None)
+            if key is not None:
+                values = torch.empty(buffer.numel(), dtype=source.tensors[key].dtype)
+                wanted.append((Wanted(key, Extent.whole(buffer.shape), values), buffer))
+        source.read([each for each, _ in wanted])
+        for each, buffer in wanted:
+            buffer.detach().copy_(each.memory.view(buffer.shape))
 
     # Nothing is kept ----------------------------------------------------------------------------
 

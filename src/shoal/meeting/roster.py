@@ -11,13 +11,15 @@ all who asked and do not leave, and of those that wait outside as many as are wa
 - A joiner came from outside, uncalled. It is one more, as long as there is room.
 
 Those that come take the ranks of those that went. If fewer come than went, ranks are closed up in
-order. With less than the least number of ranks nothing is announced as long as somebody is on the
-way; if nobody is, all are told that the run cannot go on.
+order. Where several ranks hold a replica of the model between them, members are whole replicas: as
+many come as complete one, and if a replica has lost a rank and nobody comes, its others wait
+outside from then on. With less than the least number of ranks nothing is announced as long as
+somebody is on the way; if nobody is, all are told that the run cannot go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -27,6 +29,8 @@ from shoal.meeting.elastic_options import Elastic
 PERSON_VARIABLE = "SHOAL_PERSON"
 """Tells a process its number in the roster."""
 WORKER, SPARE, JOINER = ROLES = ("worker", "spare", "joiner")
+ASIDE = "it waits until there are enough ranks for another replica of the model"
+"""Why a rank is none any more that is alive."""
 # Where whoever started a process cannot tell of its end any more.
 LOST_S = 1.0
 # Where it can, and will: a process may take long to end after its last word.
@@ -131,6 +135,7 @@ class Roster:
         self.is_complete = False
         self.worlds: list[Announcement] = []
         self._min, self._max = options.min_ranks, options.max_ranks
+        self._known_replica: int | None = None
         self._wanted, self._join_s = ranks, join_s
         self._short_since: float | None = None
         self._has_ended_well = False
@@ -215,23 +220,34 @@ class Roster:
         before = self.persons[number].lost_at
         self.persons[number].lost_at = now + wait_s if before is None else min(before, now + wait_s)
 
-    def require(self, number: int, least: int, most: int | None, now: float) -> str:
-        """Narrows the bounds; what speaks against that, if anything does."""
+    def require(
+        self, number: int, least: int, most: int | None, now: float, *, replica: int = 1
+    ) -> str:
+        """Narrows the bounds; what speaks against that, if anything does.
+
+        ``replica``: how many ranks hold one model between them.
+        """
         person = self.persons[number]
         size = len(self.present) if person.rank is not None else None
         new_min = max(self._min, least)
         new_max = min((each for each in (self._max, most) if each is not None), default=None)
         if least < 1 or (new_max is not None and new_max < new_min):
             return f"at least {new_min} and at most {new_max} ranks cannot be"
+        if replica < 1 or self._known_replica not in (None, replica):
+            return f"{replica} ranks for a replica, where others have {self._known_replica}"
         if size is not None and size < least:
             return f"min_ranks={least}, but there are {size} ranks"
         if size is not None and most is not None and size > most:
             return f"max_ranks={most}, but there are {size} ranks"
-        self._min, self._max = new_min, new_max
+        self._min, self._max, self._known_replica = new_min, new_max, replica
         self._settle(now)
         return ""
 
     # What follows -------------------------------------------------------------------------
+
+    @property
+    def _replica(self) -> int:
+        return self._known_replica or 1
 
     def awaited(self) -> list[int]:
         """Ranks of the present generation that have not asked for the next one yet."""
@@ -296,18 +312,19 @@ class Roster:
 
     def _form(self, now: float) -> None:
         stay = [each if each.is_alive else None for each in self.present]
-        come = self._admitted(sum(each is not None for each in stay))
-        members = _place(stay, come)
-        if not members:
+        come = self._admitted(len(self.members()))
+        ranks = set_aside([each is not None for each in stay], len(come), self._replica)
+        members = _place([None if rank in ranks else each for rank, each in enumerate(stay)], come)
+        if not self.members() and not come:
             return
         if len(members) >= self._min:
-            self._announce(members)
+            self._announce(members, [self.present[rank] for rank in ranks])
         elif self._is_somebody_coming(members):
             self._short_since = None
         else:
             self._short_since = now if self._short_since is None else self._short_since
             if now >= self._short_since + self._join_s:
-                self._end_run(len(members))
+                self._end_run(len(self.members()) + len(come))
 
     def _admitted(self, num_stay: int) -> list[Person]:
         """Those that wait and are wanted, in the order in which they were started."""
@@ -317,18 +334,22 @@ class Roster:
         joiners = [each for each in ready if each.role == JOINER]
         # Those who left are not replaced, unless there were too few without them.
         come = called[: max(0, min(max(self._wanted, self._min), limit) - num_stay)]
-        return come + joiners[: max(0, limit - num_stay - len(come))]
+        come += joiners[: max(0, limit - num_stay - len(come))]
+        return come[: num_admitted(num_stay, len(come), self._replica)]
 
     def _is_somebody_coming(self, members: list[Person]) -> bool:
         """Whether more can be there in a moment than are."""
         limit = len(self.persons) if self._max is None else self._max
         others = [each for each in self._living() if each not in members and not each.is_leaving]
-        return len(members) < limit and bool(others)
+        # Who asks and is no member all the same would be too few for another replica.
+        is_on_the_way = any(each.stage is not PersonStage.ASKING for each in others)
+        return len(members) < limit and is_on_the_way
 
-    def _announce(self, members: list[Person]) -> None:
+    def _announce(self, members: list[Person], aside: list[Person]) -> None:
         self.generation += 1
         self._short_since = None
         reasons = {rank: each.reason for rank, each in enumerate(self.present) if not each.is_alive}
+        reasons |= {self.present.index(each): ASIDE for each in aside}
         announcement = Announcement(
             self.generation,
             tuple(each.number for each in members),
@@ -338,6 +359,10 @@ class Roster:
         )
         self._wanted += sum(each.rank is None and each.role == JOINER for each in members)
         self.present = members
+        for person in aside:  # it goes on asking
+            person.rank = None
+            self._wanted -= person.role == JOINER
+            self._notices.append((person.number, {"aside": True}))
         for rank, person in enumerate(members):
             person.rank, person.stage = rank, PersonStage.THERE
             self._notices.append((person.number, {"world": announcement.message(rank)}))
@@ -348,8 +373,8 @@ class Roster:
         gone = {rank: each.reason for rank, each in enumerate(self.present) if not each.is_alive}
         why = "".join(f"; rank {rank} is gone: {reason}" for rank, reason in gone.items())
         self.refusal = (
-            f"the run needs at least {self._min} rank(s) and has {left} left, and nobody can take "
-            f"the place of those that are gone{why}"
+            f"the run needs at least {self._min} rank(s){in_words(self._replica)} and has {left} "
+            f"left, and nobody can take the place of those that are gone{why}"
         )
         for person in self._living():
             self._refuse_if_asking(person)
@@ -381,6 +406,38 @@ def _holds_up(person: Person) -> bool:
 
 def _is_spare(person: Person) -> bool:
     return person.role == SPARE
+
+
+def in_words(replica: int) -> str:
+    """Why there is a least number of ranks."""
+    return f" ({replica} hold one model between them)" if replica > 1 else ""
+
+
+def num_admitted(num_stay: int, num_ready: int, replica: int) -> int:
+    """How many of those that wait can come, if all ranks are to be in whole replicas."""
+    return max(0, num_ready - (num_stay + num_ready) % replica)
+
+
+def set_aside(is_there: Sequence[bool], num_come: int, replica: int) -> list[int]:
+    """Old ranks that have to wait, so that those that stay and come are whole replicas.
+
+    What a rank has is kept by the one at the same place of the next replica as well, so nobody goes
+    whose neighbour is gone, as far as that can be; and rather one of a replica that is not whole.
+    """
+    size, gone = len(is_there), {rank for rank, there in enumerate(is_there) if not there}
+    broken = {rank // replica for rank in gone}
+
+    def preference(rank: int) -> tuple[bool, bool, int]:
+        neighbours = {(rank - replica) % size, (rank + replica) % size}
+        return bool(neighbours & gone), rank // replica not in broken, -rank
+
+    staying = [rank for rank, there in enumerate(is_there) if there]
+    aside: list[int] = []
+    for _ in range((len(staying) + num_come) % replica):
+        aside.append(min(staying, key=preference))
+        staying.remove(aside[-1])
+        gone.add(aside[-1])
+    return aside
 
 
 def _place(stay: list[Person | None], come: list[Person]) -> list[Person]:

@@ -192,7 +192,8 @@ class RosterDesk:
     def _require(self, guest: Guest, message: dict[str, Any]) -> Any:
         least, most = _whole(message["min"]), message["max"]
         most = None if most is None else _whole(most)
-        against = self.roster.require(self._number(guest), least, most, time.monotonic())
+        number, replica = self._number(guest), _whole(message["replica"])
+        against = self.roster.require(number, least, most, time.monotonic(), replica=replica)
         return {"refused": against} if against else {"noted": True}
 
     def _expect(self, guest: Guest, message: dict[str, Any]) -> Any:

@@ -55,11 +55,22 @@ class PipelineParallelOptimizer(ShardedOptimizer):
         assert isinstance(model, PipelineParallelModel)
         judgement = judge_or_believe(optimizer, kind)
         self.division_for(judgement.kind).admit(optimizer, model)  # before anything is changed
+        self._take_own(optimizer, model)
+        super().__init__(optimizer, model, kind=judgement)
+
+    def _take_own(self, optimizer: Optimizer, model: PipelineParallelModel) -> None:
         names = [_names(group["params"], model) for group in optimizer.param_groups]
         self._names = _united(model, names)
         """All parameters of each group, over all stages."""
         self._own_names = _keep_own(optimizer, names, model)
-        super().__init__(optimizer, model, kind=judgement)
+
+    def follow_model(self, num_steps: int) -> None:
+        """Takes those parameters of the user's that this rank has now."""
+        by_name = self.model.pipeline.stage.parameters.by_name
+        for group, names in zip(self.param_groups, self._names, strict=True):
+            group["params"] = [by_name[name] for name in names]
+        self._take_own(self.optimizer, self.model)
+        super().follow_model(num_steps)
 
     def _pair(self, optimizer: Optimizer, model: ShardedModel) -> None:
         super()._pair(optimizer, model)

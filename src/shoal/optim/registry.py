@@ -56,6 +56,8 @@ PAIRS = (
     | INDEPENDENT
 )
 """All strategies by name."""
+ELASTIC = DATA_PARALLEL | _by_name(HybridShardedOptimizer)
+"""Strategies under which ranks may come and go; see `shoal.elastic`."""
 
 
 def choose_strategy(model: nn.Module, num_ranks: int) -> str:

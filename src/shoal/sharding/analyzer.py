@@ -76,7 +76,7 @@ class ParameterAnalyzer:
         layers = [layer for members in self._layers_of.values() for layer in members]
         self.total_bytes = sum(layer.num_bytes for layer in _without_repeats(layers))
         self.threshold_bytes = max(min_group_bytes, -(-self.total_bytes // _MOST_GROUPS))
-        self._pieces = list(_pieces(model, self.threshold_bytes))
+        self._pieces = list(_pieces(model, self.threshold_bytes, set()))
         self.groups = self._closed(layers)
 
     def _closed(self, layers: list[ParameterGroup]) -> list[ParameterGroup]:
@@ -137,19 +137,24 @@ class _Edge(Enum):
     END = "end"
 
 
-def _pieces(module: nn.Module, limit: int) -> Iterator[list[nn.Module] | _Edge]:
+def _pieces(
+    module: nn.Module, limit: int, seen: set[nn.Module]
+) -> Iterator[list[nn.Module] | _Edge]:
     """Modules whose parameters belong together, in registration order.
 
     One that is larger than the limit is taken apart: between its edges come what it has itself, and
-    the pieces of its children.
+    the pieces of its children. One that several others have belongs to the first.
     """
+    if module in seen:
+        return
+    seen.add(module)
     if sum(parameter.nbytes for parameter in module.parameters()) <= limit:
         yield list(module.modules())
         return
     yield _Edge.BEGIN
     yield [module]
     for child in module.children():
-        yield from _pieces(child, limit)
+        yield from _pieces(child, limit, seen)
     yield _Edge.END
 
 
@@ -188,8 +193,10 @@ class _Collector:
         if self._is_half_full:
             self._close()
         elif self._open and self._may_join and len(self._groups) > begin:
-            self._open.insert(0, self._groups.pop())
-            self._close()
+            together = self._groups[-1].num_bytes + self._open_bytes
+            if together <= self._threshold + self._threshold // 2:
+                self._open.insert(0, self._groups.pop())
+                self._close()
 
     def all(self) -> list[ParameterGroup]:
         """The groups, once there are no more pieces."""

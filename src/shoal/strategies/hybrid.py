@@ -14,14 +14,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal.comm import Backend, Mesh, World
+from shoal.comm.world import find_current
 from shoal.sharding.split import Split
 from shoal.strategies.layers.materialization import share_values
+from shoal.strategies.layers.module_changes import ModuleChanges
 from shoal.strategies.model import ranks_for
 from shoal.strategies.pipeline.pipeline_parallel import PipelineParallelModel
 from shoal.strategies.settings import Ownership
 from shoal.strategies.tensor.parallelize import parallelize
 from shoal.strategies.tensor.plan.tensor_plan import TensorPlan
 from shoal.strategies.tensor.tensor_parts import TensorParts
+
+_MESH_OPTIONS = ("data", "tensor", "pipeline", "plan")
 
 
 class HybridShardedModel(PipelineParallelModel):
@@ -67,18 +71,79 @@ class HybridShardedModel(PipelineParallelModel):
             options: As for `PipelineParallelModel`: ``zero``, ``micro_batches``, ``schedule``, ...
         """
         backend = ranks_for(module, world)
-        mesh = Mesh(data=data, tensor=tensor, pipeline=pipeline, world=backend)
-        stages, tensor_group = mesh.group("pipeline"), mesh.group("tensor")
         # Layers are split while the module is whole; what is left of them is cut into stages; and
         # what a rank has is known only then.
         share_values(module, backend, seed)
-        parts = parallelize(module, tensor_group, plan)
-        self.parts = parts  # all of them, until it is known which are this rank's
-        super().__init__(module, backend, mesh=mesh, seed=seed, **options)
-        own = [name for name in parts.splits if self.pipeline.stage.parameters.is_own(name)]
-        self.parts, self.mesh = parts.among(own), mesh
-        self.engine.ownership = Ownership((stages, tensor_group), parts.ownership.copies, stages)
-        self.options |= {"data": data, "tensor": tensor, "pipeline": pipeline, "plan": plan}
+        current = find_current()
+        membership = None if current is None else current.membership
+        self._changes = None if membership is None else ModuleChanges(module)
+        # One that comes later is alone at first, with all of the model.
+        is_alone = membership is not None and membership.generation == 0
+        if is_alone:
+            mesh = Mesh(world=backend)
+        else:
+            mesh = Mesh(data=data, tensor=tensor, pipeline=pipeline, world=backend)
+        cut = options.pop("cut", None)
+        self._settle(
+            module,
+            mesh,
+            backend,
+            None if is_alone else plan,
+            cut=None if is_alone else cut,
+            seed=seed,
+            **options,
+        )
+        self.options |= {
+            "data": data, "tensor": tensor, "pipeline": pipeline, "plan": plan, "cut": cut,
+        }  # fmt: skip
+
+    def _settle(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        backend: Backend,
+        plan: Mapping[str, str] | TensorPlan | None = None,
+        **options: Any,
+    ) -> None:
+        """Splits, cuts and shares out."""
+        with contextlib.nullcontext() if self._changes is None else self._changes.noted():
+            stages, tensor_group = mesh.group("pipeline"), mesh.group("tensor")
+            parts = parallelize(module, tensor_group, plan)
+            self.parts = parts  # all of them, until it is known which are this rank's
+            super().__init__(module, backend, mesh=mesh, **options)
+            own = [name for name in parts.splits if self.pipeline.stage.parameters.is_own(name)]
+            self.parts, self.mesh = parts.among(own), mesh
+            ownership = Ownership((stages, tensor_group), parts.ownership.copies, stages)
+            self.engine.ownership = ownership
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """How many ranks hold one model between them."""
+        size: int = self.options["tensor"] * self.options["pipeline"]
+        return size
+
+    def move_to(self, backend: Backend) -> None:
+        """Splits, cuts and shares out anew, over as many replicas as these ranks make."""
+        assert self._changes is not None
+        old, options, own = self.engine, self.options, vars(nn.Module()).keys()
+        of_torch = {key: vars(self)[key] for key in own}
+        rest = {key: value for key, value in options.items() if key not in _MESH_OPTIONS}
+        old.abandon()
+        self._changes.undo()
+        self.recomputation = None
+        mesh = Mesh(tensor=options["tensor"], pipeline=options["pipeline"], world=backend)
+        try:
+            self._settle(self.module, mesh, backend, self._agree_on_plan(mesh, backend), **rest)
+            self.engine.passes.auto_sync = old.passes.auto_sync
+        finally:
+            vars(self).update(of_torch, options=options)
+
+    def _agree_on_plan(self, mesh: Mesh, backend: Backend) -> TensorPlan:
+        """The plan there was: to find it took long, and hooks that are new would change it."""
+        own = self.parts.plan if self.parts.plan.num_ranks == mesh.shape["tensor"] else None
+        root = backend.all_gather_object(own is not None).index(True)
+        plan: TensorPlan = backend.broadcast_object(own, root=root)
+        return plan
 
     def split_of(self, name: str) -> Split | None:
         """Which part of a full parameter the module has; None for all of it."""

@@ -47,10 +47,6 @@ _BUCKET_BYTES = 25 << 20
 _SHARDED_BUCKET_BYTES = 4 << 20
 # What is reduced at once where ranks share memory, and parameters need not travel.
 _IN_PLACE_BYTES = 8 << 20
-# Several groups of parameters are here at a time: of a small model they would be most of it, where
-# messages are best long. Below this size shorter ones cost more than that is worth.
-_LEAST_GROUPS = 24
-_SMALL_GROUP_BYTES = 4 << 20
 
 
 class ShardedModel(ModuleWrapper):
@@ -104,8 +100,7 @@ class ShardedModel(ModuleWrapper):
             module: The user's; what it has on the meta device is initialised here.
             world: The ranks that train it; the current world by default.
             min_group_bytes: See `ParameterAnalyzer`; by default 1 MiB between threads, 4 MiB
-                between processes, over NCCL 24 MiB or a 24th of a model (4 MiB at least), and more
-                where only gradients travel.
+                between processes and 24 MiB over NCCL, and more where only gradients travel.
             auto_sync: Whether each backward averages the gradients over the ranks.
             sync_batchnorm: Whether BatchNorm sees the rows of all ranks instead of this one's.
             average_buffers: Whether floating buffers that forward changes become the average over
@@ -134,9 +129,7 @@ class ShardedModel(ModuleWrapper):
         object.__setattr__(self, "module", module)
         materialize(module, backend.device, seed)
         check_layers(module) if sync_batchnorm else check_plain_layers(module)
-        group_bytes = min_group_bytes
-        if group_bytes is None:
-            group_bytes = self._group_bytes(backend, sum(p.nbytes for p in module.parameters()))
+        group_bytes = self._group_bytes(backend) if min_group_bytes is None else min_group_bytes
         names = [name for name, _ in module.named_parameters() if self.is_part]
         settings = Settings(
             group_bytes,
@@ -231,12 +224,12 @@ class ShardedModel(ModuleWrapper):
                 others.append(parameter)
         return engine.gathering.saved.last_change(sharded), sum_of_versions(others)
 
-    def _group_bytes(self, backend: Backend, total: int) -> int:
-        """Few long messages where nothing is freed early anyway; ``total`` are parameters."""
+    def _group_bytes(self, backend: Backend) -> int:
+        """Few long messages where nothing is freed early anyway."""
         if backend.shares_memory:
             return _IN_PLACE_BYTES
         if self.sharding.parameters:
-            return min(backend.worthwhile_bytes, max(total // _LEAST_GROUPS, _SMALL_GROUP_BYTES))
+            return backend.worthwhile_bytes
         if self.sharding.gradients:
             return max(_SHARDED_BUCKET_BYTES, backend.worthwhile_bytes)
         return _BUCKET_BYTES
@@ -475,6 +468,11 @@ class ShardedModel(ModuleWrapper):
     def all_ranks(self) -> Backend:
         """All ranks that hold something of this model."""
         return self.engine.ranks.all
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """How many ranks hold one model between them, each a part of its layers."""
+        return 1
 
     def holds_buffer(self, name: str) -> bool:
         """Whether this rank has the values of a buffer."""

@@ -18,7 +18,7 @@ from shoal.comm.operation import AllGather, AllReduce, Operation, ReduceScatter
 from shoal.comm.operation.base import Header
 from shoal.comm.torch_groups import gloo
 from shoal.comm.torch_groups.foreseeing import ForeseeingBackend
-from shoal.comm.torch_groups.launch_order import LaunchOrder, Turn, await_turn
+from shoal.comm.torch_groups.launch_order import LaunchOrder, Turn
 from shoal.comm.work import ThreadedWork, Work
 from shoal.errors import MismatchError
 from shoal.launch.function.forkserver.forkserver import fork_server
@@ -133,8 +133,8 @@ def test_what_was_foreseen_wrongly_ends_the_world() -> None:
 
 def keep_nothing() -> tuple[list[bool], int]:
     """Whether memory is freed of gathers and reductions that have yet to be compared."""
-    backend, may_compare = shoal.world().backend, threading.Event()
-    rows = [2] * backend.size
+    backend, has_paused, may_compare = shoal.world().backend, threading.Event(), threading.Event()
+    rows, tensors = [2] * backend.size, []
     for fresh in range(2):
         whole, part = torch.ones(4), torch.empty(2)
         operations: list[Operation] = [
@@ -144,11 +144,13 @@ def keep_nothing() -> tuple[list[bool], int]:
         ]
         if fresh:  # what was foreseen is compared by a thread that is held up from here on
             queue = backend._coordination.start_queue()  # type: ignore[attr-defined]
+            queue.put(ThreadedWork(has_paused.set, "a sign"))
             queue.put(ThreadedWork(partial(may_compare.wait, 30), "a pause"))
+            has_paused.wait(30)  # the thread has let go of what came before
         for operation in operations:
             operation.is_foreseeable = True
             backend.run(operation, async_op=True).wait()
-    tensors = [weakref.ref(whole), weakref.ref(part)]
+        tensors += [weakref.ref(whole), weakref.ref(part)]
     del whole, part, operation, operations
     is_freed = [tensor() is None for tensor in tensors]
     may_compare.set()
@@ -158,7 +160,8 @@ def keep_nothing() -> tuple[list[bool], int]:
 def test_what_is_compared_later_keeps_no_memory() -> None:
     for (is_freed, num_at_once), _ in shoal.run(foreseeing, 2, "gloo", args=(keep_nothing,)):
         assert num_at_once == 3
-        assert is_freed == [True, False]  # a part of a gather is what a model keeps anyway
+        assert is_freed[0], "what was queued before anything was foreseen"
+        assert is_freed[2:] == [True, False]  # a part of a gather is what a model keeps anyway
 
 
 def launch_in_order() -> tuple[list[str], int]:
@@ -210,14 +213,62 @@ def test_operations_of_two_groups_are_launched_in_the_order_of_calls() -> None:
 
 def test_a_turn_that_others_may_never_have_is_waited_for_a_moment_only() -> None:
     order = LaunchOrder()
-    order._moment_s = 0.01
+    order._moment_s = 0.02
     first, second = order.take(), order.take()
     with second:
-        await_turn()
-    assert order._moment_s < 0.01
+        second.wait()
     with first:
-        await_turn()
+        first.wait()
     assert order.is_free
+
+
+def test_a_moment_that_was_too_short_comes_back() -> None:
+    order = LaunchOrder()
+    for _ in range(2):  # the shortest
+        order.take()
+        with order.take() as late:
+            order._moment_s = 0.01
+            late.wait()
+        order.end(next(iter(order._turns)))
+    assert 0.1 < order._moment_s < 1
+    first, second = order.take(), order.take()
+    ending = threading.Thread(target=order.end, args=(first,))
+    ending.start()
+    second.wait()
+    ending.join()
+    assert order._moment_s in (0.25, 1.0)  # the thread may have been first
+    order.end(second)
+
+
+def test_one_that_is_being_launched_is_waited_for_as_long_as_it_takes() -> None:
+    order = LaunchOrder()
+    order._moment_s = 0.01
+    first, second, launched = order.take(), order.take(), list[str]()
+    is_launching, may_end = threading.Event(), threading.Event()
+
+    def launch_first() -> None:
+        with first:
+            first.wait()
+            is_launching.set()
+            may_end.wait(10)
+            launched.append("first")
+
+    def launch_second() -> None:
+        with second:
+            is_launching.wait(10)
+            second.wait()
+            launched.append("second")
+
+    threads = [threading.Thread(target=task) for task in (launch_first, launch_second)]
+    for thread in threads:
+        thread.start()
+    is_launching.wait(10)
+    threads[1].join(0.1)  # far longer than a moment
+    assert launched == []
+    may_end.set()
+    for thread in threads:
+        thread.join(10)
+    assert launched == ["first", "second"]
 
 
 def test_an_operation_that_fails_gives_up_its_turn() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import shoal
 from shoal.comm import Work
+from shoal.comm.control.page import page
 from shoal.comm.torch_groups import gloo
 from shoal.comm.torch_groups.nccl import NCCLBackend
 from shoal.comm.torch_groups.one_way import OneWay
@@ -33,6 +34,7 @@ class OneWayGloo(gloo.GlooBackend):
     _device = torch.device("cpu")
     _send, _recv = NCCLBackend._send, NCCLBackend._recv  # type: ignore[assignment]
     _number_message, _end_message = NCCLBackend._number_message, NCCLBackend._end_message  # type: ignore[assignment]
+    _prepare_message = NCCLBackend._prepare_message  # type: ignore[assignment]
     _one_way, _connect_one_way = NCCLBackend._one_way, NCCLBackend._connect_one_way  # type: ignore[assignment]
 
     def __init__(self, *args: Any) -> None:
@@ -91,13 +93,35 @@ def _exchange(world: Any, order: random.Random) -> int:
     return sum(each.group is not None for each in one_ways.values())
 
 
+def send_many(count: int, places: int) -> bool:
+    """More than may be offered at once: those that wait for their turn hold their places."""
+    usual, gloo.GlooBackend = gloo.GlooBackend, OneWayGloo  # type: ignore[misc]
+    usual_places, page.MESSAGES = page.MESSAGES, places
+    shoal.world().shutdown()
+    try:
+        with shoal.init("gloo", 60.0) as world:
+            tags = range(count)
+            if world.rank == 0:
+                works = [world.send(torch.tensor(n), 1, n, async_op=True) for n in tags]
+            else:
+                works = [world.recv(src=0, tag=n, async_op=True) for n in tags]
+            values = [work.wait() for work in works]
+            return world.rank == 0 or values == list(tags)
+    finally:
+        gloo.GlooBackend, page.MESSAGES = usual, usual_places  # type: ignore[misc]
+
+
+def test_more_messages_than_places() -> None:
+    assert shoal.run(send_many, 2, "gloo", args=(30, 8)) == [True, True]
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_messages_in_any_order_share_a_communicator(seed: int) -> None:
     assert shoal.run(exchange, 2, "gloo", args=(seed,)) == [2, 2]
 
 
 def test_numbers_that_were_given_up_are_passed_over() -> None:
-    one_way = OneWay(1, lambda: None)
+    one_way = OneWay(1, lambda _: None)
     first, second, third = one_way.meet(), one_way.meet(), one_way.meet()
     one_way.end(second)
     assert one_way._num_over == 0

@@ -182,3 +182,22 @@ def test_one_that_waits_much_less_than_the_others_is_told_once(server: MeetingSe
     assert news(6, 0.3, 0.2, 0.3) == []  # it has caught up
     assert news(7, 0.6, 0.0, 0.5) == []
     assert len(news(10, 0.6, 0.0, 0.5)) == 1
+
+
+def test_a_replica_that_is_not_whole_waits_and_is_back_in_words(server: MeetingServer) -> None:
+    run = Run(server, 4, Elastic(restarts=1))
+    run.begin(0, 1, 2, 3)
+    run.roster.require(0, 2, None, 0.0, replica=2)
+    run.crew.note_end(1, -9, "killed")
+    run.ask(0, 2, 3)
+    run.begin(4)
+    run.ask(2, 3)
+    less, more = run.roster.worlds[1:]
+    assert change_text(run.roster, less) == (
+        "generation 2, 2 rank(s): worker 0 (rank 0): it waits until there are enough ranks for "
+        "another replica of the model; worker 1 (rank 1) is gone: killed."
+    )
+    assert change_text(run.roster, more) == (
+        "generation 3, 4 rank(s): worker 0 is back as rank 2; worker 4 takes the place of "
+        "worker 1 as rank 3."
+    )

@@ -1,8 +1,7 @@
-"""How much is gathered ahead of what is in use, and how large groups are."""
+"""How much is gathered ahead of what is in use."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +9,6 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.comm.torch_groups.nccl import NCCLBackend
-from shoal.strategies import ZeRO3Model
 from shoal.strategies.engine.flat_group import ABSENT
 
 LAYERS, WIDTH = 6, 16
@@ -49,12 +46,3 @@ def test_as_many_groups_are_gathered_ahead_as_have_so_many_bytes(
     for counts, output in shoal.run(most_ahead, 2, "memory", args=(prefetch_bytes,)):
         assert counts == [min(most, LAYERS - 1 - number) for number in range(LAYERS)]
         assert torch.equal(output, default)
-
-
-@pytest.mark.parametrize(("total_mib", "expected"), [(10, 4), (240, 10), (10_000, 24)])
-def test_small_models_have_smaller_groups_over_nccl(total_mib: int, expected: int) -> None:
-    backend: Any = SimpleNamespace(
-        shares_memory=False, worthwhile_bytes=NCCLBackend.worthwhile_bytes
-    )
-    model: Any = SimpleNamespace(sharding=ZeRO3Model.sharding)
-    assert ZeRO3Model._group_bytes(model, backend, total_mib << 20) == expected << 20

@@ -45,6 +45,33 @@ def test_data_parallel(strategy: str, policy: str) -> None:
     assert compare(FOUR, "drop", strategy, policy) == (4, 8)
 
 
+def train_apart(strategy: str, activations: Any) -> Any:
+    """Ranks that take turns, so that "async" gives the same each time, too."""
+    world = shoal.world()
+    seed_all(0)
+    module = DropNet()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer = shoal.as_distributed(
+        module, optimizer, strategy=strategy, activations=activations
+    )
+    for step in range(3):
+        seed_all(step + 10 * world.rank)
+        tokens = torch.randint(0, VOCABULARY, (4, 7))
+        model.train_step(tokens[:, :-1], tokens[:, 1:], text_loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    world.barrier()
+    return model.state_dict(), None
+
+
+@pytest.mark.parametrize("strategy", ["local", "async"])
+def test_ranks_that_train_apart(strategy: str) -> None:
+    plain, full = (
+        shoal.run(train_apart, 2, "memory", args=(strategy, each)) for each in (None, "full")
+    )
+    assert_equal_states(full, plain)
+
+
 @mostly_full
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 @pytest.mark.parametrize("backend", ["shm", "gloo", pytest.param("mpi", marks=pytest.mark.full)])
@@ -405,7 +432,11 @@ def test_kept_memory_is_counted() -> None:
         assert found == [3 * each, 0, 0, 3 * each]
 
 
-@pytest.mark.parametrize("policy", ["full", "selective", "offload", "auto"])
+PLACES = {"partition": ("tensor", 2), "peer": ("pipeline", 4)}
+"""Strategy and ranks, for policies that go with one strategy only."""
+
+
+@pytest.mark.parametrize("policy", ["full", "selective", "offload", "auto", "partition", "peer"])
 @pytest.mark.skipif(not has_transformers(), reason="needs transformers")
 @pytest.mark.parametrize(
     "name",
@@ -418,7 +449,7 @@ def test_kept_memory_is_counted() -> None:
 def test_verify(name: str, policy: str) -> None:
     def build() -> Any:
         task = TASKS[name]
-        model = task.build()
+        model = GPT(layers=4) if name == "gpt" else task.build()  # one for each stage
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         batches = [(task.batch(step, 4), torch.zeros(4)) for step in range(3)]
         if name == "gpt":
@@ -427,10 +458,12 @@ def test_verify(name: str, policy: str) -> None:
         return model, optimizer, batches, lambda output, _: output.loss
 
     tolerance = None if name == "gpt" else 1e-5
-    options = {"memory": "1GB"} if policy == "auto" else {}
+    strategy, ranks = PLACES.get(policy, ("zero3", 4))
+    options: dict[str, Any] = {"memory": "1GB"} if policy == "auto" else {}
     report = shoal.verify(
         build,
-        "zero3",
+        strategy,
+        ranks=ranks,
         steps=3,
         tolerance=tolerance,
         min_group_bytes=300,
@@ -438,6 +471,38 @@ def test_verify(name: str, policy: str) -> None:
         **options,
     )
     report.raise_if_different()
+
+
+@pytest.mark.skipif(not has_transformers(), reason="needs transformers")
+@pytest.mark.parametrize(
+    ("strategy", "policy", "options"),
+    [
+        ("pipeline", "full", {"pipeline": 2, "schedule": "zero-bubble"}),
+        pytest.param("pipeline", "selective", {"pipeline": 2}, marks=pytest.mark.full),
+        pytest.param("hybrid", "partition", {"tensor": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_blocks_with_lists_in_them(strategy: str, policy: str, options: dict[str, Any]) -> None:
+    """T5's consist of a list, which a pipeline cuts: its members are computed again instead."""
+
+    def build() -> Any:
+        task = TASKS["t5"]
+        model = task.build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = [(task.batch(step, 4), torch.zeros(4)) for step in range(2)]
+        return model, optimizer, batches, lambda output, _: output.loss
+
+    def describe() -> str:
+        return shoal.as_distributed(
+            TASKS["t5"].build(), strategy=strategy, activations=policy, **options
+        ).describe()
+
+    report = shoal.verify(
+        build, strategy, steps=2, tolerance=1e-5, ranks=2, activations=policy, **options
+    )
+    report.raise_if_different()
+    text = shoal.run(describe, 2, "memory")[0]
+    assert "(encoder.block.0.layer.0 to decoder.block.0.layer.2)" in text
 
 
 # Which blocks -----------------------------------------------------------------------------------

@@ -10,6 +10,10 @@ come take the ranks of those that went, so that a replaced worker changes nothin
 One that comes later begins as a world of its own, of one rank, in which it builds its model as all
 others did. It is a member once it has said that it is ready, and the others have come to the end of
 a step.
+
+Where several ranks hold a replica of the model between them, members are whole replicas. If one of
+a replica is lost and nobody takes its place, the others of it wait outside, like those who have
+come later, until there are enough of them for another replica.
 """
 
 from __future__ import annotations
@@ -88,8 +92,12 @@ class Membership(ABC):
     is_leaving: bool = False
 
     @abstractmethod
-    def require(self, min_ranks: int, max_ranks: int | None) -> None:
-        """Bounds for the number of members; the holder's own bounds hold besides."""
+    def require(self, min_ranks: int, max_ranks: int | None, replica: int = 1) -> None:
+        """Bounds for the number of members; the holder's own bounds hold besides.
+
+        ``replica``: how many neighbouring ranks hold one model between them; members are whole
+        replicas.
+        """
 
     @abstractmethod
     def regroup(self) -> Regrouped:

@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shoal.comm.control.membership import Membership, Regrouped
+from shoal.comm.control.membership import Membership, Regrouped, RunComplete
 from shoal.comm.memory.backend import InMemoryBackend, Simulator
 from shoal.comm.world import World, current, set_current
 from shoal.comm.world_state import WorldState
 from shoal.errors import DeadlineError, LaunchError, MembershipChanged, ShoalError
 from shoal.meeting.elastic_options import Elastic
+from shoal.meeting.roster import ASIDE, in_words, num_admitted, set_aside
 from shoal.system.deadline import regrouping_text
 from shoal.torch_support.random_state import RandomState
 
@@ -54,6 +55,7 @@ class Gate:
         self._timeout, self._start = timeout, start
         self._first_random = RandomState.capture()
         self._min_ranks, self._max_ranks = bounds.min_ranks, bounds.max_ranks
+        self._replica = 1
         self._num_spare = bounds.spares + bounds.restarts
         self._num_invited, self._num_started = 0, ranks
         self._joiners: list[Member] = []
@@ -65,9 +67,9 @@ class Gate:
         """Whether somebody is to come, or wants to go."""
         return self._num_invited > 0 or any(member.is_leaving for member in self.members)
 
-    def require(self, min_ranks: int, max_ranks: int | None) -> None:
+    def require(self, min_ranks: int, max_ranks: int | None, replica: int = 1) -> None:
         """The narrower bounds hold."""
-        self._min_ranks = max(self._min_ranks, min_ranks)
+        self._min_ranks, self._replica = max(self._min_ranks, min_ranks), replica
         if max_ranks is not None:
             self._max_ranks = min(max_ranks, self._max_ranks or max_ranks)
 
@@ -92,7 +94,9 @@ class Gate:
             self._advance()
             while member.is_waiting and self._closed is None:
                 self._condition.wait(_LOOK_EVERY_S)
-                if time.monotonic() - begin > self._timeout and not self._has_passed(member):
+                if member.rank is None:  # it waits as long as the run lasts
+                    begin = time.monotonic()
+                elif time.monotonic() - begin > self._timeout and not self._has_passed(member):
                     raise DeadlineError(regrouping_text(self._timeout, self._awaited))
             refusal = member.refusal if self._closed is None else self._closed
         if refusal is not None:
@@ -128,7 +132,7 @@ class Gate:
         if any(not member.is_waiting and member.fate is None for member in self.members):
             return  # it still runs in the old world, and will come
         if not any(member.is_waiting for member in self.members):
-            self._refuse_all(self._joiners, LaunchError("the run has ended"))
+            self._refuse_all(self._joiners, RunComplete("the run has ended"))
         elif all(joiner.is_waiting for joiner in self._joiners) and not self._start_another():
             self._form()
 
@@ -147,16 +151,25 @@ class Gate:
         leaving = [member for member in self.members if member.is_waiting and member.is_leaving]
         self._refuse_all(leaving, LaunchError("this rank has left the run, as it asked to"))
         staying = [member for member in self.members if member.is_waiting]
-        size = len(staying) + len(self._joiners)
+        num_left = len(staying) + len(self._joiners)
+        size = num_left - num_left % self._replica
         if size < self._min_ranks:
             fates = "; ".join(f"rank {m.rank}: {m.fate}" for m in self.members if m.is_lost)
-            text = f"{size} ranks are left, and min_ranks={self._min_ranks} ({fates})"
+            least = f"min_ranks={self._min_ranks}{in_words(self._replica)}"
+            text = f"{num_left} ranks are left, and {least} ({fates})"
             self._refuse_all([*staying, *self._joiners], LaunchError(text))
             return
         reasons = {m.rank: str(m.fate) for m in self.members if m.rank is not None and m.fate}
-        seats, old_size = _seated(staying, self._joiners), len(self.members)
+        coming = self._joiners[: num_admitted(len(staying), len(self._joiners), self._replica)]
+        ranks = set_aside([m.is_waiting for m in self.members], len(coming), self._replica)
+        aside = [self.members[rank] for rank in ranks]
+        staying = [member for member in staying if member not in aside]
+        seats, old_size = _seated(staying, coming), len(self.members)
         old_ranks = tuple(member.rank for member in seats)
-        self.members, self._joiners, self._num_invited = seats, [], 0
+        self._joiners = [each for each in self._joiners if each not in coming] + aside
+        for rank, member in zip(ranks, aside, strict=True):
+            reasons[rank], member.rank = ASIDE, None
+        self.members, self._num_invited = seats, 0
         self.generation += 1
         random = [each.random or self._first_random for each in seats]
         self.simulator = Simulator(size, self._timeout, random, MembershipChanged)
@@ -201,9 +214,9 @@ class ThreadMembership(Membership):
         """Waits for this thread's turn in the world that it has now."""
         self._simulator.enter(current().rank)
 
-    def require(self, min_ranks: int, max_ranks: int | None) -> None:
+    def require(self, min_ranks: int, max_ranks: int | None, replica: int = 1) -> None:
         """Bounds for the number of members."""
-        self._gate.require(min_ranks, max_ranks)
+        self._gate.require(min_ranks, max_ranks, replica)
 
     def regroup(self) -> Regrouped:
         """Goes to the gate, and through it."""

@@ -102,7 +102,8 @@ class Operation(ABC):
     is_foreseeable = False
     """Whether the other ranks' headers may be taken to be those of last time, and compared later.
 
-    See [Note: foreseen operations].
+    See [Note: foreseen operations]. `check` and `reconsider` of such an operation must do without
+    its ``_memory``.
     """
     _memory: ClassVar[frozenset[str]] = frozenset({"source"})
     """Attributes that refer to what is moved."""

@@ -24,10 +24,11 @@ from typing import Any
 from shoal.comm.operation import Barrier, Operation
 from shoal.comm.operation.base import NOTHING_MOVED, Header, encode
 from shoal.comm.torch_groups.base import ProcessGroupBackend
-from shoal.comm.torch_groups.launch_order import await_turn
+from shoal.comm.torch_groups.launch_order import own_turn
 from shoal.comm.work import ThreadedWork, Work, WorkQueue
 from shoal.errors import MismatchError
 
+_MESSAGES = ("send", "recv")
 _TOO_LATE = (
     "That was found after data had begun to move, so nothing that the ranks hold can be trusted: "
     "start again from the last checkpoint."
@@ -64,28 +65,38 @@ class ForeseeingBackend(ProcessGroupBackend):
         self._check_stuck()
         mine = encode(Header(operation.signature, operation.meta, b"", site))
         shown = self._coordination.foreseen(mine) if operation.is_foreseeable else None
-        is_next = self._last_queued is None or not self._last_queued.would_block()
-        if shown is None or not is_next or not self._links.launches.is_free:
+        if self._last_queued is not None and not self._last_queued.would_block():
+            self._last_queued = None  # it would keep its result
+        is_next = self._last_queued is None and self._links.launches.is_free
+        if shown is None or not is_next:
             self._last_queued = super()._begin(operation, number, site)
             return self._last_queued
         return self._begin_foreseen(operation, number, site, mine, shown)
 
     def _queued(self, operation: Operation, number: int, site: str) -> Callable[[], Any]:
         task = super()._queued(operation, number, site)
-        return task if isinstance(operation, Barrier) else self._links.launches.in_turn(task)
+        if isinstance(operation, Barrier):  # launches nothing
+            return task
+        self._compare_everywhere()
+        return self._links.launches.in_turn(task)
 
-    def _perform(self, operation: Operation, number: int, site: str, *, eager: bool) -> Any:
-        if not eager or isinstance(operation, Barrier):  # it has its turn, or needs none
-            return super()._perform(operation, number, site, eager=eager)
-        with self._links.launches.take():
-            return super()._perform(operation, number, site, eager=eager)
+    def _compare_everywhere(self) -> None:
+        """Other ranks may not have foreseen what this one has, and wait for its headers."""
+        for group in self._state.groups:
+            assert isinstance(group, ForeseeingBackend)
+            queue = group._coordination.queue
+            if queue is not None and not queue.is_idle():
+                queue.call()
 
     def _mover(self, kind: str) -> Callable[..., None]:
         move = super()._mover(kind)
+        if kind in _MESSAGES:  # which have an order of their own
+            return move
 
         def move_in_turn(*args: Any) -> None:
-            await_turn()
-            move(*args)
+            with own_turn(self._links.launches) as turn:
+                turn.wait()
+                move(*args)
 
         return move_in_turn
 

@@ -83,11 +83,18 @@ class Links:
     proves: bool
     launches: LaunchOrder = field(default_factory=LaunchOrder)
 
-    def connect(self, name: str, ranks: Sequence[int], exchange: Exchange) -> ProcessGroup | None:
+    def connect(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        exchange: Exchange,
+        patience: Patience | None = None,
+    ) -> ProcessGroup | None:
         """A process group of some world ranks; all of them call this, with the same new name.
 
-        Making one blocks until all members are here, so a thread does it while this one shows the
-        others what it has put into its store, and looks whether they ever will be here.
+        ``patience`` is that of an operation which needs the group, if there is one. Making one
+        blocks until all members are here, so a thread does it while this one shows the others what
+        it has put into its store, and looks whether they ever will be here.
         """
         if len(ranks) == 1:
             return None
@@ -96,7 +103,8 @@ class Links:
         work.start_thread("shoal-connect")
         what = f"making the process group of {name_ranks(ranks)}"
         others = [rank for rank in ranks if rank != self.control.rank]
-        patience = Patience(self.control, lambda: what, ranks, self.timeout, eager=False)
+        if patience is None:
+            patience = Patience(self.control, lambda: what, ranks, self.timeout, eager=False)
         flight = Flight(patience, others, abort=lambda verdict: None)
         leaves = self.leaves(list(ranks).index(self.control.rank))
         if leaves:

@@ -173,7 +173,8 @@ class NCCLBackend(ForeseeingBackend):
         return self._one_way("recv", peer).meet()
 
     def _end_message(self, kind: str, peer: int, number: bytes) -> None:
-        self._one_way(kind, peer).end(number)
+        if number:
+            self._one_way(kind, peer).end(number)
 
     def _one_way(self, kind: str, peer: int) -> OneWay:
         """Messages to a peer ("send"), or from one."""
@@ -184,13 +185,17 @@ class NCCLBackend(ForeseeingBackend):
                 known = self._one_ways[kind, peer] = OneWay(self.ranks[peer], connect)
             return known
 
-    def _connect_one_way(self, kind: str, peer: int) -> ProcessGroup | None:
-        """Both ranks know of a message, so both will come here."""
+    def _prepare_message(self, kind: str, peer: int, patience: Patience) -> None:
+        self._one_way(kind, peer).connect(patience)
+
+    def _connect_one_way(self, kind: str, peer: int, patience: Patience) -> ProcessGroup | None:
+        """Both ranks will come here, for the message has a sender and a receiver."""
         is_sender = kind == "send"
         ends = (self.rank, peer) if is_sender else (peer, self.rank)
         pair = [self.ranks[end] for end in ends]
         exchange = exchange_between_two(self._channel, peer, (_PAIR_TAG, 0), is_sender)
-        return self._links.connect(f"{self._group_id}/{pair[0]}-{pair[1]}", pair, exchange)
+        name = f"{self._group_id}/{pair[0]}-{pair[1]}"
+        return self._links.connect(name, pair, exchange, patience)
 
     # Streams --------------------------------------------------------------------------------
 

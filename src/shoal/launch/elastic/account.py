@@ -6,23 +6,25 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from shoal.launch.script.summary import Ending, story_of
-from shoal.meeting.roster import JOINER, Announcement, Person, Roster
+from shoal.meeting.roster import ASIDE, JOINER, Announcement, Person, Roster
 
 
 def change_text(roster: Roster, world: Announcement) -> str:
     """One line for a world that was announced after another."""
     before = roster.worlds[world.generation - 2].members
     replaced = replacements(roster)
-    words = [
-        f"worker {number} (rank {rank}) is gone: {roster.persons[number].reason}"
-        for rank, number in enumerate(before)
-        if number not in world.members
-    ]
+    words = []
+    for rank, number in enumerate(before):
+        if world.reasons.get(rank) == ASIDE:
+            words.append(f"worker {number} (rank {rank}): {ASIDE}")
+        elif number not in world.members:
+            words.append(f"worker {number} (rank {rank}) is gone: {roster.persons[number].reason}")
+    known = {number for each in roster.worlds[: world.generation - 1] for number in each.members}
     for rank, number in enumerate(world.members):
         if number not in before:
             place = [gone for gone, other in replaced.items() if other == number]
             how = f"takes the place of worker {place[0]}" if place else "joins"
-            words.append(f"worker {number} {how} as rank {rank}")
+            words.append(f"worker {number} {'is back' if number in known else how} as rank {rank}")
     what = "; ".join(words) or "the same as before"
     return f"generation {world.generation}, {len(world.members)} rank(s): {what}."
 
@@ -31,12 +33,17 @@ def replacements(roster: Roster) -> dict[int, int]:
     """Who took the place of whom. One that has to be started first may do so worlds later."""
     found: dict[int, int] = {}
     waiting: list[int] = []
+    known: set[int] = set()
     for before, after in pairwise(list(roster.worlds)):
-        gone = [number for number in before.members if number not in after.members]
-        waiting += [number for number in gone if not roster.persons[number].is_leaving]
+        known.update(before.members)
+        for rank, number in enumerate(before.members):
+            is_aside = after.reasons.get(rank) == ASIDE
+            is_gone = number not in after.members and not is_aside
+            if is_gone and not roster.persons[number].is_leaving:
+                waiting.append(number)
         for number in after.members:
             is_called = roster.persons[number].role != JOINER
-            if number not in before.members and is_called and waiting:
+            if number not in known and is_called and waiting:
                 found[waiting.pop(0)] = number
     return found
 

@@ -104,7 +104,8 @@ class _ElasticThreads:
                 outcome.value = fn(*args)
                 outcome.failed_at = None
             except BaseException as error:
-                fate, is_lost = describe(error), not (member.is_leaving and _is_exit(error))
+                is_free = member.is_leaving or member.rank is None
+                fate, is_lost = describe(error), not (is_free and _is_exit(error))
                 outcome.error, outcome.failed_at = error, time.monotonic()
                 outcome.traceback = "".join(traceback.format_exception(error))
                 current().fail(error) if is_lost else None

@@ -110,9 +110,10 @@ class ProcessMembership(Membership):
         set_current(self._world, process_wide=True)
         return self._world
 
-    def require(self, min_ranks: int, max_ranks: int | None) -> None:
+    def require(self, min_ranks: int, max_ranks: int | None, replica: int = 1) -> None:
         """Asks the holder, who may refuse."""
-        self._client.tell({"kind": "require", "min": min_ranks, "max": max_ranks})
+        bounds = {"min": min_ranks, "max": max_ranks, "replica": replica}
+        self._client.tell({"kind": "require", **bounds})
         answer = self._answer("noted", "refused")
         if "refused" in answer:
             raise LaunchError(answer["refused"])
@@ -201,12 +202,17 @@ class ProcessMembership(Membership):
         return world
 
     def _await_world(self) -> dict[str, Any]:
-        """One that waits to be a member waits as long as the run lasts; a member does not."""
+        """One that waits to be a member waits as long as the run lasts; a member does not.
+
+        A member may be told meanwhile that it is none any more, and waits ("aside").
+        """
         deadline = Deadline(self._timeout) if self.generation else None
-        keys = ("world", "left", "refused")
+        keys = ("world", "left", "refused", "aside")
         while True:
             answer: dict[str, Any] | None = self._client.reply_of(_LOOK_EVERY_S, keys)
-            if answer is not None:
+            if answer is not None and "aside" in answer:
+                self.generation, deadline = 0, None
+            elif answer is not None:
                 return answer
             if self.is_leaving:
                 self._tell_leave()

@@ -106,6 +106,15 @@ class GradientMemory:
             self.pool.give(self._buffer)
             self._buffer = self.whole = None
 
+    @property
+    def is_better_fresh(self) -> bool:
+        """Whether a buffer that is not needed now is worth more to others, as a GPU's is.
+
+        There a fresh one is cheap, and forward may need the most memory of a step. On a CPU fresh
+        pages cost more time than copying gradients.
+        """
+        return self.whole is not None and self.whole.is_cuda and not self.is_sharded
+
     def leave_whole(self) -> Tensor:
         """Leaves the buffer to users who reference it; see [Note: gradients that users keep]."""
         left = self.whole

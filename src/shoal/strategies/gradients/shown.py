@@ -314,8 +314,9 @@ class ShownGradients:
         gradients.group.show_gradients([None] * len(self._parameters))
         for index in list(self.parts.views):
             self.release(index)
-        everything = range(len(self._parameters))
-        if self._whole_views is not None and self._whole_views.are_referenced(everything):
+        everything, views = range(len(self._parameters)), self._whole_views
+        is_left = views is not None and views.are_referenced(everything)
+        if is_left or gradients.memory.is_better_fresh:
             self._whole_views = None
             gradients.memory.leave_whole()
 

@@ -242,7 +242,7 @@ def _spread(output: Any, group: Backend, *, is_here: bool) -> Any:
         structure = structure_of(example)
     else:
         found, structure = tree_flatten(output)
-        found = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in found]
+        found = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in found]
         leaves = [
             None if isinstance(leaf, Tensor) and group.carries(leaf) else (leaf,) for leaf in found
         ]
@@ -252,7 +252,7 @@ def _spread(output: Any, group: Backend, *, is_here: bool) -> Any:
         if leaf is not None:
             values.append(leaf[0])
             continue
-        own = found[number].clone() if is_here else None
+        own = found[number] if is_here else None
         values.append(group.broadcast(own, root=root))
     return tree_unflatten(values, structure)
 

@@ -26,7 +26,8 @@ from shoal.strategies.pipeline.schedules import (
 )
 from shoal.strategies.pipeline.stage import Stage
 from shoal.strategies.pipeline.units import cut_chain, find_units
-from shoal.strategies.recomputation.policy import Policy
+from shoal.strategies.recomputation.blocks import blocks_within
+from shoal.strategies.recomputation.policy import Policy, parse_policy
 from shoal.strategies.recomputation.recomputation import stop_caching
 from shoal.strategies.recomputation.stores.keepers import Keepers
 from shoal.strategies.settings import LEVELS, Ownership
@@ -89,7 +90,7 @@ class PipelineParallelModel(ShardedModel):
                 parameters.
             outputs: Which ranks get the result of ``model(inputs)``: "everywhere", or the "last"
                 stage only.
-            mesh: The axes, if they are laid out already.
+            mesh: The axes, if they are laid out already, and ranks have the same values.
             seed: For the values of what is on the meta device.
             activations: What blocks keep for backward, and where; see `ShardedModel`.
             memory: For ``activations="auto"``: the bytes that this rank may use in all.
@@ -100,9 +101,10 @@ class PipelineParallelModel(ShardedModel):
         _check_choices(zero, micro_batches, outputs)
         rest = backend.size // data if data and backend.size % data == 0 else backend.size
         stages = rest if pipeline is None else pipeline
-        mesh = mesh or Mesh(pipeline=stages, data=data, world=backend)
+        if mesh is None:
+            mesh = Mesh(pipeline=stages, data=data, world=backend)
+            share_values(module, mesh.group("pipeline"), seed)
         group = mesh.group("pipeline")
-        share_values(module, group, seed)
         num_chunks = group.size * chunks
         units = find_units(module, num_chunks)
         # What ranks weigh may differ, where layers are split in unequal parts.
@@ -118,7 +120,7 @@ class PipelineParallelModel(ShardedModel):
             part=group.rank,
             stages=group if has_room else None,
         )
-        self._recompute(module, activations, memory)
+        self._recompute(module, _within_units(module, activations, memory), memory)
         if self.recomputation is not None:
             _check_uncut(self.recomputation.blocks, [unit.name for unit in units])
         stage = Stage(module, group, num_chunks, units, chunk_of_unit)
@@ -143,7 +145,8 @@ class PipelineParallelModel(ShardedModel):
         self.engine.ownership = Ownership((group,), other_layers=group)
         self.options |= {
             "pipeline": pipeline, "data": data, "zero": zero, "micro_batches": micro_batches,
-            "schedule": schedule, "chunks": chunks, "cut": cut, "outputs": outputs,
+            "schedule": schedule, "chunks": chunks, "cut": cut, "balance": balance,
+            "outputs": outputs,
         }  # fmt: skip
 
     @property
@@ -294,6 +297,15 @@ class PipelineParallelModel(ShardedModel):
     def describe(self) -> str:
         """Which rank has which layers and how many parameters, what travels, what optimizers do."""
         return f"{self.pipeline.describe()}\n{super().describe()}"
+
+
+def _within_units(
+    module: nn.Module, activations: str | Policy | None, memory: int | str | None
+) -> Policy | None:
+    """Lists of modules are cut, also those inside of a block: then their members are blocks."""
+    policy = parse_policy(activations, memory)
+    uncut = [unit.name for unit in find_units(module, 0)]
+    return None if policy is None else blocks_within(module, policy, uncut)
 
 
 def _check_uncut(blocks: Iterable[str], units: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -30,6 +31,21 @@ def find_blocks(model: nn.Module, policy: Policy) -> dict[str, nn.Module]:
             'again: activations=shoal.activations.Policy("full", blocks=["encoder", "decoder.*"])'
         )
     return {name: module for module, name in found.items()}
+
+
+def blocks_within(model: nn.Module, policy: Policy, units: Sequence[str]) -> Policy:
+    """The policy with blocks that are no larger than these parts of the model, which a rank has.
+
+    Blocks that the user has named stay as they are.
+    """
+    if policy.blocks is not None:
+        return policy
+    found: list[str] = []
+    for block in find_blocks(model, policy):
+        inside = [name for name in units if name.startswith(f"{block}.")]
+        parts = [name for name in inside if _is_composed(model.get_submodule(name))]
+        found += parts or [block]
+    return replace(policy, blocks=tuple(found))
 
 
 def _members(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:

@@ -24,6 +24,10 @@ class Replay:
         self.codec, self.ranks, self.sharded, self.feedback = codec, ranks, sharded, feedback
         self.layout = GroupLayout.even(shapes, ranks, 4)
         length = self.layout.num_elements
+        self.vectors, self.slots = [], self.layout.slots
+        if codec.form is Form.SPARSE:  # sends vectors as they are
+            self.vectors = [slot for slot in self.layout.slots if len(slot.shape) < 2]
+            self.slots = [slot for slot in self.layout.slots if len(slot.shape) >= 2]
         self.residuals = [torch.zeros(length) for _ in range(ranks)]
         self.rights: dict[str, Tensor] = {}
         self.count = 0
@@ -43,6 +47,9 @@ class Replay:
             corrected = [g + e for g, e in zip(gradients, self.residuals, strict=True)]
             self.residuals = [torch.zeros_like(each) for each in corrected]
         result = torch.zeros(self.layout.num_elements)
+        for slot in self.vectors:
+            part = slice(slot.start, slot.stop)
+            result[part] = _mean([whole[part] for whole in corrected])
         if isinstance(self.codec, LowRank):
             self._factored(self.codec, corrected, result)
         elif self.codec.form is Form.SPARSE and not self.sharded:
@@ -60,7 +67,7 @@ class Replay:
             self.residuals[rank][part] += error
 
     def _gathered(self, corrected: Sequence[Tensor], result: Tensor) -> None:
-        for slot in self.layout.slots:
+        for slot in self.slots:
             part = slice(slot.start, slot.stop)
             for rank, whole in enumerate(corrected):
                 payload = self.codec.encode(whole[part], draw=self._draw(slot.name, slot.start, ""))
@@ -72,7 +79,7 @@ class Replay:
         low, high = self.layout.bounds[owner], self.layout.bounds[owner + 1]
         parts = [
             (slot.name, slice(max(slot.start, low), min(slot.stop, high)))
-            for slot in self.layout.slots
+            for slot in self.slots
             if max(slot.start, low) < min(slot.stop, high)
         ]
         if self.codec.joins_tensors and parts:
@@ -101,7 +108,7 @@ class Replay:
                 result[part] = total
 
     def _factored(self, codec: LowRank, corrected: Sequence[Tensor], result: Tensor) -> None:
-        for slot in self.layout.slots:
+        for slot in self.slots:
             part = slice(slot.start, slot.stop)
             own = [whole[part].view(slot.shape) for whole in corrected]
             if not codec.factors(slot.shape):

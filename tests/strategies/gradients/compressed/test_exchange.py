@@ -200,6 +200,24 @@ def test_what_nobody_used_keeps_its_residual(strategy: str, name: str) -> None:
         assert not after["scalar"].any()
 
 
+@pytest.mark.parametrize("name", ["topk:0.01", "randomk:0.01"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_sparse_codecs_leave_vectors_as_they_are(strategy: str, name: str) -> None:
+    def step(compression: Any) -> Any:
+        model, _ = made(strategy, compression)
+        model(wishes(0, shoal.world().rank)).backward()
+        residual = {held.name: held.memory for held in model.compression_state.held_residual()}
+        return gradients(model), residual
+
+    for found, residual in run(step, name):
+        for key in ("bias", "scalar"):
+            expected = sum(wishes(0, rank)[key] for rank in range(3)) / 3
+            assert torch.allclose(found[key], expected)
+            assert not residual[key].any()
+    asked_for = run(step, Choose(parse(name), below=0, vectors=parse(name)))
+    assert any(residual["bias"].any() for _, residual in asked_for)
+
+
 def test_a_gradient_that_comes_late_counts() -> None:
     """A parameter that is used again by a hook, after its group has been sent."""
 
@@ -275,11 +293,15 @@ def test_bytes_are_counted() -> None:
 
     numel = sum(torch.Size(shape).numel() for _, shape in SHAPES)
     for counted, residual, stats in run(step, "ddp", "topk:0.1", ranks=2):
-        own = sum(
-            TopK(0.1).payload_bytes((torch.Size(s).numel(),), torch.float32) for _, s in SHAPES
+        sparse = sum(
+            TopK(0.1).payload_bytes((torch.Size(s).numel(),), torch.float32)
+            for _, s in SHAPES
+            if len(s) > 1
         )
-        assert counted.sent_bytes == own
-        assert stats["all_gather"].num_bytes == 2 * own
+        vectors = 48 + 8  # go to their owner as they are, and come back as an average
+        assert counted.sent_bytes == sparse + vectors
+        assert stats["all_to_all"].num_bytes == vectors
+        assert stats["all_gather"].num_bytes == 2 * sparse + vectors
         assert "all_reduce" not in stats
         assert numel * 4 <= counted.raw_bytes == residual < numel * 4 + 256
     for counted, _, stats in run(step, "zero3", "int8", ranks=2):

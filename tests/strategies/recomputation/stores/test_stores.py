@@ -155,3 +155,20 @@ def test_a_write_while_a_copy_is_under_way_is_an_error() -> None:
     torch.cuda.synchronize()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         store.get(kept)
+
+
+@pytest.mark.gpu
+def test_a_host_that_is_ahead_of_its_gpu_saves_memory_all_the_same() -> None:
+    size, store = 1 << 24, HostStore(torch.device("cuda"))
+    for _ in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        before, kept = torch.cuda.memory_allocated(), []
+        for number in range(24):  # nothing here waits for the GPU
+            store.begin_call()
+            made = torch.full((size,), number, dtype=torch.uint8, device="cuda")
+            kept.append(store.put(made, "a"))
+            del made
+        assert torch.cuda.max_memory_allocated() - before <= 4 * size
+        for number in reversed(range(24)):
+            assert bool((store.get(kept.pop()) == number).all())
+        assert torch.cuda.max_memory_allocated() - before <= 5 * size
