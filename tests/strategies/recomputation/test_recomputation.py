@@ -432,7 +432,11 @@ def test_kept_memory_is_counted() -> None:
         assert found == [3 * each, 0, 0, 3 * each]
 
 
-@pytest.mark.parametrize("policy", ["full", "selective", "offload", "auto"])
+PLACES = {"partition": ("tensor", 2), "peer": ("pipeline", 4)}
+"""Strategy and ranks, for policies that go with one strategy only."""
+
+
+@pytest.mark.parametrize("policy", ["full", "selective", "offload", "auto", "partition", "peer"])
 @pytest.mark.skipif(not has_transformers(), reason="needs transformers")
 @pytest.mark.parametrize(
     "name",
@@ -445,7 +449,7 @@ def test_kept_memory_is_counted() -> None:
 def test_verify(name: str, policy: str) -> None:
     def build() -> Any:
         task = TASKS[name]
-        model = task.build()
+        model = GPT(layers=4) if name == "gpt" else task.build()  # one for each stage
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         batches = [(task.batch(step, 4), torch.zeros(4)) for step in range(3)]
         if name == "gpt":
@@ -454,10 +458,12 @@ def test_verify(name: str, policy: str) -> None:
         return model, optimizer, batches, lambda output, _: output.loss
 
     tolerance = None if name == "gpt" else 1e-5
-    options = {"memory": "1GB"} if policy == "auto" else {}
+    strategy, ranks = PLACES.get(policy, ("zero3", 4))
+    options: dict[str, Any] = {"memory": "1GB"} if policy == "auto" else {}
     report = shoal.verify(
         build,
-        "zero3",
+        strategy,
+        ranks=ranks,
         steps=3,
         tolerance=tolerance,
         min_group_bytes=300,
