@@ -21,7 +21,7 @@ _OF_TORCH = vars(nn.Module()).keys()
 _MISSING: Any = object()
 
 
-class _Part(NamedTuple):
+class _ModuleLook(NamedTuple):
     """One module: its class, its attributes, and what its dicts have, by attribute."""
 
     kind: type[nn.Module]
@@ -29,14 +29,14 @@ class _Part(NamedTuple):
     contents: Mapping[str, Mapping[Any, Any]]
 
     @classmethod
-    def of(cls, module: nn.Module) -> _Part:
+    def of(cls, module: nn.Module) -> _ModuleLook:
         own = dict(vars(module))
         # The user's own dicts are the user's: what code keeps in them is no change of a strategy.
         dicts = {key: own[key] for key in _OF_TORCH & own.keys() if isinstance(own[key], dict)}
         return cls(type(module), own, {key: dict(value) for key, value in dicts.items()})
 
 
-class _Memory(NamedTuple):
+class _ParameterLook(NamedTuple):
     """One parameter: its class, and what it takes to give it memory."""
 
     kind: type[Tensor]
@@ -45,7 +45,7 @@ class _Memory(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, parameter: nn.Parameter) -> _Memory:
+    def of(cls, parameter: nn.Parameter) -> _ParameterLook:
         return cls(type(parameter), parameter.shape, parameter.dtype, parameter.device)
 
 
@@ -65,15 +65,15 @@ class ModuleChanges:
     def __init__(self, module: nn.Module) -> None:
         """Nothing is changed yet."""
         self._module = module
-        self._before: dict[nn.Module, _Part] = {}
-        self._after: dict[nn.Module, _Part] = {}
-        self._memory: dict[nn.Parameter, _Memory] = {}
+        self._before: dict[nn.Module, _ModuleLook] = {}
+        self._after: dict[nn.Module, _ModuleLook] = {}
+        self._memory: dict[nn.Parameter, _ParameterLook] = {}
         self._new_hooks: dict[nn.Parameter, set[int]] = {}
 
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Around all changes, also those that end in an error."""
-        self._memory = {each: _Memory.of(each) for each in self._module.parameters()}
+        self._memory = {each: _ParameterLook.of(each) for each in self._module.parameters()}
         hooks = {each: _hooks(each) for each in self._memory}
         self._before = self._look()
         try:
@@ -82,8 +82,8 @@ class ModuleChanges:
             self._after = self._look()
             self._new_hooks = {each: _hooks(each) - known for each, known in hooks.items()}
 
-    def _look(self) -> dict[nn.Module, _Part]:
-        return {module: _Part.of(module) for module in self._module.modules()}
+    def _look(self) -> dict[nn.Module, _ModuleLook]:
+        return {module: _ModuleLook.of(module) for module in self._module.modules()}
 
     def undo(self) -> None:
         """The module is what it was; parameters are whole, and zero."""
@@ -99,7 +99,7 @@ class ModuleChanges:
         self._before, self._after, self._memory = {}, {}, {}
 
 
-def _undo(module: nn.Module, before: _Part, after: _Part) -> None:
+def _undo(module: nn.Module, before: _ModuleLook, after: _ModuleLook) -> None:
     if before.kind is not after.kind:
         module.__class__ = before.kind
     attributes = vars(module)
