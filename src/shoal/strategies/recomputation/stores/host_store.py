@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shoal.strategies.recomputation.stores.copy_streams import CopyStream, PinnedMemory
-from shoal.strategies.recomputation.stores.store import Call, Moved, MovedMemory, MovingStore
+from shoal.strategies.recomputation.stores.store import BlockCall, Moved, MovedMemory, MovingStore
 from shoal.torch_internals.tensors import version_of
 
 # Each copy has a price; less than this is not worth it.
@@ -59,8 +59,8 @@ class HostStore(MovingStore):
         if self.moves:
             self._out, self._in = CopyStream(device), CopyStream(device)
         self._pinned = PinnedMemory()
-        self._leaving: list[tuple[Call, MovedMemory]] = []
-        self._at: Call | None = None
+        self._leaving: list[tuple[BlockCall, MovedMemory]] = []
+        self._at: BlockCall | None = None
 
     def takes(self, tensor: Tensor) -> bool:
         """What lies on a GPU, if it is worth it."""
@@ -71,7 +71,7 @@ class HostStore(MovingStore):
         super().begin_call()
         self._let_go(self._call, self._call.before)
 
-    def _let_go(self, *kept: Call | None) -> None:
+    def _let_go(self, *kept: BlockCall | None) -> None:
         """Of what is on the GPU, except for that of some calls."""
         leaving, self._leaving = self._leaving, []
         for call, memory in leaving:

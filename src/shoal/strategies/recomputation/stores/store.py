@@ -72,16 +72,16 @@ class MovedMemory:
         """All bytes, once they are back for good."""
 
 
-class Call:
+class BlockCall:
     """One call of a block, for as long as something stands for what it has put in."""
 
-    def __init__(self, before: Call | None) -> None:
+    def __init__(self, before: BlockCall | None) -> None:
         """``before``: the call before it, of any block."""
         self._before = None if before is None else weakref.ref(before)
         self._memories: list[weakref.ref[MovedMemory]] = []
 
     @property
-    def before(self) -> Call | None:
+    def before(self) -> BlockCall | None:
         """None if nothing stands for it any more."""
         return None if self._before is None else self._before()
 
@@ -98,7 +98,7 @@ class Moved(NamedTuple):
     """What stands for a tensor: its memory, its view of that, and the call that needs it."""
 
     memory: MovedMemory
-    call: Call
+    call: BlockCall
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
@@ -122,7 +122,7 @@ class MovingStore(Store):
 
     def __init__(self) -> None:
         self._known: weakref.WeakValueDictionary[int, MovedMemory] = weakref.WeakValueDictionary()
-        self._call = Call(None)
+        self._call = BlockCall(None)
 
     @abstractmethod
     def move(self, memory: MovedMemory, data: Tensor, place: str) -> bool:
@@ -139,7 +139,7 @@ class MovingStore(Store):
 
     def begin_call(self) -> None:
         """What is put in from now on belongs to it."""
-        self._call = Call(self._call)
+        self._call = BlockCall(self._call)
 
     def put(self, tensor: Tensor, place: str) -> Any:
         """Moves the tensor's memory, unless that was done before."""
