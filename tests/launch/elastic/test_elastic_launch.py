@@ -293,6 +293,7 @@ def test_one_from_another_terminal_joins_is_killed_and_named(
     process, joiner, _ = joined(background)
     ((_, pid),) = at_step(joiner, 1).values()
     os.kill(pid, signal.SIGKILL)
+    assert_gone(pid)
     hold.unlink()
     assert end_of(joiner)[0] == 128 + signal.SIGKILL
     code, out, err = end_of(process)
@@ -304,8 +305,9 @@ def test_one_from_another_terminal_joins_is_killed_and_named(
 
 def test_the_end_of_its_launcher_is_the_end_of_a_joiner(background: Background, hold: Path) -> None:
     process, joiner, _ = joined(background)
-    at_step(joiner, 1)
+    ((_, pid),) = at_step(joiner, 1).values()
     joiner.kill()
+    assert_gone(pid)
     hold.unlink()
     code, out, err = end_of(process)
     assert code == 0, err
