@@ -12,6 +12,8 @@ from torch import nn
 MIN_GROUP_BYTES = 1 << 20
 # More groups than this cost more in latency than they save in memory.
 _MOST_GROUPS = 48
+# A message of this size takes far longer than to begin one: twice as many cost nothing.
+_LARGE_BYTES = 16 << 20
 
 _Kind = tuple[torch.dtype, torch.device, str]
 
@@ -45,8 +47,9 @@ class ParameterAnalyzer:
     A group closes when it has reached ``max(min_group_bytes, total / 48)``; a layer larger
     than that is a group of its own. A module that fits into a group is not torn apart, for what it
     has is used together; so a group may close at half of that size, or reach one and a half of it.
-    Only dtype and device separate groups. A parameter that layers of several groups use (a tied
-    embedding) is a group of its own.
+    If that makes many small groups, more than 48 and one for each kind, the size is raised, to
+    twice as much at most. Only dtype and device separate groups. A parameter that layers of
+    several groups use (a tied embedding) is a group of its own.
 
     Example:
         >>> from torch import nn
@@ -75,18 +78,27 @@ class ParameterAnalyzer:
         self._layers_of = _layers(model, self._kind)
         layers = [layer for members in self._layers_of.values() for layer in members]
         self.total_bytes = sum(layer.num_bytes for layer in _without_repeats(layers))
-        self.threshold_bytes = max(min_group_bytes, -(-self.total_bytes // _MOST_GROUPS))
-        self._pieces = list(_pieces(model, self.threshold_bytes, set()))
-        self.groups = self._closed(layers)
+        num_kinds = len({self._kind(layer.parameters[0]) for layer in layers})
+        least_bytes = max(min_group_bytes, -(-self.total_bytes // _MOST_GROUPS))
+        for quarters in range(4, 9):
+            self.threshold_bytes = least_bytes * quarters // 4
+            self._pieces = list(_pieces(model, self.threshold_bytes, set()))
+            joined, alone = self._closed(layers)
+            is_few = len(joined) <= _MOST_GROUPS + num_kinds  # of each kind something is left over
+            if is_few or least_bytes >= _LARGE_BYTES:
+                break
+        self.groups = sorted(joined + alone, key=_position(layers))
 
-    def _closed(self, layers: list[ParameterGroup]) -> list[ParameterGroup]:
-        position = _position(layers)
-        tentative = sorted(self._collect(()), key=position)
+    def _closed(
+        self, layers: list[ParameterGroup]
+    ) -> tuple[list[ParameterGroup], list[ParameterGroup]]:
+        """Groups of layers, and those of single parameters that several of the former use."""
+        tentative = sorted(self._collect(()), key=_position(layers))
         shared = _used_by_several(layers, tentative)
         if not shared:
-            return tentative
-        own = [ParameterGroup((name,), (parameter,)) for name, parameter in shared.items()]
-        return sorted(self._collect(shared) + own, key=position)
+            return tentative, []
+        alone = [ParameterGroup((name,), (parameter,)) for name, parameter in shared.items()]
+        return self._collect(shared), alone
 
     def _collect(self, left_out: Iterable[str]) -> list[ParameterGroup]:
         """Groups of all parameters but some."""
