@@ -18,13 +18,14 @@ from shoal.optim.division import DIVISIONS, WorkDivision
 from shoal.optim.kinds import Kind
 from shoal.optim.proof.judgement import Judgement
 from shoal.optim.proof.judging import judge_or_believe
-from shoal.optim.state import Reception, renew_state
+from shoal.optim.state import Reception, refuse_more_to_save, renew_state
 from shoal.optim.stepping.supervision import Supervision, users_hooks
 from shoal.sharding.holding import FullState, HeldState
 from shoal.strategies.consistency.progress import PLACE, StepRecord, compare
 from shoal.strategies.foreign import refuse_foreign_optimizer
 from shoal.strategies.model import ShardedModel
 
+_OWN = ("optimizer", "model", "kind", "division", "supervision", "_record", "_hooks")
 _STREAMS = "streams"
 """Under what a saved state has what it takes to go on drawing."""
 
@@ -63,6 +64,7 @@ class ShardedOptimizer(Optimizer):
             kind: "element-wise", "per-parameter" or "global", if it need not be found out.
         """
         self._pair(optimizer, model)
+        vars(self).update(dict.fromkeys(_OWN))  # these are not the user's, whatever that has
         self.optimizer, self.model = optimizer, model
         self._hooks: list[Any] = []
         self._take_over(kind)
@@ -184,6 +186,15 @@ class ShardedOptimizer(Optimizer):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What only the user's optimizer has is set there: its steps go by it."""
+        is_own = name in vars(self) or hasattr(type(self), name)
+        users = None if is_own else vars(self).get("optimizer")
+        if users is not None and hasattr(users, name):
+            setattr(users, name, value)
+        else:
+            super().__setattr__(name, value)
+
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The model's, that this optimizer was built for."""
@@ -207,6 +218,8 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, as the plain optimizer would have it; every rank calls it."""
+        if self.kind.is_divisible:
+            refuse_more_to_save(self.optimizer)
         return self.division.state_dict() | self.saved_streams()
 
     @torch.inference_mode(mode=False)
@@ -238,6 +251,7 @@ class ShardedOptimizer(Optimizer):
 
     def held_state(self) -> Iterator[HeldState]:
         """This rank's part of the state, under full names."""
+        refuse_more_to_save(self.optimizer)
         return self.division.held_state()
 
     def own_state(self) -> list[HeldState] | None:
