@@ -90,6 +90,49 @@ def test_a_method_that_looks_at_the_state_is_right_or_refused(strategy: str) -> 
         assert_same(state, expected)
 
 
+class GoesBy(Optimizer):
+    """Looks at more than gradients, and keeps half of them."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.requires_grad:
+                    p.mul_(1 - getattr(self, "decay", 0.0))
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"])
+
+    @torch.no_grad()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
+
+
+def go_by(strategy: str | None) -> State:
+    model: Any = seeded()
+    optimizer: Any = GoesBy(model.parameters())
+    if strategy is not None:
+        model, optimizer = shoal.as_distributed(model, optimizer, strategy=strategy)
+    for step in range(4):
+        for number, parameter in enumerate(model.parameters()):
+            parameter.requires_grad_(bool(number % 2) or step < 2)
+        optimizer.decay = 0.01 * step  # which it has not had before
+        one_step(model, optimizer, data(step) if strategy is None else local(step))
+    return whole_state(model)
+
+
+@distinct
+def test_what_a_step_may_look_at_is_what_it_would_be_in_one_process(strategy: str) -> None:
+    expected = go_by(None)
+    for state in run(go_by, strategy):
+        assert_same(state, expected)
+
+
 class Slow(Optimizer):
     """Steps by another optimizer, and saves that one's state along with its own."""
 

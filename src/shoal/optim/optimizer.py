@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +26,6 @@ from shoal.strategies.consistency.progress import PLACE, StepRecord, compare
 from shoal.strategies.foreign import refuse_foreign_optimizer
 from shoal.strategies.model import ShardedModel
 
-_OWN = ("optimizer", "model", "kind", "division", "supervision", "_record", "_hooks")
 _STREAMS = "streams"
 """Under what a saved state has what it takes to go on drawing."""
 
@@ -46,6 +46,13 @@ class ShardedOptimizer(Optimizer):
 
     model_class: ClassVar[type[ShardedModel]] = ShardedModel
     divisions: ClassVar[Mapping[Kind, type[WorkDivision]]] = DIVISIONS
+    optimizer: Optimizer
+    model: ShardedModel
+    kind: Kind
+    division: WorkDivision
+    supervision: Supervision
+    _record: StepRecord
+    _hooks: list[Any]
     # A fused optimizer has it, but would not see the scale that a scaler leaves on this object.
     _step_supports_amp_scaling = False
 
@@ -64,9 +71,8 @@ class ShardedOptimizer(Optimizer):
             kind: "element-wise", "per-parameter" or "global", if it need not be found out.
         """
         self._pair(optimizer, model)
-        vars(self).update(dict.fromkeys(_OWN))  # these are not the user's, whatever that has
         self.optimizer, self.model = optimizer, model
-        self._hooks: list[Any] = []
+        self._hooks = []
         self._take_over(kind)
 
     def _take_over(self, kind: Kind | str | Judgement | None) -> None:
@@ -187,10 +193,10 @@ class ShardedOptimizer(Optimizer):
         return getattr(self.optimizer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What only the user's optimizer has is set there: its steps go by it."""
-        is_own = name in vars(self) or hasattr(type(self), name)
-        users = None if is_own else vars(self).get("optimizer")
-        if users is not None and hasattr(users, name):
+        """What the user's optimizer has, or may look for, is set there: its steps go by it."""
+        users = vars(self).get("optimizer")
+        is_own = users is None or name in vars(self) or name in _own_names(type(self))  # type: ignore[arg-type]
+        if not is_own and (hasattr(users, name) or not name.startswith("_")):
             setattr(users, name, value)
         else:
             super().__setattr__(name, value)
@@ -294,7 +300,10 @@ class ShardedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of its parameters, or makes them zero."""
-        self.model.engine.gradients.zero(self.parameters, set_to_none=set_to_none)
+        if type(self.optimizer).zero_grad is not Optimizer.zero_grad:  # it may do something else
+            self.optimizer.zero_grad(*(() if set_to_none else (False,)))
+        else:
+            self.model.engine.gradients.zero(self.parameters, set_to_none=set_to_none)
 
     def _check_groups(self) -> None:
         """Refuses parameters that were taken out of the groups, or put in, after wrapping."""
@@ -322,6 +331,14 @@ class ShardedOptimizer(Optimizer):
                 "this optimizer was wrapped for several ranks: step the one that "
                 "shoal.as_distributed(model, optimizer) returned instead"
             )
+
+
+@functools.cache
+def _own_names(wrapper: type[ShardedOptimizer]) -> frozenset[str]:
+    """Attributes that a wrapped optimizer has itself: those that its classes have or annotate."""
+    classes = [each for each in wrapper.__mro__ if issubclass(each, ShardedOptimizer)]
+    annotated = (name for each in classes for name in inspect.get_annotations(each))
+    return frozenset(annotated) | frozenset(dir(wrapper))
 
 
 def check_optimizer(optimizer: Optimizer) -> None:

@@ -248,13 +248,13 @@ class Segmentation:
         parameter = group.parameters[index]
         return which, shared_state(self.states.get(parameter, {}), parameter)
 
-    def cut_where_used(
-        self, which: int, segment: ParameterSegment, used: Sequence[bool]
+    def cut_where_unlike(
+        self, which: int, segment: ParameterSegment, looks: Sequence[object]
     ) -> list[ParameterSegment]:
-        """Cuts a segment where parameters with a gradient meet parameters without."""
+        """Cuts a segment where parameters with a gradient, say, meet parameters without."""
         keys: list[object] = [None] * len(segment.group.parameters)
-        for index, is_used in zip(segment.indices, used, strict=True):
-            keys[index] = ("used" if is_used else "unused",)
+        for index, look in zip(segment.indices, looks, strict=True):
+            keys[index] = (look,)
         parts = list(make_segments(segment.group, segment.bounds, keys))
         state = self.states.pop(segment.parameter, {})
         if state:
