@@ -107,18 +107,19 @@ class Segmented(WorkDivision):
         """Gives a segment its gradient, if its parameters have one."""
         gradients = self.engine.gradients.groups[segment.group.index]
         used = [index in gradients.used for index in segment.indices]
-        trained = used
-        if self.supervision.judgement.is_watched:  # it may look at that, too
+        looks: Sequence[object] = used
+        may_look = self.supervision.judgement.is_watched
+        if may_look:
             trained = [parameter.requires_grad for parameter in segment.parameters]
-        looks = list(zip(used, trained, strict=True))
-        if len(set(looks)) > 1:
+            looks = list(zip(used, trained, strict=True))
+        if any(look != looks[0] for look in looks):
             for part in self.segments.cut_where_unlike(which, segment, looks):
                 self._hand_out(which, part)
             return
         memory = gradients.memory
         buffer = memory.own() if self.engine.sharding.optimizer else memory.held()
         segment.show(buffer if used[0] else None)
-        if trained is not used:
+        if may_look:
             segment.parameter.requires_grad_(trained[0])
 
     @torch.no_grad()
