@@ -67,4 +67,4 @@ if not TYPE_CHECKING:  # type checkers would take any name for one that is here
 
 def __dir__() -> list[str]:
     """What users may use, so that tab completion shows it before it was imported."""
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

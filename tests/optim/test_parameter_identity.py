@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import shoal
-from shoal.errors import MismatchError
+from shoal.errors import MismatchError, ShoalError
 from shoal.optim import Kind, find_kind
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*may couple any of its parameters")
@@ -83,6 +83,24 @@ def test_what_libraries_write_on_parameters_is_harmless() -> None:
     module = nn.Linear(3, 2)
     module.weight._is_hf_initialized = True  # type: ignore[assignment]
     assert find_kind(ByAttribute(module.parameters())) is Kind.ELEMENT_WISE
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_what_is_written_on_parameters_later_is_refused(strategy: str) -> None:
+    def write() -> None:
+        module = nn.Linear(5, 3)
+        plain: Any = ByAttribute(module.parameters())
+        model, optimizer = shoal.as_distributed(module, plain, strategy=strategy)
+        for step in range(2):
+            model(torch.ones(2, 5)).square().mean().backward()
+            if step == 1:
+                module.weight.lr_scale = 0.1  # type: ignore[assignment]
+                with pytest.raises(ShoalError, match=r"`lr_scale`, which is written on a param"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+
+    shoal.run(write, 2, "memory", timeout=40)
 
 
 def train_with_hooks(strategy: str | None) -> tuple[list[Any], Any]:

@@ -18,7 +18,7 @@ from shoal.comm import Backend
 from shoal.comm.world import find_current
 from shoal.errors import CheckpointMismatchError
 from shoal.optim import LocalSGDOptimizer, ShardedOptimizer
-from shoal.optim.state import Reception, held_whole, receive_whole
+from shoal.optim.state import Reception, held_whole, receive_whole, refuse_more_to_save
 from shoal.sharding.extent import Extent
 from shoal.sharding.holding import FullState, Held, HeldState
 from shoal.strategies import ShardedModel
@@ -174,6 +174,7 @@ def held_state(optimizer: Optimizer, model: nn.Module) -> Iterator[HeldState]:
     """This rank's part of the state."""
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer.held_state()
+    refuse_more_to_save(optimizer)
     return held_whole(optimizer, _names(optimizer, model))
 
 

@@ -55,6 +55,11 @@ class ElasticOptimizer(ShardedOptimizer):
         ...         optimizer.zero_grad()
     """
 
+    also: list[Any]
+    num_committed: int
+    has_committed: bool
+    num_in_window: int
+    keeper: Keeper
     kinds: ClassVar[dict[str, type[ElasticOptimizer]]] = {}
     """Of strategies whose ranks have no steps in common."""
 
@@ -95,7 +100,7 @@ class ElasticOptimizer(ShardedOptimizer):
             kind: See `ShardedOptimizer`.
         """
         super().__init__(optimizer, model, kind=kind)
-        self.also: list[Any] = []
+        self.also = []
         self.num_committed = self.num_in_window = 0
         self.keeper = self._make_keeper()
         self._on_change = on_change

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from shoal.optim.division import DIVISIONS, WorkDivision
 from shoal.optim.kinds import Kind
 from shoal.optim.proof.judgement import Judgement
 from shoal.optim.proof.judging import judge_or_believe
-from shoal.optim.state import Reception, renew_state
+from shoal.optim.state import Reception, refuse_more_to_save, renew_state
 from shoal.optim.stepping.supervision import Supervision, users_hooks
 from shoal.sharding.holding import FullState, HeldState
 from shoal.strategies.consistency.progress import PLACE, StepRecord, compare
@@ -45,6 +46,13 @@ class ShardedOptimizer(Optimizer):
 
     model_class: ClassVar[type[ShardedModel]] = ShardedModel
     divisions: ClassVar[Mapping[Kind, type[WorkDivision]]] = DIVISIONS
+    optimizer: Optimizer
+    model: ShardedModel
+    kind: Kind
+    division: WorkDivision
+    supervision: Supervision
+    _record: StepRecord
+    _hooks: list[Any]
     # A fused optimizer has it, but would not see the scale that a scaler leaves on this object.
     _step_supports_amp_scaling = False
 
@@ -64,7 +72,7 @@ class ShardedOptimizer(Optimizer):
         """
         self._pair(optimizer, model)
         self.optimizer, self.model = optimizer, model
-        self._hooks: list[Any] = []
+        self._hooks = []
         self._take_over(kind)
 
     def _take_over(self, kind: Kind | str | Judgement | None) -> None:
@@ -184,6 +192,15 @@ class ShardedOptimizer(Optimizer):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What the user's optimizer has, or may look for, is set there: its steps go by it."""
+        users = vars(self).get("optimizer")
+        is_own = users is None or name in vars(self) or name in _own_names(type(self))  # type: ignore[arg-type]
+        if not is_own and (hasattr(users, name) or not name.startswith("_")):
+            setattr(users, name, value)
+        else:
+            super().__setattr__(name, value)
+
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The model's, that this optimizer was built for."""
@@ -207,6 +224,8 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, as the plain optimizer would have it; every rank calls it."""
+        if self.kind.is_divisible:
+            refuse_more_to_save(self.optimizer)
         return self.division.state_dict() | self.saved_streams()
 
     @torch.inference_mode(mode=False)
@@ -238,6 +257,7 @@ class ShardedOptimizer(Optimizer):
 
     def held_state(self) -> Iterator[HeldState]:
         """This rank's part of the state, under full names."""
+        refuse_more_to_save(self.optimizer)
         return self.division.held_state()
 
     def own_state(self) -> list[HeldState] | None:
@@ -280,7 +300,10 @@ class ShardedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of its parameters, or makes them zero."""
-        self.model.engine.gradients.zero(self.parameters, set_to_none=set_to_none)
+        if type(self.optimizer).zero_grad is not Optimizer.zero_grad:  # it may do something else
+            self.optimizer.zero_grad(*(() if set_to_none else (False,)))
+        else:
+            self.model.engine.gradients.zero(self.parameters, set_to_none=set_to_none)
 
     def _check_groups(self) -> None:
         """Refuses parameters that were taken out of the groups, or put in, after wrapping."""
@@ -308,6 +331,14 @@ class ShardedOptimizer(Optimizer):
                 "this optimizer was wrapped for several ranks: step the one that "
                 "shoal.as_distributed(model, optimizer) returned instead"
             )
+
+
+@functools.cache
+def _own_names(wrapper: type[ShardedOptimizer]) -> frozenset[str]:
+    """Attributes that a wrapped optimizer has itself: those that its classes have or annotate."""
+    classes = [each for each in wrapper.__mro__ if issubclass(each, ShardedOptimizer)]
+    annotated = (name for each in classes for name in inspect.get_annotations(each))
+    return frozenset(annotated) | frozenset(dir(wrapper))
 
 
 def check_optimizer(optimizer: Optimizer) -> None:

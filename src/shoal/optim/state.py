@@ -6,6 +6,7 @@ of it. What is loaded is put beside the old state, so that loading can fail with
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,6 +82,26 @@ class Reception:
     # The state's key, and the parameter's elements with the memory for them.
     wanted: Sequence[tuple[str, Held]]
     accept: Callable[[], None]  # makes the new state the optimizer's own
+
+
+def has_more_to_save(optimizer: Optimizer) -> bool:
+    """Whether its own ``state_dict`` has more than the state of parameters, and their groups."""
+    if type(optimizer).state_dict is Optimizer.state_dict:
+        return False
+    with contextlib.suppress(Exception):  # of a wrapped one, which has other state, a small copy
+        parameter = nn.Parameter(torch.zeros(2, 2))
+        optimizer = similar(optimizer, optimizer.param_groups[0], [parameter])
+    return optimizer.state_dict().keys() != {"state", "param_groups"}
+
+
+def refuse_more_to_save(optimizer: Optimizer) -> None:
+    """Refuses to save less than the optimizer itself would."""
+    if has_more_to_save(optimizer):
+        raise ShoalError(
+            f"{type(optimizer).__name__} has a state_dict() with more than the state of its "
+            "parameters, which a checkpoint would lose: save the model without it, with "
+            'extra={"optimizer": optimizer.state_dict()}, and load that into it'
+        )
 
 
 def held_whole(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[HeldState]:

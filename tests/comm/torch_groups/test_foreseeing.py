@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
+from faults.worlds import SOON_S, site_of
 from shoal.comm import ReduceOp
 from shoal.comm.operation import AllGather, AllReduce, Operation, ReduceScatter
 from shoal.comm.operation.base import Header
@@ -20,8 +23,10 @@ from shoal.comm.torch_groups import gloo
 from shoal.comm.torch_groups.foreseeing import ForeseeingBackend
 from shoal.comm.torch_groups.launch_order import LaunchOrder, Turn
 from shoal.comm.work import ThreadedWork, Work
-from shoal.errors import MismatchError
+from shoal.errors import DeadlockError, MismatchError
 from shoal.launch.function.forkserver.forkserver import fork_server
+
+TIMEOUT_S = 60.0  # far longer than a deadlock may take to be found
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,7 +69,7 @@ def foreseeing(fn: Callable[..., Any], *args: Any) -> Any:
     usual, gloo.GlooBackend = gloo.GlooBackend, ForeseeingGloo  # type: ignore[misc]
     shoal.world().shutdown()
     try:
-        with shoal.init("gloo", 30.0):
+        with shoal.init("gloo", TIMEOUT_S):
             return fn(*args), ForeseeingGloo.num_foreseen
     finally:
         gloo.GlooBackend = usual  # type: ignore[misc]
@@ -103,6 +108,55 @@ def test_training_is_the_same(strategy: str) -> None:
     for state, num_foreseen in shoal.run(foreseeing, 2, "gloo", args=(train, strategy)):
         assert num_foreseen > 10
         assert all(torch.equal(state[name], value) for name, value in expected.items())
+
+
+def train_and_act_alone(what: str, strategy: str, folder: str) -> None:
+    """Operations are launched, as NCCL's are, and end only if all ranks come; one does not."""
+    torch.manual_seed(0)
+    plain: Any = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    adam = torch.optim.AdamW(plain.parameters())
+    model, optimizer = shoal.as_distributed(plain, adam, strategy=strategy)
+    group = shoal.world().subgroup(range(2))
+    assert group is not None
+    for step in range(4):
+        model(torch.ones(4, 8) + shoal.world().rank).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2:
+            ForeseeingGloo.moves = False
+            if shoal.world().rank == 0 and what == "save":
+                shoal.save(folder, model, optimizer)  # alone
+            if what == "group":
+                (shoal.world() if shoal.world().rank == 0 else group).barrier()  # not together
+
+
+def told_of(*args: Any) -> tuple[str, float, int]:
+    """What a rank is told, how long it took from its last step on, and what was launched."""
+    begin = time.monotonic()
+    num_foreseen = ForeseeingGloo.num_foreseen
+    try:
+        train_and_act_alone(*args)
+    except DeadlockError as error:
+        return str(error), time.monotonic() - begin, ForeseeingGloo.num_foreseen - num_foreseen
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("what", "strategy"), [("save", "ddp"), ("save", "zero3"), ("group", "ddp")]
+)
+def test_a_deadlock_is_told_soon(what: str, strategy: str, tmp_path: Path) -> None:
+    results = shoal.run(
+        foreseeing, 2, "gloo", args=(told_of, what, strategy, str(tmp_path)), timeout=600
+    )
+    for (text, seconds, num_foreseen), _ in results:
+        assert num_foreseen > 0
+        assert "ranks wait for each other" in text
+        alone = "# alone" if what == "save" else "# not together"
+        call = "shoal.save()" if what == "save" else "world.barrier()"
+        assert f"rank 0 in {call} at {site_of(train_and_act_alone, alone)}" in text
+        others = ("loss.backward()", "model.forward()") if what == "save" else ("group.barrier()",)
+        assert any(f"rank 1 in {each} at " in text for each in others), text
+        assert seconds < SOON_S
 
 
 def run(length: int, rank: int = -1) -> Work[Any]:

@@ -205,6 +205,20 @@ class ReplacesMemory(Own):
         p.data = p.data - gradient * lr
 
 
+class ReplacesGradients(Own):
+    """What users see of them after the step, and what the next backward adds to."""
+
+    def move(self, p: nn.Parameter, gradient: Tensor, lr: Any) -> None:
+        p.grad = gradient + p * 0.1
+        p.sub_(p.grad * lr)
+
+
+class ForgetsGradients(Own):
+    def move(self, p: nn.Parameter, gradient: Tensor, lr: Any) -> None:
+        p.sub_(gradient * lr)
+        p.grad = None
+
+
 class Langevin(Own):
     def move(self, p: nn.Parameter, gradient: Tensor, lr: Any) -> None:
         p.sub_((gradient + torch.randn_like(p)) * lr)
@@ -266,6 +280,8 @@ ADVERSARIES: list[tuple[Callable[..., Optimizer], Kind, str]] = [
     (patched, Kind.GLOBAL, "`step` was replaced"),
     (CountsUnseen, Kind.PER_PARAMETER, "cut into pieces"),
     (ReplacesMemory, Kind.GLOBAL, "other memory"),
+    (ReplacesGradients, Kind.ELEMENT_WISE, "nothing"),
+    (ForgetsGradients, Kind.GLOBAL, "leaves parameters without their gradients"),
     (Langevin, Kind.PER_PARAMETER, "`randn_like` draws"),
     (DrawsForNobody, Kind.GLOBAL, "`randn` draws"),
     (DrawsWithPython, Kind.GLOBAL, "Python or numpy"),

@@ -100,6 +100,28 @@ def test_what_the_kind_rules_out_is_an_error_before_it_happens(strategy: str, na
         assert 'kind="' in message
 
 
+class ForgetsLate(Late):
+    """Leaves no gradients, once it is late."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for p in self.param_groups[0]["params"] if self.late is not None else ():
+            p.grad = None
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_that_a_step_forgets_are_no_secret(strategy: str) -> None:
+    def forget() -> None:
+        model, optimizer = wrapped(strategy, ForgetsLate)
+        assert optimizer.kind is Kind.ELEMENT_WISE
+        train(optimizer, model, steps=2)
+        optimizer.late = lambda p: None
+        with pytest.raises(ShoalError, match="now a step leaves parameters without their grad"):
+            train(optimizer, model)
+
+    on_ranks(forget)
+
+
 def test_nothing_of_a_broken_step_is_saved_and_loading_mends(tmp_path: Path) -> None:
     def mend() -> None:
         model, optimizer = wrapped("zero2")

@@ -333,15 +333,38 @@ def test_the_optimizer_is_an_optimizer() -> None:
     run(look)
 
 
-def looking_up(ranks: int) -> Any:
+def looking_up(ranks: int, **options: Any) -> Any:
     def wrap() -> None:
-        shoal.as_distributed(nn.Sequential(nn.Embedding(5, 3, max_norm=1.0)), strategy="ddp")
+        shoal.as_distributed(nn.Sequential(nn.Embedding(5, 3, **options)), strategy="ddp")
 
     return run(wrap, ranks=ranks)
 
 
-def test_an_embedding_that_shortens_its_rows_is_refused() -> None:
-    """Each rank would shorten those of its own batch, and their parameters would drift apart."""
-    looking_up(1)
-    with pytest.raises(ShoalError, match="0 is an Embedding with max_norm"):
-        looking_up(2)
+@pytest.mark.parametrize("option", ["max_norm", "scale_grad_by_freq"])
+def test_an_embedding_that_goes_by_the_rows_of_a_batch_is_refused(option: str) -> None:
+    """Each rank would shorten, or count, those of its own part."""
+    looking_up(1, **{option: True})
+    with pytest.raises(ShoalError, match=f"0 is an Embedding with {option}"):
+        looking_up(2, **{option: True})
+
+
+class Remembers(nn.Module):
+    """Its buffer is the end of its weight's memory."""
+
+    def __init__(self, is_clone: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        last = self.layer.weight.detach()[2:]
+        self.register_buffer("last", last.clone() if is_clone else last)
+
+
+def test_a_buffer_in_the_memory_of_a_parameter_is_refused() -> None:
+    def wrap(is_clone: bool, is_frozen: bool) -> None:
+        module = Remembers(is_clone)
+        module.layer.requires_grad_(not is_frozen)
+        shoal.as_distributed(module, strategy="ddp")
+
+    run(wrap, True, False)
+    run(wrap, False, True)
+    with pytest.raises(ValueError, match="buffer last is in the memory of the parameter layer"):
+        run(wrap, False, False)

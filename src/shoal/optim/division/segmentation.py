@@ -139,8 +139,12 @@ class Segmentation:
     """For each parameter group of an optimizer its segments; see [Note: segments].
 
     The optimizer's state belongs to them. Its ``param_groups`` have the user's parameters, and the
-    segments only while it steps. Segments are cut anywhere, for optimizers that work element by
+    segments only while it steps; so it is with its ``state``, which other methods of the optimizer
+    may look up by parameter. Segments are cut anywhere, for optimizers that work element by
     element.
+
+    Attributes:
+        states: The optimizer's state, by segment.
     """
 
     def __init__(
@@ -150,6 +154,7 @@ class Segmentation:
         self._optimizer, self._model = optimizer, model
         self._may_fuse, self._is_watched = may_fuse, is_watched
         self._by_group: list[list[ParameterSegment]] = []
+        self.states = optimizer.state
 
     def __iter__(self) -> Iterator[ParameterSegment]:
         """All of them."""
@@ -163,12 +168,13 @@ class Segmentation:
     def take_over(self) -> None:
         """Makes segments for the parameters that the optimizer has, and moves their state."""
         param_groups = self._optimizer.param_groups
-        segments = self.cut([group["params"] for group in param_groups], self._key_at)
+        with self._own_state():
+            segments = self.cut([group["params"] for group in param_groups], self._key_at)
         moved = {segment.parameter: self._state_for(segment) for own in segments for segment in own}
         for group in param_groups:
             for parameter in group["params"]:
-                self._optimizer.state.pop(parameter, None)
-        self._optimizer.state.update({key: state for key, state in moved.items() if state})
+                self.states.pop(parameter, None)
+        self.states.update({key: state for key, state in moved.items() if state})
         self.adopt(segments)
 
     def adopt(self, segments: list[list[ParameterSegment]]) -> None:
@@ -186,10 +192,19 @@ class Segmentation:
         for group, own in zip(param_groups, self._by_group, strict=True):
             group["params"] = [segment.parameter for segment in own]
         try:
-            yield
+            with self._own_state():
+                yield
         finally:
             for group, own_parameters in zip(param_groups, parameters, strict=True):
                 group["params"] = own_parameters
+
+    @contextlib.contextmanager
+    def _own_state(self) -> Iterator[None]:
+        shown, self._optimizer.state = self._optimizer.state, self.states
+        try:
+            yield
+        finally:
+            self._optimizer.state = shown
 
     def stepping(self) -> contextlib.AbstractContextManager[None]:
         """Around a step of the optimizer, which has the segments and their gradients."""
@@ -231,20 +246,20 @@ class Segmentation:
     def _key_at(self, which: int, group: FlatGroup, index: int) -> object:
         """What must be equal inside a segment: settings, and state that is not per element."""
         parameter = group.parameters[index]
-        return which, shared_state(self._optimizer.state.get(parameter, {}), parameter)
+        return which, shared_state(self.states.get(parameter, {}), parameter)
 
-    def cut_where_used(
-        self, which: int, segment: ParameterSegment, used: Sequence[bool]
+    def cut_where_unlike(
+        self, which: int, segment: ParameterSegment, looks: Sequence[object]
     ) -> list[ParameterSegment]:
-        """Cuts a segment where parameters with a gradient meet parameters without."""
+        """Cuts a segment where parameters with a gradient, say, meet parameters without."""
         keys: list[object] = [None] * len(segment.group.parameters)
-        for index, is_used in zip(segment.indices, used, strict=True):
-            keys[index] = ("used" if is_used else "unused",)
+        for index, look in zip(segment.indices, looks, strict=True):
+            keys[index] = (look,)
         parts = list(make_segments(segment.group, segment.bounds, keys))
-        state = self._optimizer.state.pop(segment.parameter, {})
+        state = self.states.pop(segment.parameter, {})
         if state:
             for part in parts:
-                self._optimizer.state[part.parameter] = segment.state_of_part(state, part)
+                self.states[part.parameter] = segment.state_of_part(state, part)
         own = self._by_group[which]
         index = own.index(segment)
         own[index : index + 1] = parts
@@ -267,7 +282,7 @@ class Segmentation:
 
     def _state_for(self, segment: ParameterSegment) -> State:
         """What a segment's parameters have for a state, cut and joined like them."""
-        states = self._optimizer.state
+        states = self.states
         parts = [
             cut_state(states.get(parameter, {}), parameter, piece.start, piece.stop)
             for parameter, piece in zip(segment.parameters, segment.pieces(), strict=True)
@@ -290,4 +305,4 @@ class WholeParameters(Segmentation):
     def _state_for(self, segment: ParameterSegment) -> State:
         """The parameter's own: a segment is that parameter, in other memory."""
         (parameter,) = segment.parameters
-        return dict(self._optimizer.state.get(parameter, {}))
+        return dict(self.states.get(parameter, {}))

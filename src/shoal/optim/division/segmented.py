@@ -52,10 +52,16 @@ class Segmented(WorkDivision):
             is_watched=supervision.judgement.is_watched,
         )
         self.segments.take_over()
+        self.optimizer.state = self.state  # type: ignore[assignment]
         self._hooks = [
             self.optimizer.register_state_dict_pre_hook(_refuse_state),
             self.optimizer.register_load_state_dict_pre_hook(_refuse_state),
         ]
+
+    def let_go(self) -> None:
+        """Takes its hooks off the user's optimizer and drops the state there is."""
+        self.optimizer.state = self.segments.states
+        super().let_go()
 
     def may_fuse(self) -> bool:
         """Not in mixed precision: a last bit of a master may be more in its copy."""
@@ -88,7 +94,9 @@ class Segmented(WorkDivision):
                 self.kernels(),
                 self.supervision.step(lambda: [each.parameters[0] for each in self.segments]),
             ):
+                shown = [segment.parameter.grad for segment in self.segments]
                 self.optimizer.step()
+                self._keep_gradients(shown)
         finally:
             for segment in self.segments:
                 segment.parameter.grad = None
@@ -99,20 +107,35 @@ class Segmented(WorkDivision):
         """Gives a segment its gradient, if its parameters have one."""
         gradients = self.engine.gradients.groups[segment.group.index]
         used = [index in gradients.used for index in segment.indices]
-        if any(used) and not all(used):
-            for part in self.segments.cut_where_used(which, segment, used):
+        looks: Sequence[object] = used
+        may_look = self.supervision.judgement.is_watched
+        if may_look:
+            trained = [parameter.requires_grad for parameter in segment.parameters]
+            looks = list(zip(used, trained, strict=True))
+        if any(look != looks[0] for look in looks):
+            for part in self.segments.cut_where_unlike(which, segment, looks):
                 self._hand_out(which, part)
             return
         memory = gradients.memory
         buffer = memory.own() if self.engine.sharding.optimizer else memory.held()
         segment.show(buffer if used[0] else None)
+        if may_look:
+            segment.parameter.requires_grad_(trained[0])
+
+    @torch.no_grad()
+    def _keep_gradients(self, shown: Sequence[Tensor | None]) -> None:
+        """What a step has put in the place of gradients is what users see of them afterwards."""
+        for segment, gradient in zip(self.segments, shown, strict=True):
+            other = segment.parameter.grad
+            if gradient is not None and other is not None and other is not gradient:
+                gradient.copy_(other)
 
     # State --------------------------------------------------------------------------------
 
     @property
     def state(self) -> Mapping[Tensor, Any]:
         """Read-only: the state belongs to segments."""
-        return StateView(self.optimizer.state, self.segments, self.flat_parameters)
+        return StateView(self.segments.states, self.segments, self.flat_parameters)
 
     def state_dict(self) -> dict[str, Any]:
         """The parts of all ranks together."""
@@ -131,7 +154,7 @@ class Segmented(WorkDivision):
         saved = state_dict["param_groups"]
         check_sizes(saved, self.parameters)
         order = [(number, group) for group in saved for number in group["params"]]
-        self.optimizer.state.clear()
+        self.segments.states.clear()
         for (number, options), parameter in zip(order, self.flat_parameters, strict=True):
             master = self.engine.groups[self.engine.index_of[id(parameter)][0]].master
             state = state_dict["state"].get(number, {})
@@ -140,7 +163,7 @@ class Segmented(WorkDivision):
                 for key, value in state.items()
             }
             if loaded:
-                self.optimizer.state[parameter] = loaded
+                self.segments.states[parameter] = loaded
         for group, own in zip(saved, self.optimizer.param_groups, strict=True):
             own.update({key: value for key, value in group.items() if key != "params"})
         self.segments.take_over()
@@ -148,7 +171,7 @@ class Segmented(WorkDivision):
     def held_state(self) -> Iterator[HeldState]:
         """That of this rank's segments."""
         for segment in self.segments:
-            state = self.optimizer.state.get(segment.parameter, {})
+            state = self.segments.states.get(segment.parameter, {})
             if not state:
                 continue
             tensors, shared = divided(state, self.segments.state_like(segment))
@@ -196,8 +219,8 @@ class Segmented(WorkDivision):
                 states[segment.parameter] = run.state_of_part(state, segment)
 
         def accept() -> None:
-            self.optimizer.state.clear()
-            self.optimizer.state.update(states)
+            self.segments.states.clear()
+            self.segments.states.update(states)
             for group, settings in zip(self.optimizer.param_groups, options, strict=True):
                 group.update(settings)
             self.segments.adopt(segments)
@@ -315,10 +338,12 @@ class StateView(Mapping[Tensor, Any]):
         if count < parameter.numel() or not parts:
             raise ShoalError(
                 f"this rank has {count:,} of the {parameter.numel():,} elements of this "
-                "parameter's state: optimizer.state_dict() has all of it, if every rank calls it"
+                "parameter's state: optimizer.state_dict() has all of it, if every rank calls it. "
+                'For methods of the optimizer that look at its state, wrap it with kind="global"'
             )
         flat = torch.empty(count, device="meta")
-        state = parts[0] if len(parts) == 1 else join_states(parts, flat)
+        with torch.inference_mode():  # copies, which torch lets nobody write to in vain
+            state = parts[0] if len(parts) == 1 else join_states(parts, flat)
         return StateOfParameter(
             (key, value.view(parameter.shape) if is_per_element(key, value, flat) else value)
             for key, value in state.items()

@@ -26,6 +26,8 @@ from shoal.torch_internals.tensors import storage_id
 
 MIXED = -1
 """The owner of what was computed from several parameters."""
+FORGETS = "leaves parameters without their gradients"
+"""Users see that, and only of what is stepped: parameters themselves, not memory in their place."""
 
 
 class Level(IntEnum):

@@ -21,11 +21,11 @@ from shoal.optim.kinds import Kind
 from shoal.optim.proof.judgement import Judgement
 from shoal.optim.proof.known import look_up
 from shoal.optim.proof.proving import prove
+from shoal.optim.proof.watching import names_written_on
+from shoal.optim.state import has_more_to_save
 from shoal.torch_internals.optimizers import has_own_step
 from shoal.torch_internals.trees import tree_leaves
 
-# What libraries write on parameters for purposes of their own.
-_HARMLESS = {"_is_hf_initialized"}
 _OF_TORCH = {"param_groups", "state", "defaults"}
 
 
@@ -52,6 +52,10 @@ def judge(
     """
     if has_own_step(optimizer):
         return Judgement(Kind.GLOBAL, "its `step` was replaced on the object", may_draw=True)
+    if has_more_to_save(optimizer):
+        return Judgement(
+            Kind.GLOBAL, "its `state_dict` has more than the state of parameters", may_draw=True
+        )
     known = look_up(optimizer)
     if known is not None:
         return known
@@ -101,10 +105,9 @@ def _together(found: Sequence[Judgement]) -> Judgement:
 
 def _tells_apart_by(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> str | None:
     """By what the optimizer could tell parameters apart, in words; None for nothing."""
-    for parameter in parameters:
-        written = vars(parameter).keys() - _HARMLESS
-        if written:
-            return f"its step may look at `{min(written)}`, which is written on a parameter"
+    written = names_written_on(parameters)
+    if written:
+        return f"its step may look at `{min(written)}`, which is written on a parameter"
     numbers = {id(parameter) for parameter in parameters}
     for name, value in vars(optimizer).items():
         if name not in _OF_TORCH and any(_refers_to(leaf, numbers) for leaf in _leaves(value)):

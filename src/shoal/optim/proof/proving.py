@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.optim.kinds import Kind
-from shoal.optim.proof.following import Following, Level
+from shoal.optim.proof.following import FORGETS, Following, Level
 from shoal.optim.proof.interception import SeededRun, Tape, intercepting
 from shoal.optim.proof.judgement import Judgement, StepFinding
 from shoal.optim.proof.small_copy import (
@@ -145,6 +145,8 @@ class _Proof(Following):
             if before != _other_generators():
                 self._draws = True
                 self._rule_out(Kind.GLOBAL, "its step draws random numbers with Python or numpy")
+        if any(parameter.grad is None for parameter in parameters):
+            self._rule_out(Kind.GLOBAL, f"its step {FORGETS}")
 
     def _followed(self) -> tuple[Kind, str]:
         for kind in (Kind.GLOBAL, Kind.PER_PARAMETER):

@@ -8,7 +8,7 @@ under the rules of the proof, and an operation that breaks them is an error befo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,12 +16,15 @@ from torch.optim import Optimizer
 
 from shoal.errors import ShoalError
 from shoal.optim.kinds import Kind
-from shoal.optim.proof.following import Following
+from shoal.optim.proof.following import FORGETS, Following
 from shoal.optim.proof.interception import SeededRun, intercepting
 from shoal.optim.proof.judgement import Judgement, StepFinding
 from shoal.optim.stepping.streams import Streams
 from shoal.torch_internals.tensors import version_of
 from shoal.torch_internals.trees import tree_leaves
+
+# What libraries write on parameters for purposes of their own.
+_HARMLESS = {"_is_hf_initialized"}
 
 
 class Watch(Following):
@@ -43,10 +46,13 @@ class Watch(Following):
         stepped = [each for group in self._optimizer.param_groups for each in group["params"]]
         self.begin(stepped, [self._data_of(each) for each in stepped])
         memory = [each.data_ptr() for each in stepped]
+        with_gradients = [each for each in stepped if each.grad is not None]
         with intercepting(self, SeededRun(streams, numbers)):
             yield
         if memory != [each.data_ptr() for each in stepped]:
             self.found(StepFinding(Kind.GLOBAL, "a step gave parameters other memory", ""))
+        if any(each.grad is None for each in with_gradients):
+            self.found(StepFinding(Kind.GLOBAL, f"a step {FORGETS}", ""))
         self.marks.forget_dead()
 
     def _data_of(self, parameter: nn.Parameter) -> list[Tensor]:
@@ -72,7 +78,7 @@ class Watch(Following):
 
 
 class WatchedHyperparameters:
-    """Hyperparameters that a proof holds for.
+    """Hyperparameters that a proof holds for, and the names that were written on parameters.
 
     A learning rate is not among them: proofs choose their own. Of other fractions the sign counts:
     zero often means that something is left out, and schedules change the rest in every step. What
@@ -97,8 +103,14 @@ class WatchedHyperparameters:
     def _fingerprint(self) -> list[Mapping[str, Any]]:
         return [
             {name: _plain(value) for name, value in group.items() if name not in self._free}
+            | {"params": tuple(sorted(names_written_on(group["params"])))}
             for group in self._optimizer.param_groups
         ]
+
+
+def names_written_on(parameters: Iterable[nn.Parameter]) -> set[str]:
+    """Attributes of parameters, which a step may look at."""
+    return {name for each in parameters for name in vars(each) if name not in _HARMLESS}
 
 
 def _plain(value: Any) -> Any:

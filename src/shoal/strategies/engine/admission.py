@@ -9,7 +9,8 @@ parameters and children it had, which takes a tenth of a microsecond each.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import bisect
+from collections.abc import Callable, Sequence
 from itertools import chain, pairwise, zip_longest
 from operator import is_
 from typing import Any, NoReturn
@@ -72,6 +73,24 @@ def _check_apart(module: nn.Module) -> None:
                 "two parameters, so an optimizer steps that memory twice. To tie them, have both "
                 "modules use one parameter (b.weight = a.weight); to keep them apart, clone one"
             )
+    _check_buffers(module, spans)
+
+
+def _check_buffers(module: nn.Module, spans: Sequence[tuple[int, int, str]]) -> None:
+    """Refuses buffers in the memory of parameters: it is not where these are trained."""
+    trained = {name for name, each in module.named_parameters() if each.requires_grad}
+    for buffer_name, buffer in module.named_buffers():
+        if buffer.layout is not torch.strided or not buffer.numel():
+            continue
+        stop = buffer.data_ptr() + _span(buffer)
+        before = bisect.bisect_left(spans, (stop, 0, "")) - 1  # the last that begins below
+        if before >= 0 and buffer.data_ptr() < spans[before][1] and spans[before][2] in trained:
+            name = spans[before][2]
+            raise ValueError(
+                f"the buffer {buffer_name} is in the memory of the parameter {name}, which gets "
+                "memory of the strategy's choice: the buffer would no longer follow it. Use the "
+                f"parameter itself in its place, or register a clone, {name}.detach().clone()"
+            )
 
 
 def _span(parameter: Tensor) -> int:
@@ -88,11 +107,20 @@ def _is_watched(parameter: nn.Parameter) -> bool:
 
 
 def check_trains_alike(module: nn.Module, backend: Backend) -> None:
-    """Refuses layers that change their parameters in forward, by what a rank's own rows are."""
+    """Refuses layers whose parameters or gradients depend on which rows a rank has to itself."""
     if backend.size == 1:
         return
     for name, layer in module.named_modules():
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
+        if not isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if layer.scale_grad_by_freq:
+            raise ShoalError(
+                f"{name or 'the model'} is an {type(layer).__name__} with scale_grad_by_freq: "
+                "gradients of rows are divided by how often they occur in the batch, on each rank "
+                "in its own part of it, so training would not be that of one process. Build it "
+                "without scale_grad_by_freq"
+            )
+        if layer.max_norm is not None:
             raise ShoalError(
                 f"{name or 'the model'} is an {type(layer).__name__} with max_norm: forward "
                 "shortens the rows that it looks up, on each rank those of its own batch, so the "
