@@ -362,6 +362,7 @@ def test_parameters_that_drift_apart_in_spite_of_averages_are_found() -> None:
         ({"every": 2.5}, TypeError, "option 'every' must be a whole number"),
         ({"outer": lambda _: None}, TypeError, "outer must be a function that makes an optimizer"),
         ({"outer": lambda ps: SGD(ps[:1], lr=1.0)}, ValueError, "of all parameters"),
+        ({"outer": "nesterov"}, TypeError, "makes an optimizer from a list.*got a str"),
         ({"outer": lambda ps: LBFGS(ps)}, TypeError, "a LBFGS, which calls a closure"),
         ({"sync_batchnorm": True}, TypeError, "has no option 'sync_batchnorm'"),
         ({"replica": 2}, TypeError, "has no option 'replica'"),
@@ -376,8 +377,51 @@ def test_an_outer_optimizer_that_differs_between_ranks() -> None:
     def go() -> None:
         made(outer=lambda ps: SGD(ps, lr=0.5 + shoal.world().rank))
 
-    with pytest.raises(MismatchError, match="lr of parameter group 0"):
+    with pytest.raises(MismatchError, match="lr of parameter group 0 of the outer optimizer"):
         on_ranks(go, ranks=2)
+
+
+def test_an_outer_optimizer_on_some_ranks_only() -> None:
+    def by_option() -> None:
+        made(outer=nesterov if shoal.world().rank else None)
+
+    def by_class() -> None:
+        module = build()
+        optimizer = SGD(module.parameters(), lr=0.1)
+        LocalSGDOptimizer(
+            optimizer, LocalModel(module), outer=nesterov if shoal.world().rank else None
+        )
+
+    with pytest.raises(MismatchError, match="outer='a function'"):
+        on_ranks(by_option, 2)
+    with pytest.raises(MismatchError, match="outer='a function'"):
+        on_ranks(by_class, 2)
+
+
+@pytest.mark.parametrize(
+    "outer",
+    [
+        lambda ps: SGD(ps, lr=0.7, weight_decay=0.1),
+        lambda ps: torch.optim.AdamW(ps, lr=0.1, weight_decay=0.1),
+        nesterov,
+    ],
+    ids=["decay", "adamw", "momentum"],
+)
+def test_the_outer_optimizer_leaves_frozen_parameters_alone(outer: Any) -> None:
+    """From the beginning, and once they are frozen: neither decay nor momentum moves them."""
+
+    def go() -> list[bool]:
+        model, optimizer = made(every=1, outer=outer)
+        model[0].requires_grad_(False)
+        seen = []
+        for step in range(4):
+            before = model[0].weight.detach().clone()
+            train(model, optimizer, range(step, step + 1))
+            seen.append(torch.equal(model[0].weight, before))
+            model[0].requires_grad_(step == 1)
+        return seen
+
+    assert on_ranks(go) == [[True, True, False, True]] * RANKS
 
 
 def test_rounds_that_differ_between_ranks() -> None:
@@ -409,6 +453,16 @@ def test_classes_by_hand() -> None:
     for text, state in on_ranks(go):
         assert "averaged after every 3 steps, and SGD steps" in text
         assert_equal(state, replayed(3, 3, nesterov))
+
+
+@pytest.mark.parametrize("every", [2.5, "5", True])
+def test_an_optimizer_refuses_what_is_no_number_of_steps(every: Any) -> None:
+    def go() -> None:
+        module = build()
+        LocalSGDOptimizer(SGD(module.parameters(), lr=0.1), LocalModel(module), every=every)
+
+    with pytest.raises(TypeError, match="'every' must be a whole number"):
+        on_ranks(go, ranks=2)
 
 
 def test_wrong_partners() -> None:

@@ -311,7 +311,8 @@ class AsyncModel(ReplicaModel):
         state = super().state_dict(*args, **kwargs)
         if not self.is_agreed:
             prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-            served = [state[f"{prefix}{name}"] for name in self._named()]
+            everything = self.module.named_parameters(remove_duplicate=False)
+            served = [state[f"{prefix}{name}"] for name, _ in everything]
             average_tensors(served, self.meeting_lane, "state_dict() of an asynchronous model")
         self.meet("the end of state_dict()")
         return state

@@ -9,10 +9,22 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.compression import Choose, Codec, Identity, LowRank, Quantize, RandomK, Sign, TopK, parse
+from compression.test_codecs import Plain
+from shoal.compression import (
+    Choose,
+    Codec,
+    Identity,
+    LowRank,
+    Payload,
+    Quantize,
+    RandomK,
+    Sign,
+    TopK,
+    parse,
+)
 from shoal.errors import MismatchError
 from shoal.optim import DDPOptimizer, GradientCompressionOptimizer, ZeRO3Optimizer
-from shoal.strategies import DDPModel, ZeRO3Model
+from shoal.strategies import AsyncModel, DDPModel, LocalModel, ZeRO3Model
 from strategies.gradients.compressed.replay import Replay
 
 SHAPES = (("matrix", (24, 30)), ("bias", (11,)), ("kernel", (8, 5, 3)), ("scalar", ()))
@@ -340,6 +352,35 @@ def test_put_in_by_hand(name: str) -> None:
         assert torch.allclose(bias, torch.tensor(-2.0), atol=1e-5)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_a_codec_of_a_user(strategy: str) -> None:
+    """Each rank makes one of its own."""
+
+    def step() -> Any:
+        model, _ = made(strategy, Choose(Plain(), below=0, names={"matrix": Plain()}))
+        model(wishes(0, shoal.world().rank)).backward()
+        return gradients(model)
+
+    for found in run(step):
+        for key, _ in SHAPES:
+            expected = sum(wishes(0, rank)[key] for rank in range(3)) / 3
+            assert torch.allclose(found[key], expected), key
+
+
+def test_a_codec_that_makes_other_bytes_than_it_announces() -> None:
+    class Short(Plain):
+        def encode(self, tensor: Tensor, **options: Any) -> Payload:
+            whole = super().encode(tensor, **options)
+            return Payload(whole.data[:-8], whole.shape, whole.dtype)
+
+    def step() -> None:
+        model, _ = made("ddp", Short())
+        model(wishes(0, shoal.world().rank)).backward()
+
+    with pytest.raises(ValueError, match=r"payload_bytes\(\) had announced"):
+        run(step)
+
+
 def test_one_rank_has_nothing_to_send() -> None:
     def step() -> Any:
         model, optimizer = made("ddp", "topk:0.1")
@@ -441,6 +482,25 @@ def test_optimizer_does_what_the_option_does(model_class: Any, partner: Any, str
     for found, other in zip(run(by_hand), expected, strict=True):
         for key, value in found.items():
             assert torch.equal(value, other[-1][key])
+
+
+def test_optimizer_refuses_what_a_strategy_does_not_have() -> None:
+    """As `as_distributed` does, in the same words."""
+
+    def wrap(model_class: Any, *args: Any) -> None:
+        module = Wished()
+        plain = torch.optim.SGD(module.parameters(), lr=1.0)
+        GradientCompressionOptimizer(plain, model_class(module), *args)
+
+    for model_class, args, error, words in (
+        (AsyncModel, ("int8",), TypeError, "'async' has no option 'compression'"),
+        (LocalModel, ("int8", True, 3), TypeError, "'local' has no option 'compression_warmup'"),
+        (DDPModel, ("int8", True, -1), ValueError, "must not be negative"),
+        (DDPModel, ("int8", 1), TypeError, "must be True or False"),
+        (DDPModel, (None,), TypeError, "compression must be a name"),
+    ):
+        with pytest.raises(error, match=words):
+            run(wrap, model_class, *args, ranks=2)
 
 
 def test_optimizer_refuses_what_does_not_fit() -> None:
