@@ -12,9 +12,11 @@ from torch.optim import LBFGS, SGD
 
 import pools
 import shoal
+from shoal.compression import parse
 from shoal.errors import MismatchError, PeerError, ShoalError
 from shoal.optim import GradientCompressionOptimizer, LocalSGDOptimizer
 from shoal.strategies import DDPModel, LocalModel
+from strategies.gradients.compressed.replay import Replay
 from strategies.independent.replicas import RANKS, State, assert_equal, build, data, on_ranks, train
 
 pytestmark = pytest.mark.timeout(60)
@@ -127,6 +129,54 @@ def test_what_compression_leaves_out_comes_in_a_later_round() -> None:
     for first, second in on_ranks(go, ranks=2):
         assert first == [-8.0, 0.0, 0.0, 0.0]
         assert second == [-8.0, -4.0, 0.0, 0.0]
+
+
+def replayed_compressed(num_steps: int, every: int, codec: Any, outer: Any) -> State:
+    """The definition: what a round has changed is averaged as payloads, then stepped with."""
+    models = [build() for _ in range(RANKS)]
+    optimizers = [SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    names, start = zip(*build().named_parameters(), strict=True)
+    shapes = [(name, each.shape) for name, each in zip(names, start, strict=True)]
+    replay = Replay(codec, shapes, RANKS, sharded=False)
+    stepper = SGD(start, lr=1.0) if outer is None else outer(list(start))
+    for step in range(num_steps):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            inputs, targets = data(step, rank)
+            optimizer.zero_grad()
+            F.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+        if (step + 1) % every:
+            continue
+        with torch.no_grad():
+            changes = [
+                replay.flat([s - own for s, own in zip(start, m.parameters(), strict=True)])
+                for m in models
+            ]
+            average = replay.average(changes)
+            for slot, parameter in zip(replay.layout.slots, start, strict=True):
+                parameter.grad = average[slot.start : slot.stop].view(slot.shape)
+            stepper.step()
+            for model in models:
+                for parameter, value in zip(model.parameters(), start, strict=True):
+                    parameter.copy_(value)
+    return {name: each.detach() for name, each in zip(names, start, strict=True)}
+
+
+@pytest.mark.parametrize("outer", [None, nesterov], ids=["average", "diloco"])
+@pytest.mark.parametrize(
+    "compression", ["bf16", "int8", "int4", "sign", "topk:0.2", "randomk:0.3", "powersgd:1"]
+)
+def test_compressed_rounds_equal_their_definition_to_the_last_bit(
+    compression: str, outer: Any
+) -> None:
+    def go() -> State:
+        model, optimizer = made(every=2, compression=compression, outer=outer)
+        train(model, optimizer, range(8))
+        return model.state_dict()
+
+    expected = replayed_compressed(8, 2, parse(compression), outer)
+    for state in on_ranks(go):
+        assert_equal(state, expected)
 
 
 @pytest.mark.parametrize("compression", ["int8", "powersgd:1", "topk:0.3"])

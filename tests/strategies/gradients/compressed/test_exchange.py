@@ -24,7 +24,9 @@ from shoal.compression import (
 )
 from shoal.errors import MismatchError
 from shoal.optim import DDPOptimizer, GradientCompressionOptimizer, ZeRO3Optimizer
+from shoal.sharding.layout import GroupLayout
 from shoal.strategies import AsyncModel, DDPModel, LocalModel, ZeRO3Model
+from shoal.strategies.gradients.compressed.plan import ExchangePlan
 from strategies.gradients.compressed.replay import Replay
 
 SHAPES = (("matrix", (24, 30)), ("bias", (11,)), ("kernel", (8, 5, 3)), ("scalar", ()))
@@ -320,6 +322,51 @@ def test_bytes_are_counted() -> None:
         assert "reduce_scatter" not in stats
         assert stats["all_to_all"].num_bytes in (counted.sent_bytes, 456)
         assert counted.sent_bytes < 0.3 * counted.raw_bytes
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4", "sign", "topk:0.01", "powersgd:1"])
+def test_no_whole_gradient_travels(strategy: str, name: str) -> None:
+    """What moved is what was announced, or not even that: a gather of payloads counts them once."""
+
+    def step() -> Any:
+        model, _ = made(strategy, name)
+        shoal.world().reset_stats()
+        model(wishes(0, shoal.world().rank)).backward()
+        stats = shoal.world().stats()
+        moved = {kind: counter.num_bytes for kind, counter in stats.items()}
+        return moved, stats.compression
+
+    for moved, counted in run(step):
+        whole = sum(torch.Size(shape).numel() for _, shape in SHAPES) * 4
+        assert moved.get("reduce_scatter", 0) == 0
+        assert moved.get("all_reduce", 0) < 0.3 * whole
+        assert counted.sent_bytes <= 0.55 * counted.raw_bytes
+
+
+GPT = [
+    *((f"{n}.{name}", shape) for n in range(8) for name, shape in (
+        ("norm", (384,)), ("qkv", (1152, 384)), ("qkv_bias", (1152,)), ("out", (384, 384)),
+        ("out_bias", (384,)), ("up", (1536, 384)), ("up_bias", (1536,)), ("down", (384, 1536)),
+        ("down_bias", (384,)), ("norm2", (384,)),
+    )),
+    ("tokens", (2048, 384)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4, 8, 64])
+def test_shares_of_bytes_on_a_gpt(ranks: int, is_sharded: bool) -> None:
+    """As promised for 15 million parameters, by the plans alone."""
+    layout = GroupLayout.even([(name, torch.Size(shape)) for name, shape in GPT], ranks, 4)
+    assert 14.5e6 < layout.num_elements < 15.5e6
+    most = {"int8": 0.27, "int4": 0.15, "sign": 0.05, "powersgd:2": 0.03, "topk:0.01": 0.03}
+    for name, bound in most.items():
+        if name.startswith("topk") and ranks > 2 and not is_sharded:
+            bound = 0.015 * ranks  # payloads go to everybody
+        plan = ExchangePlan(layout, parse(name), torch.float32, is_sharded=is_sharded)
+        shares = [plan.sent_bytes(rank) / plan.raw_bytes(rank) for rank in range(ranks)]
+        assert max(shares) <= bound, name
 
 
 def test_each_parameter_has_its_codec() -> None:
