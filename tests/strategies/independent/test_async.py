@@ -373,8 +373,15 @@ def test_a_step_without_a_forward() -> None:
         train(model, optimizer, range(1))
         optimizer.step()
 
+    def in_eval() -> None:
+        model, optimizer = made()
+        model.eval()
+        train(model, optimizer, range(1))
+
     with pytest.raises(ShoalError, match="without a forward since the last one"):
         on_ranks(go, ranks=2)
+    with pytest.raises(ShoalError, match=r"called, model\(\.\.\.\), in training mode"):
+        on_ranks(in_eval, ranks=2)
 
 
 def test_a_server_that_left_is_named() -> None:

@@ -192,7 +192,8 @@ def test_compressed_ranks_are_equal_at_boundaries(compression: str) -> None:
         assert_equal(state, states[0][0])
 
 
-def test_bytes_are_as_many_times_fewer_as_a_round_has_steps() -> None:
+@pytest.mark.parametrize("outer", [None, nesterov], ids=["average", "diloco"])
+def test_bytes_are_as_many_times_fewer_as_a_round_has_steps(outer: Any) -> None:
     def go(strategy: str, **options: Any) -> int:
         module = build()
         model, optimizer = shoal.as_distributed(
@@ -204,7 +205,7 @@ def test_bytes_are_as_many_times_fewer_as_a_round_has_steps() -> None:
         return shoal.world().stats()["all_reduce"].num_bytes
 
     def both() -> tuple[int, int]:
-        return go("ddp"), go("local", every=10)
+        return go("ddp"), go("local", every=10, outer=outer)
 
     for synchronous, local in on_ranks(both):
         assert synchronous == 10 * local > 0

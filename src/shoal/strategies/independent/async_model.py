@@ -248,7 +248,9 @@ class AsyncModel(ReplicaModel):
         if self.versions is None or version is None:
             raise ShoalError(
                 "optimizer.step() without a forward since the last one: under strategy 'async' an "
-                "update is made of gradients that were computed with parameters just pulled"
+                "update is made of gradients that were computed with parameters just pulled. They "
+                "are pulled where the wrapped model itself is called, model(...), in training mode "
+                "(model.train(); layers in it may be in eval()) and with gradients enabled"
             )
         self.versions[optimizer], self._has_stepped = None, True
         admission = self.worker.push(optimizer, version, gradients, options)
