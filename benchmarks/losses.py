@@ -6,8 +6,8 @@
     python benchmarks/losses.py digits apart          # local, DiLoCo, asynchronous; also text
 
 All contenders of a table see the same number of rows, and choose their learning rate from the same
-few, by the loss of one seed; what is reported are other seeds. With one rate (``--rates 0.4``)
-nothing is chosen. The loss is that of rows that no step has seen.
+few, by the mean loss of one seed or more; what is reported are other seeds. With one rate
+(``--rates 0.4``) nothing is chosen. The loss is that of rows that no step has seen.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -28,7 +28,6 @@ from torch.optim import SGD, Optimizer
 import shoal
 from shoal.cli.demo import gpt as demo
 
-TUNING_SEED = 0
 BATCH = 96
 SHAPE = demo.GPTShape(width=32, num_layers=2, num_heads=2, context=32, batch_size=24)
 
@@ -116,8 +115,8 @@ TASKS = {
 # Contenders -------------------------------------------------------------------------------
 
 
-def nesterov(parameters: list[nn.Parameter]) -> Optimizer:
-    return SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+def nesterov(parameters: list[nn.Parameter], lr: float, momentum: float) -> Optimizer:
+    return SGD(parameters, lr=lr, momentum=momentum, nesterov=True)
 
 
 CODECS = ("bf16", "int8", "int4", "sign", "topk:0.01", "randomk:0.01", "powersgd:2")
@@ -128,7 +127,14 @@ for codec in CODECS:
 APART: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
     "local, every=50": {"strategy": "local", "every": 50},
-    "DiLoCo, every=50": {"strategy": "local", "every": 50, "outer": nesterov},
+    **{
+        f"DiLoCo {lr}/{momentum}": {
+            "strategy": "local",
+            "every": 50,
+            "outer": partial(nesterov, lr=lr, momentum=momentum),
+        }
+        for lr, momentum in ((0.7, 0.9), (0.5, 0.9), (0.9, 0.9), (0.5, 0.8), (0.7, 0.8), (0.9, 0.8))
+    },
     "async, drop": {"strategy": "async"},
     "async, damp": {"strategy": "async", "when_stale": "damp"},
     "async, wait": {"strategy": "async", "when_stale": "wait"},
@@ -188,10 +194,17 @@ def measure(
 
 
 def show(
-    name: str, table: str, seeds: int, steps: int, wanted: Sequence[str], rates: Sequence[float]
+    name: str,
+    table: str,
+    tuning: Sequence[int],
+    seeds: Sequence[int],
+    steps: int,
+    wanted: Sequence[str],
+    rates: Sequence[float],
 ) -> None:
+    """A row for each contender: its rate by the mean of some seeds, its loss on others."""
     contenders, ranks = TABLES[table]
-    print(f"{name}, {steps} steps, {ranks} ranks; {seeds} seeds; rates {rates}")
+    print(f"{name}, {steps} steps, {ranks} ranks; tuned by {tuning}, then {seeds}; rates {rates}")
     print("| | learning rate | loss | against the first, by seed |")
     print("|---|---|---|---|")
     first: list[float] = []
@@ -200,18 +213,28 @@ def show(
             continue
         begin = time.perf_counter()
         choices = rates if len(rates) > 1 else []
-        tried = {rate: measure(name, options, ranks, rate, TUNING_SEED, steps) for rate in choices}
+        tried = {
+            rate: statistics.mean(
+                measure(name, options, ranks, rate, seed, steps) for seed in tuning
+            )
+            for rate in choices
+        }
         best = min(rates, key=lambda rate: _or_infinite(tried.get(rate, 0.0)))
-        losses = [measure(name, options, ranks, best, seed, steps) for seed in range(1, seeds + 1)]
+        losses = [measure(name, options, ranks, best, seed, steps) for seed in seeds]
         first = first or losses
         gaps = [100 * (mine / its - 1) for mine, its in zip(losses, first, strict=True)]
         mean = 100 * (statistics.mean(losses) / statistics.mean(first) - 1)
         each = " ".join(f"{gap:+.1f}" for gap in gaps)
         print(
             f"| {case} | {best} | {statistics.mean(losses):.4f} | {mean:+.2f} % ({each}) |"
-            f" {[round(x, 4) for x in tried.values()]} {time.perf_counter() - begin:.0f} s",
+            f" tried {_rounded(tried.values())}, by seed {_rounded(losses)},"
+            f" {time.perf_counter() - begin:.0f} s",
             flush=True,
         )
+
+
+def _rounded(losses: Iterable[float]) -> list[float]:
+    return [round(loss, 4) for loss in losses]
 
 
 def _or_infinite(loss: float) -> float:
@@ -222,7 +245,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("task", choices=list(TASKS))
     parser.add_argument("table", choices=list(TABLES))
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--tuned-by", type=int, default=1, help="how many seeds choose a rate")
+    parser.add_argument("--seeds", type=int, default=3, help="how many others the table has")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--rates", type=float, nargs="+")
     parser.add_argument("--cases", nargs="+")
@@ -233,7 +257,8 @@ def main() -> None:
     show(
         given.task,
         given.table,
-        given.seeds,
+        range(given.tuned_by),
+        range(given.tuned_by, given.tuned_by + given.seeds),
         given.steps or task.steps,
         cases,
         given.rates or task.rates,

@@ -135,10 +135,20 @@ def test_checkpoints_with_and_without_compression(tmp_path: Path) -> None:
         assert not any(value.any() for value in kept.values())
 
 
-def test_split_layers(tmp_path: Path) -> None:
-    options = {"tensor": 2, "seed": 0}
-    expected = run(save_and_go_on, 4, tmp_path, "tensor", "powersgd:2", options)
-    found = run(load_and_go_on, 4, tmp_path, "tensor", "powersgd:2", options)
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("tensor", {"tensor": 2, "seed": 0}),
+        ("pipeline", {"pipeline": 2, "micro_batches": 2}),
+        ("hybrid", {"tensor": 2, "pipeline": 1, "zero": 3, "seed": 0}),
+    ],
+)
+@pytest.mark.parametrize("compression", ["powersgd:2", "topk:0.05"])
+def test_models_that_are_cut(
+    tmp_path: Path, strategy: str, options: dict[str, Any], compression: str
+) -> None:
+    expected = run(save_and_go_on, 4, tmp_path, strategy, compression, options)
+    found = run(load_and_go_on, 4, tmp_path, strategy, compression, options)
     for (state, kept), (other, others_kept) in zip(found, expected, strict=True):
         assert all(torch.equal(kept[name], others_kept[name]) for name in others_kept)
         assert all(torch.equal(state[name], other[name]) for name in other)

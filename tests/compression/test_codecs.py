@@ -251,9 +251,37 @@ def test_parse_says_what_is_allowed() -> None:
         parse("topk:x")
 
 
+class Plain(Codec):
+    """What a user writes: nothing but what `Codec` asks for."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor = factor
+
+    def sections(self, shape: torch.Size, dtype: torch.dtype) -> list[tuple[torch.dtype, int]]:
+        return [(torch.float32, shape.numel())]
+
+    def encode(self, tensor: Tensor, *, draw: int = 0, previous: Payload | None = None) -> Payload:
+        payload, (values,) = self._allocate(tensor)
+        values.copy_(tensor.reshape(-1) * self.factor)
+        return payload
+
+    def _decode_into(self, payload: Payload, out: Tensor) -> None:
+        out.copy_(self._views(payload)[0])
+
+
+def test_a_codec_of_a_user_says_what_it_is_in_the_same_words_everywhere() -> None:
+    assert repr(Plain(2.0)) == repr(Plain(2.0)) == "Plain(factor=2.0)"
+    assert repr(TopK(0.1)) == "TopK(ratio=0.1)"
+
+
 def test_wrong_values_are_refused() -> None:
     for make in (
         lambda: Quantize(3),  # type: ignore[arg-type]
+        lambda: Quantize("8"),  # type: ignore[arg-type]
+        lambda: Quantize(8, block=2.5),  # type: ignore[arg-type]
+        lambda: LowRank(1.5),  # type: ignore[arg-type]
+        lambda: TopK("0.1"),  # type: ignore[arg-type]
+        lambda: Choose(Quantize(8), below=-1),
         lambda: Cast(torch.float32),
         lambda: TopK(0),
         lambda: Sign(0),
@@ -263,6 +291,13 @@ def test_wrong_values_are_refused() -> None:
             make()
     with pytest.raises(TypeError, match="real floating"):
         Quantize(8).encode(torch.zeros(3, dtype=torch.complex64))
+    for chosen in (
+        lambda: Choose("int8"),  # type: ignore[arg-type]
+        lambda: Choose(Quantize(8), names={"a": "int8"}),  # type: ignore[dict-item]
+        lambda: Choose(Quantize(8), names=["a"]),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError, match="codec"):
+            chosen()
     with pytest.raises(TypeError, match="compression must be"):
         parse(8)  # type: ignore[arg-type]
     payload = Quantize(8).encode(torch.zeros(3))

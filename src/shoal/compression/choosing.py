@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from shoal.compression.codec import Codec, CompressedTensor, Form, Section
+from shoal.compression.codec import Codec, CompressedTensor, Form, Section, check_whole
 from shoal.compression.dense import Identity
 
 
@@ -43,7 +43,15 @@ class Choose(Codec):
     form = Form.DENSE  # of no meaning: what it chooses has a form
 
     def __post_init__(self) -> None:
+        check_whole("below", self.below, 0)
+        if not isinstance(self.names, Mapping):
+            raise TypeError(f"names says the codec of each name, as a dict; got {self.names!r}")
         chosen = (self.codec, self.small, self.vectors or self.codec, *self.names.values())
+        for each in chosen:
+            if not isinstance(each, Codec):
+                raise TypeError(
+                    f"Choose takes codecs, such as Quantize(8) or parse('int8'); got {each!r}"
+                )
         if any(isinstance(each, Choose) for each in chosen):
             raise ValueError("Choose decides once: give it codecs that do not choose themselves")
 

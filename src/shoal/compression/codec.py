@@ -58,9 +58,14 @@ class Codec(ABC):
         torch.Size([1000])
     """
 
-    form: ClassVar[Form]
+    form: ClassVar[Form] = Form.DENSE
     joins_tensors: ClassVar[bool] = False
     """Whether several tensors may be encoded as one, because a zero always stays a zero."""
+
+    def __repr__(self) -> str:
+        """What it is made of: the same on every rank, because ranks compare it."""
+        options = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__qualname__}({options})"
 
     @abstractmethod
     def sections(self, shape: torch.Size, dtype: torch.dtype) -> Sequence[Section]:
@@ -138,6 +143,12 @@ class Codec(ABC):
 def padded(num_bytes: int) -> int:
     """Up to where the next section begins."""
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def check_whole(name: str, value: object, least: int) -> None:
+    """Refuses what is no whole number, or too small."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be a whole number from {least} on; got {value!r}")
 
 
 def check_tensor(tensor: Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shoal.compression.codec import Codec, CompressedTensor, Form, Section
+from shoal.compression.codec import Codec, CompressedTensor, Form, Section, check_whole
 
 # Below this a block counts as zero: its scale would be too small to divide by.
 _SMALLEST = 2.0**-100
@@ -56,7 +56,7 @@ class Cast(Codec):
 
     def __post_init__(self) -> None:
         if self.dtype not in (torch.float16, torch.bfloat16):
-            raise ValueError(f"Cast is to torch.float16 or torch.bfloat16; got {self.dtype}")
+            raise ValueError(f"Cast is to torch.float16 or torch.bfloat16; got {self.dtype!r}")
 
     def __str__(self) -> str:
         return "fp16" if self.dtype is torch.float16 else "bf16"
@@ -105,9 +105,8 @@ class Quantize(Codec):
 
     def __post_init__(self) -> None:
         if self.bits not in (8, 4):
-            raise ValueError(f"Quantize is to 8 or 4 bits; got {self.bits}")
-        if self.block < 0:
-            raise ValueError(f"block must not be negative; got {self.block}")
+            raise ValueError(f"Quantize is to 8 or 4 bits; got {self.bits!r}")
+        check_whole("block", self.block, 0)
         if not self.block:
             object.__setattr__(self, "block", 256 if self.bits == 8 else 64)
 
@@ -180,8 +179,7 @@ class Sign(Codec):
     form = Form.DENSE
 
     def __post_init__(self) -> None:
-        if self.block < 1:
-            raise ValueError(f"block must be positive; got {self.block}")
+        check_whole("block", self.block, 1)
 
     def __str__(self) -> str:
         return "sign"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.compression.codec import Codec, CompressedTensor, Form, Section
+from shoal.compression.codec import Codec, CompressedTensor, Form, Section, check_whole
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,7 @@ class LowRank(Codec):
     form = Form.FACTORS
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"rank must be positive; got {self.rank}")
+        check_whole("rank", self.rank, 1)
 
     def __str__(self) -> str:
         return f"powersgd:{self.rank}"

@@ -151,7 +151,7 @@ def num_kept(shape: torch.Size, ratio: float) -> int:
     return min(numel, max(1, math.ceil(numel * ratio))) if numel else 0
 
 
-def check_ratio(ratio: float) -> None:
+def check_ratio(ratio: object) -> None:
     """Refuses what is no part of a whole."""
-    if not 0 < ratio <= 1:
-        raise ValueError(f"ratio is the part that is kept, above 0 and at most 1; got {ratio}")
+    if not isinstance(ratio, float | int) or not 0 < ratio <= 1:
+        raise ValueError(f"ratio is the part that is kept, above 0 and at most 1; got {ratio!r}")

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from torch.optim import Optimizer
 
-from shoal.compression import Codec
+from shoal.compression import Codec, parse
 from shoal.errors import ShoalError
 from shoal.optim.kinds import Kind
 from shoal.optim.optimizer import ShardedOptimizer
@@ -14,6 +14,7 @@ from shoal.optim.proof.judgement import Judgement
 from shoal.optim.registry import PAIRS
 from shoal.strategies.compressing import parse_compression
 from shoal.strategies.model import ShardedModel
+from shoal.strategies.options import check_options
 
 
 class GradientCompressionOptimizer(ShardedOptimizer):
@@ -65,8 +66,13 @@ class GradientCompressionOptimizer(ShardedOptimizer):
                 "the model's gradients are compressed already: leave out compression= where it is "
                 "wrapped, or take the strategy's own optimizer"
             )
+        codec = parse(compression)
+        asked: dict[str, object] = {"compression": codec, "error_feedback": error_feedback}
+        if warmup_steps:
+            asked["compression_warmup"] = warmup_steps
+        check_options(asked, model.strategy, {name: pair.model for name, pair in PAIRS.items()})
         wanted = parse_compression(
-            compression, model.module, error_feedback=error_feedback, warmup_steps=warmup_steps
+            codec, model.module, error_feedback=error_feedback, warmup_steps=warmup_steps
         )
         assert wanted is not None
         self._compare(model, vars(wanted))

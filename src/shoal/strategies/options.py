@@ -90,7 +90,7 @@ _MAY_BE_NEGATIVE = ("seed",)
 _MAY_DIFFER = ("seed", "memory")
 _COMPARED = (bool, int, float, str, tuple, list, Codec)
 # Its parser names the option, the value and what there is.
-_CHECKED_BY_PARSER = ("mixed_precision",)
+_CHECKED_BY_PARSER = ("mixed_precision", "outer")
 
 
 def check_options(
@@ -128,6 +128,8 @@ def compare_options(
         is_usual = type(value) is type(usual[name]) and value == usual[name]
         if isinstance(value, _COMPARED) and not is_usual and name not in _MAY_DIFFER:
             said.append(f"{name}={value!r}")
+        elif callable(value):  # two functions cannot be compared; whether there is one can
+            said.append(f"{name}='a function'")
     backend.run(Barrier(f"wrapping with {', '.join(said)}"))
 
 

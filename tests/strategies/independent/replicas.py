@@ -20,6 +20,23 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3))
 
 
+class Tied(nn.Module):
+    """One weight under two names, and one that belongs to no layer: in memory in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first = nn.Linear(5, 3, bias=False)
+        self.between = nn.Linear(3, 3)
+        self.last = nn.Linear(5, 3, bias=False)
+        self.last.weight = self.first.weight
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The shared weight has two uses."""
+        return self.between(self.first(inputs)) * self.scale + self.last(inputs)
+
+
 def data(step: int, rank: int) -> tuple[Tensor, Tensor]:
     """Another batch on each rank in each step."""
     generator = torch.Generator().manual_seed(100 * step + rank)

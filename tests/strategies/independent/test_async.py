@@ -18,7 +18,16 @@ from shoal.errors import DeadlockError, MismatchError, PeerError, ShoalError
 from shoal.meeting import address as places
 from shoal.optim import AsyncSGDOptimizer
 from shoal.strategies import AsyncModel, DDPModel
-from strategies.independent.replicas import RANKS, State, assert_equal, build, data, on_ranks, train
+from strategies.independent.replicas import (
+    RANKS,
+    State,
+    Tied,
+    assert_equal,
+    build,
+    data,
+    on_ranks,
+    train,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -34,7 +43,9 @@ def made(make: Callable[..., Any] = momentum, **options: Any) -> tuple[Any, Any]
     return shoal.as_distributed(module, make(module.parameters()), strategy="async", **options)
 
 
-def replayed(events: Any, make: Callable[..., Any] = momentum) -> State:
+def replayed(
+    events: Any, make: Callable[..., Any] = momentum, build: Callable[[], nn.Module] = build
+) -> State:
     """The definition in one process: pulls and pushes in their order."""
     server = build()
     optimizer = make(server.parameters())
@@ -86,6 +97,26 @@ def test_equals_its_definition_to_the_last_bit(when_stale: str, servers: Any) ->
     assert (max(stale) > 1) == (when_stale == "damp")
     if when_stale == "damp":
         assert any(0 < factor < 1 for _, _, factor in events)
+
+
+@pytest.mark.parametrize("servers", ["all", [1]], ids=str)
+def test_shared_weights_come_back_under_their_own_names(servers: Any) -> None:
+    """They lie elsewhere in memory than their place among the names says."""
+
+    def go() -> Any:
+        module = Tied()
+        model, optimizer = shoal.as_distributed(
+            module, momentum(module.parameters()), strategy="async", servers=servers
+        )
+        model.shard.ledgers[0].events = events = []
+        model.pull()
+        assert_equal(dict(module.state_dict()), Tied().state_dict())
+        train(model, optimizer, range(STEPS))
+        return model.state_dict(), events
+
+    ranks = on_ranks(go)
+    for state, _ in ranks:
+        assert_equal(state, replayed(ranks[model_server(servers)][1], build=Tied))
 
 
 def model_server(servers: Any) -> int:
@@ -342,8 +373,15 @@ def test_a_step_without_a_forward() -> None:
         train(model, optimizer, range(1))
         optimizer.step()
 
+    def in_eval() -> None:
+        model, optimizer = made()
+        model.eval()
+        train(model, optimizer, range(1))
+
     with pytest.raises(ShoalError, match="without a forward since the last one"):
         on_ranks(go, ranks=2)
+    with pytest.raises(ShoalError, match=r"called, model\(\.\.\.\), in training mode"):
+        on_ranks(in_eval, ranks=2)
 
 
 def test_a_server_that_left_is_named() -> None:
@@ -354,6 +392,7 @@ def test_a_server_that_left_is_named() -> None:
     with pytest.raises(PeerError, match="rank 1") as caught:
         on_ranks(go)
     assert "call of" in str(caught.value)
+    assert "end the training with a call that all ranks make" in str(caught.value)
 
 
 def test_who_waits_for_one_that_cannot_go_on_is_told_at_once() -> None:

@@ -15,7 +15,16 @@ from torch.optim import SGD
 import pools
 import shoal
 from shoal.errors import ShoalError
-from strategies.independent.replicas import RANKS, State, build, data, on_ranks, train
+from strategies.independent.replicas import (
+    RANKS,
+    State,
+    Tied,
+    assert_equal,
+    build,
+    data,
+    on_ranks,
+    train,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -123,6 +132,24 @@ def test_the_average_is_that_of_all_updates() -> None:
         return model.state_dict()["weight"].item()
 
     assert on_ranks(go) == [pytest.approx(-4 * (1 + 2 + 3) / 3)] * RANKS
+
+
+def test_the_average_of_shared_weights_has_all_their_names() -> None:
+    def go() -> tuple[State, State]:
+        module = Tied()
+        optimizer = SGD(module.parameters(), lr=0.1)
+        model, optimizer = shoal.as_distributed(
+            module, optimizer, strategy="async", topology="gossip"
+        )
+        train(model, optimizer, range(2))
+        mean = model.state_dict()
+        model.average()
+        return mean, model.state_dict()
+
+    ranks = on_ranks(go)
+    for mean, agreed in ranks:
+        assert_equal(mean, ranks[0][0])
+        assert_equal(agreed, mean)
 
 
 def test_saved_once_all_ranks_agree(tmp_path: Path) -> None:

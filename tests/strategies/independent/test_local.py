@@ -12,9 +12,11 @@ from torch.optim import LBFGS, SGD
 
 import pools
 import shoal
+from shoal.compression import parse
 from shoal.errors import MismatchError, PeerError, ShoalError
 from shoal.optim import GradientCompressionOptimizer, LocalSGDOptimizer
 from shoal.strategies import DDPModel, LocalModel
+from strategies.gradients.compressed.replay import Replay
 from strategies.independent.replicas import RANKS, State, assert_equal, build, data, on_ranks, train
 
 pytestmark = pytest.mark.timeout(60)
@@ -129,6 +131,54 @@ def test_what_compression_leaves_out_comes_in_a_later_round() -> None:
         assert second == [-8.0, -4.0, 0.0, 0.0]
 
 
+def replayed_compressed(num_steps: int, every: int, codec: Any, outer: Any) -> State:
+    """The definition: what a round has changed is averaged as payloads, then stepped with."""
+    models = [build() for _ in range(RANKS)]
+    optimizers = [SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    names, start = zip(*build().named_parameters(), strict=True)
+    shapes = [(name, each.shape) for name, each in zip(names, start, strict=True)]
+    replay = Replay(codec, shapes, RANKS, sharded=False)
+    stepper = SGD(start, lr=1.0) if outer is None else outer(list(start))
+    for step in range(num_steps):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            inputs, targets = data(step, rank)
+            optimizer.zero_grad()
+            F.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+        if (step + 1) % every:
+            continue
+        with torch.no_grad():
+            changes = [
+                replay.flat([s - own for s, own in zip(start, m.parameters(), strict=True)])
+                for m in models
+            ]
+            average = replay.average(changes)
+            for slot, parameter in zip(replay.layout.slots, start, strict=True):
+                parameter.grad = average[slot.start : slot.stop].view(slot.shape)
+            stepper.step()
+            for model in models:
+                for parameter, value in zip(model.parameters(), start, strict=True):
+                    parameter.copy_(value)
+    return {name: each.detach() for name, each in zip(names, start, strict=True)}
+
+
+@pytest.mark.parametrize("outer", [None, nesterov], ids=["average", "diloco"])
+@pytest.mark.parametrize(
+    "compression", ["bf16", "int8", "int4", "sign", "topk:0.2", "randomk:0.3", "powersgd:1"]
+)
+def test_compressed_rounds_equal_their_definition_to_the_last_bit(
+    compression: str, outer: Any
+) -> None:
+    def go() -> State:
+        model, optimizer = made(every=2, compression=compression, outer=outer)
+        train(model, optimizer, range(8))
+        return model.state_dict()
+
+    expected = replayed_compressed(8, 2, parse(compression), outer)
+    for state in on_ranks(go):
+        assert_equal(state, expected)
+
+
 @pytest.mark.parametrize("compression", ["int8", "powersgd:1", "topk:0.3"])
 def test_compressed_ranks_are_equal_at_boundaries(compression: str) -> None:
     def go() -> tuple[State, int]:
@@ -142,7 +192,8 @@ def test_compressed_ranks_are_equal_at_boundaries(compression: str) -> None:
         assert_equal(state, states[0][0])
 
 
-def test_bytes_are_as_many_times_fewer_as_a_round_has_steps() -> None:
+@pytest.mark.parametrize("outer", [None, nesterov], ids=["average", "diloco"])
+def test_bytes_are_as_many_times_fewer_as_a_round_has_steps(outer: Any) -> None:
     def go(strategy: str, **options: Any) -> int:
         module = build()
         model, optimizer = shoal.as_distributed(
@@ -154,7 +205,7 @@ def test_bytes_are_as_many_times_fewer_as_a_round_has_steps() -> None:
         return shoal.world().stats()["all_reduce"].num_bytes
 
     def both() -> tuple[int, int]:
-        return go("ddp"), go("local", every=10)
+        return go("ddp"), go("local", every=10, outer=outer)
 
     for synchronous, local in on_ranks(both):
         assert synchronous == 10 * local > 0
@@ -362,6 +413,7 @@ def test_parameters_that_drift_apart_in_spite_of_averages_are_found() -> None:
         ({"every": 2.5}, TypeError, "option 'every' must be a whole number"),
         ({"outer": lambda _: None}, TypeError, "outer must be a function that makes an optimizer"),
         ({"outer": lambda ps: SGD(ps[:1], lr=1.0)}, ValueError, "of all parameters"),
+        ({"outer": "nesterov"}, TypeError, "makes an optimizer from a list.*got a str"),
         ({"outer": lambda ps: LBFGS(ps)}, TypeError, "a LBFGS, which calls a closure"),
         ({"sync_batchnorm": True}, TypeError, "has no option 'sync_batchnorm'"),
         ({"replica": 2}, TypeError, "has no option 'replica'"),
@@ -376,8 +428,51 @@ def test_an_outer_optimizer_that_differs_between_ranks() -> None:
     def go() -> None:
         made(outer=lambda ps: SGD(ps, lr=0.5 + shoal.world().rank))
 
-    with pytest.raises(MismatchError, match="lr of parameter group 0"):
+    with pytest.raises(MismatchError, match="lr of parameter group 0 of the outer optimizer"):
         on_ranks(go, ranks=2)
+
+
+def test_an_outer_optimizer_on_some_ranks_only() -> None:
+    def by_option() -> None:
+        made(outer=nesterov if shoal.world().rank else None)
+
+    def by_class() -> None:
+        module = build()
+        optimizer = SGD(module.parameters(), lr=0.1)
+        LocalSGDOptimizer(
+            optimizer, LocalModel(module), outer=nesterov if shoal.world().rank else None
+        )
+
+    with pytest.raises(MismatchError, match="outer='a function'"):
+        on_ranks(by_option, 2)
+    with pytest.raises(MismatchError, match="outer='a function'"):
+        on_ranks(by_class, 2)
+
+
+@pytest.mark.parametrize(
+    "outer",
+    [
+        lambda ps: SGD(ps, lr=0.7, weight_decay=0.1),
+        lambda ps: torch.optim.AdamW(ps, lr=0.1, weight_decay=0.1),
+        nesterov,
+    ],
+    ids=["decay", "adamw", "momentum"],
+)
+def test_the_outer_optimizer_leaves_frozen_parameters_alone(outer: Any) -> None:
+    """From the beginning, and once they are frozen: neither decay nor momentum moves them."""
+
+    def go() -> list[bool]:
+        model, optimizer = made(every=1, outer=outer)
+        model[0].requires_grad_(False)
+        seen = []
+        for step in range(4):
+            before = model[0].weight.detach().clone()
+            train(model, optimizer, range(step, step + 1))
+            seen.append(torch.equal(model[0].weight, before))
+            model[0].requires_grad_(step == 1)
+        return seen
+
+    assert on_ranks(go) == [[True, True, False, True]] * RANKS
 
 
 def test_rounds_that_differ_between_ranks() -> None:
@@ -409,6 +504,16 @@ def test_classes_by_hand() -> None:
     for text, state in on_ranks(go):
         assert "averaged after every 3 steps, and SGD steps" in text
         assert_equal(state, replayed(3, 3, nesterov))
+
+
+@pytest.mark.parametrize("every", [2.5, "5", True])
+def test_an_optimizer_refuses_what_is_no_number_of_steps(every: Any) -> None:
+    def go() -> None:
+        module = build()
+        LocalSGDOptimizer(SGD(module.parameters(), lr=0.1), LocalModel(module), every=every)
+
+    with pytest.raises(TypeError, match="'every' must be a whole number"):
+        on_ranks(go, ranks=2)
 
 
 def test_wrong_partners() -> None:

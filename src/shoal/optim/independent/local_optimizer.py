@@ -16,7 +16,12 @@ from shoal.optim.proof.judgement import Judgement
 from shoal.sharding.holding import HeldState
 from shoal.strategies.gradients.compressed.exchange import CompressedExchange
 from shoal.strategies.independent.averaging import averaged_groups
-from shoal.strategies.independent.local_model import LocalModel, Outer, check_every_steps
+from shoal.strategies.independent.local_model import (
+    LocalModel,
+    Outer,
+    check_every_steps,
+    check_outer,
+)
 
 _OUTER = "outer"
 """Under what a state has that of the outer optimizer."""
@@ -66,7 +71,10 @@ class LocalSGDOptimizer(ShardedOptimizer):
         self._pair(optimizer, model)
         self.every: int = model.options["every"] if every is None else every
         check_every_steps(self.every)
-        self._compare(model, {"every": self.every})
+        check_outer(outer)
+        self._compare(
+            model, {"every": self.every} | ({} if outer is None else {"outer": "a function"})
+        )
         self.num_local_steps = 0
         self._averages: list[HeldState] | None = None
         super().__init__(optimizer, model, kind=kind)

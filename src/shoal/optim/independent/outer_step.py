@@ -3,7 +3,8 @@
 Where the average itself counts and travels as it is, it is taken directly. Otherwise every rank
 keeps the parameters that the round began with. Their *outer gradient* is what they were minus the
 average of what they became; the outer optimizer steps with it (DiLoCo, arXiv:2311.08105). It is the
-same on all ranks, and so is its state.
+same on all ranks, and so is its state. What no rank has changed has no outer gradient: weight decay
+and momentum leave frozen parameters alone, as they do in any optimizer.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from shoal.comm import Backend
 from shoal.optim.optimizer import needs_closure
 from shoal.strategies.consistency.progress import StepRecord, compare
 from shoal.strategies.independent.averaging import AveragedGroup
-from shoal.strategies.independent.local_model import Outer
+from shoal.strategies.independent.local_model import OUTER_IN_WORDS, Outer
 
 
 class OuterStep:
@@ -42,7 +43,8 @@ class OuterStep:
         self.optimizer = None if make is None else _made(make, self._parameters)
         """The outer one, if there is one."""
         if self.optimizer is not None:
-            compare(backend, StepRecord(self.optimizer).facts())
+            facts = StepRecord(self.optimizer).facts()
+            compare(backend, {f"{name} of the outer optimizer": facts[name] for name in facts})
 
     @property
     def num_bytes_kept(self) -> int:
@@ -86,7 +88,7 @@ class OuterStep:
             for view in group.views(change)
         ]
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient
+            parameter.grad = gradient if gradient.any() else None
         self.optimizer.step()
         for parameter in self._parameters:
             parameter.grad = None
@@ -95,11 +97,7 @@ class OuterStep:
 def _made(make: Outer, parameters: list[nn.Parameter]) -> Optimizer:
     outer = make(parameters)
     if not isinstance(outer, Optimizer):
-        raise TypeError(
-            "outer must be a function that makes an optimizer from a list of parameters, such as "
-            "lambda parameters: SGD(parameters, lr=0.7, momentum=0.9, nesterov=True); it returned "
-            f"a {type(outer).__name__}"
-        )
+        raise TypeError(f"{OUTER_IN_WORDS}; it returned a {type(outer).__name__}")
     if needs_closure(outer):
         raise TypeError(
             f"outer made a {type(outer).__name__}, which calls a closure that computes the loss "
@@ -110,7 +108,9 @@ def _made(make: Outer, parameters: list[nn.Parameter]) -> Optimizer:
     found = [id(each) for group in outer.param_groups for each in group["params"]]
     if set(found) != known or len(found) != len(known):
         raise ValueError(
-            "outer must make an optimizer of all parameters that it is given, and of no others: "
-            f"it was given {len(known)}, and its optimizer has {len(found)}"
+            "outer must make an optimizer of all parameters that it is given, and of no others, "
+            "such as the model's own: it was given "
+            f"{len(known)}, of which its optimizer has {len(known & set(found))}, and "
+            f"{len(set(found) - known)} others"
         )
     return outer

@@ -248,7 +248,9 @@ class AsyncModel(ReplicaModel):
         if self.versions is None or version is None:
             raise ShoalError(
                 "optimizer.step() without a forward since the last one: under strategy 'async' an "
-                "update is made of gradients that were computed with parameters just pulled"
+                "update is made of gradients that were computed with parameters just pulled. They "
+                "are pulled where the wrapped model itself is called, model(...), in training mode "
+                "(model.train(); layers in it may be in eval()) and with gradients enabled"
             )
         self.versions[optimizer], self._has_stepped = None, True
         admission = self.worker.push(optimizer, version, gradients, options)
@@ -311,7 +313,8 @@ class AsyncModel(ReplicaModel):
         state = super().state_dict(*args, **kwargs)
         if not self.is_agreed:
             prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-            served = [state[f"{prefix}{name}"] for name in self._named()]
+            everything = self.module.named_parameters(remove_duplicate=False)
+            served = [state[f"{prefix}{name}"] for name, _ in everything]
             average_tensors(served, self.meeting_lane, "state_dict() of an asynchronous model")
         self.meet("the end of state_dict()")
         return state

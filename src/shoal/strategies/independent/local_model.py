@@ -27,9 +27,14 @@ from shoal.strategies.gradients.compressed.state import CompressionState
 from shoal.strategies.independent.averaging import average_tensors
 from shoal.strategies.independent.replica_model import ReplicaModel
 from shoal.strategies.layers.buffers import share_buffers
+from shoal.strategies.options import check_type
 
 Outer = Callable[[list[nn.Parameter]], Optimizer]
 """Makes the optimizer that takes the step at a boundary."""
+OUTER_IN_WORDS = (
+    "outer must be a function that makes an optimizer from a list of parameters, such as "
+    "lambda parameters: SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)"
+)
 
 
 class LocalModel(ReplicaModel):
@@ -67,6 +72,7 @@ class LocalModel(ReplicaModel):
                 is that of what is averaged: what a round changed.
         """
         check_every_steps(every)
+        check_outer(outer)
         super().__init__(module, world, **options)
         self.options |= {"every": every, "outer": outer}
         self.exchange_queue, self.num_boundaries = None, 0
@@ -192,5 +198,12 @@ class LocalModel(ReplicaModel):
 
 def check_every_steps(every: int) -> None:
     """Refuses what is no number of steps."""
+    check_type("every", every, int)
     if every < 1:
         raise ValueError(f"every must be at least 1, the steps between two averages; got {every}")
+
+
+def check_outer(outer: object) -> None:
+    """Refuses what is no function, such as an optimizer."""
+    if outer is not None and not callable(outer):
+        raise TypeError(f"{OUTER_IN_WORDS}; got a {type(outer).__name__}")

@@ -72,7 +72,8 @@ class Shard:
                 if slowest is not None:
                     return Answer({"waits_for": slowest})
             versions = [ledger.begin(rank) for ledger in self.ledgers]
-        return Answer({"versions": versions}, pack(list(self.parameters.values())))
+        wanted = [self.parameters[name] for name in request["names"]]
+        return Answer({"versions": versions}, pack(wanted))
 
     def _admit(self, request: Mapping[str, Any]) -> Answer:
         ledger, rank = self.ledgers[request["optimizer"]], request["rank"]

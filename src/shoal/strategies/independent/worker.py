@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from shoal.comm import Backend
+from shoal.comm.control.plane import absence_text
 from shoal.comm.peer_tensors.lending import Answer
 from shoal.errors import DeadlockError, NotHeldError, PeerError, ShoalError
 from shoal.strategies.independent.shard import Shard, pack, unpack
@@ -17,6 +18,10 @@ from shoal.strategies.independent.versions import Admission
 from shoal.system.deadline import Deadline, staleness_text
 
 _POLL_S = 0.002
+_STAY = (
+    ". Ranks need each other until all of them have trained: end the training with a call that all "
+    "ranks make, such as model.state_dict()"
+)
 
 
 class Update(NamedTuple):
@@ -72,10 +77,12 @@ class Worker:
         versions: list[int] = []
         for server in self.servers:
             counts = begins and server == self.servers[0]
-            request = {"kind": "pull", "rank": self._backend.rank, "begins": counts}
+            names = [name for name in like if self.owners[name] == server]
+            request = {
+                "kind": "pull", "names": names, "rank": self._backend.rank, "begins": counts,
+            }  # fmt: skip
             answer = self._call_in_turn(server, request)
             assert answer.values is not None
-            names = [name for name in like if self.owners[name] == server]
             values = unpack(answer.values, [like[name] for name in names])
             found |= dict(zip(names, values, strict=True))
             versions = versions or answer.data["versions"]
@@ -136,7 +143,12 @@ class Worker:
         self._shard.subtract(answer.values)
 
     def _call(self, rank: int, request: dict[str, Any], values: Tensor | None) -> Answer:
-        return self._peers.call(rank, request, values, Deadline(self._backend.timeout))
+        try:
+            return self._peers.call(rank, request, values, Deadline(self._backend.timeout))
+        except PeerError as error:
+            if error.reason == absence_text(""):
+                error.context += _STAY
+            raise
 
     def _call_in_turn(
         self, rank: int, request: dict[str, Any], values: Callable[[], Tensor] | None = None

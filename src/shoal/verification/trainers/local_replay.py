@@ -96,7 +96,8 @@ class LocalReplay(Trainer):
                 if outer is None:
                     parameter.copy_(_mean(replicas))
                 else:
-                    parameter.grad = _mean([parameter - each for each in replicas])
+                    change = _mean([parameter - each for each in replicas])
+                    parameter.grad = change if change.any() else None
             if outer is not None:
                 outer.step()
             for parameter, replicas in zip(agreed, by_parameter, strict=True):

@@ -9,10 +9,24 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.compression import Choose, Codec, Identity, LowRank, Quantize, RandomK, Sign, TopK, parse
+from compression.test_codecs import Plain
+from shoal.compression import (
+    Choose,
+    Codec,
+    Identity,
+    LowRank,
+    Payload,
+    Quantize,
+    RandomK,
+    Sign,
+    TopK,
+    parse,
+)
 from shoal.errors import MismatchError
 from shoal.optim import DDPOptimizer, GradientCompressionOptimizer, ZeRO3Optimizer
-from shoal.strategies import DDPModel, ZeRO3Model
+from shoal.sharding.layout import GroupLayout
+from shoal.strategies import AsyncModel, DDPModel, LocalModel, ZeRO3Model
+from shoal.strategies.gradients.compressed.plan import ExchangePlan
 from strategies.gradients.compressed.replay import Replay
 
 SHAPES = (("matrix", (24, 30)), ("bias", (11,)), ("kernel", (8, 5, 3)), ("scalar", ()))
@@ -310,6 +324,51 @@ def test_bytes_are_counted() -> None:
         assert counted.sent_bytes < 0.3 * counted.raw_bytes
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4", "sign", "topk:0.01", "powersgd:1"])
+def test_no_whole_gradient_travels(strategy: str, name: str) -> None:
+    """What moved is what was announced, or not even that: a gather of payloads counts them once."""
+
+    def step() -> Any:
+        model, _ = made(strategy, name)
+        shoal.world().reset_stats()
+        model(wishes(0, shoal.world().rank)).backward()
+        stats = shoal.world().stats()
+        moved = {kind: counter.num_bytes for kind, counter in stats.items()}
+        return moved, stats.compression
+
+    for moved, counted in run(step):
+        whole = sum(torch.Size(shape).numel() for _, shape in SHAPES) * 4
+        assert moved.get("reduce_scatter", 0) == 0
+        assert moved.get("all_reduce", 0) < 0.3 * whole
+        assert counted.sent_bytes <= 0.55 * counted.raw_bytes
+
+
+GPT = [
+    *((f"{n}.{name}", shape) for n in range(8) for name, shape in (
+        ("norm", (384,)), ("qkv", (1152, 384)), ("qkv_bias", (1152,)), ("out", (384, 384)),
+        ("out_bias", (384,)), ("up", (1536, 384)), ("up_bias", (1536,)), ("down", (384, 1536)),
+        ("down_bias", (384,)), ("norm2", (384,)),
+    )),
+    ("tokens", (2048, 384)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4, 8, 64])
+def test_shares_of_bytes_on_a_gpt(ranks: int, is_sharded: bool) -> None:
+    """As promised for 15 million parameters, by the plans alone."""
+    layout = GroupLayout.even([(name, torch.Size(shape)) for name, shape in GPT], ranks, 4)
+    assert 14.5e6 < layout.num_elements < 15.5e6
+    most = {"int8": 0.27, "int4": 0.15, "sign": 0.05, "powersgd:2": 0.03, "topk:0.01": 0.03}
+    for name, bound in most.items():
+        if name.startswith("topk") and ranks > 2 and not is_sharded:
+            bound = 0.015 * ranks  # payloads go to everybody
+        plan = ExchangePlan(layout, parse(name), torch.float32, is_sharded=is_sharded)
+        shares = [plan.sent_bytes(rank) / plan.raw_bytes(rank) for rank in range(ranks)]
+        assert max(shares) <= bound, name
+
+
 def test_each_parameter_has_its_codec() -> None:
     codec = Choose(
         Quantize(8), below=20, names={"matrix": LowRank(1), "kernel": TopK(0.05)}, small=Identity()
@@ -338,6 +397,35 @@ def test_put_in_by_hand(name: str) -> None:
 
     for bias in run(step):
         assert torch.allclose(bias, torch.tensor(-2.0), atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_a_codec_of_a_user(strategy: str) -> None:
+    """Each rank makes one of its own."""
+
+    def step() -> Any:
+        model, _ = made(strategy, Choose(Plain(), below=0, names={"matrix": Plain()}))
+        model(wishes(0, shoal.world().rank)).backward()
+        return gradients(model)
+
+    for found in run(step):
+        for key, _ in SHAPES:
+            expected = sum(wishes(0, rank)[key] for rank in range(3)) / 3
+            assert torch.allclose(found[key], expected), key
+
+
+def test_a_codec_that_makes_other_bytes_than_it_announces() -> None:
+    class Short(Plain):
+        def encode(self, tensor: Tensor, **options: Any) -> Payload:
+            whole = super().encode(tensor, **options)
+            return Payload(whole.data[:-8], whole.shape, whole.dtype)
+
+    def step() -> None:
+        model, _ = made("ddp", Short())
+        model(wishes(0, shoal.world().rank)).backward()
+
+    with pytest.raises(ValueError, match=r"payload_bytes\(\) had announced"):
+        run(step)
 
 
 def test_one_rank_has_nothing_to_send() -> None:
@@ -441,6 +529,25 @@ def test_optimizer_does_what_the_option_does(model_class: Any, partner: Any, str
     for found, other in zip(run(by_hand), expected, strict=True):
         for key, value in found.items():
             assert torch.equal(value, other[-1][key])
+
+
+def test_optimizer_refuses_what_a_strategy_does_not_have() -> None:
+    """As `as_distributed` does, in the same words."""
+
+    def wrap(model_class: Any, *args: Any) -> None:
+        module = Wished()
+        plain = torch.optim.SGD(module.parameters(), lr=1.0)
+        GradientCompressionOptimizer(plain, model_class(module), *args)
+
+    for model_class, args, error, words in (
+        (AsyncModel, ("int8",), TypeError, "'async' has no option 'compression'"),
+        (LocalModel, ("int8", True, 3), TypeError, "'local' has no option 'compression_warmup'"),
+        (DDPModel, ("int8", True, -1), ValueError, "must not be negative"),
+        (DDPModel, ("int8", 1), TypeError, "must be True or False"),
+        (DDPModel, (None,), TypeError, "compression must be a name"),
+    ):
+        with pytest.raises(error, match=words):
+            run(wrap, model_class, *args, ranks=2)
 
 
 def test_optimizer_refuses_what_does_not_fit() -> None:

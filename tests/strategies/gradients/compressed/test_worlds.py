@@ -81,6 +81,67 @@ def test_on_the_data_axis(options: dict[str, Any]) -> None:
                 assert torch.allclose(value, exact[key], rtol=0, atol=tolerance), key
 
 
+def sums_and_residuals(compression: str, **options: Any) -> Any:
+    """Of every parameter the sum of all averaged gradients; of every rank's part its residual."""
+    module = built()
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.0)
+    model, optimizer = shoal.as_distributed(module, optimizer, compression=compression, **options)
+    applied: dict[str, torch.Tensor] = {}
+    for step in range(4):
+        generator = torch.Generator().manual_seed(10 * step + model.data_group.rank)
+        x = torch.randn(8, 8, generator=generator)
+        optimizer.zero_grad()
+        model.train_step(x, x[:, :4], F.mse_loss)
+        for name, gradient in model.full_gradients():
+            applied[name] = applied.get(name, 0) + gradient
+        optimizer.step()
+    parts = [
+        (held.name, *held.extent.runs(), held.memory.clone())
+        for held in model.compression_state.held_residual()
+    ]
+    return applied, parts, model.data_group.size
+
+
+@pytest.mark.parametrize("name", ["int4", "sign", "topk:0.1", "powersgd:2"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "tensor", "tensor": 2},
+        {"strategy": "tensor", "tensor": 2, "zero": 3},
+        {"strategy": "pipeline", "pipeline": 2, "micro_batches": 2},
+        {"strategy": "pipeline", "pipeline": 2, "zero": 2, "micro_batches": 2},
+        {"strategy": "hybrid", "tensor": 2, "pipeline": 1, "zero": 1},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_what_is_not_applied_is_in_the_residual_of_cut_models(
+    options: dict[str, Any], name: str
+) -> None:
+    """Parameters stay, so that all gradients of all steps are known."""
+    ranks = shoal.run(lambda: sums_and_residuals(name, **options), 4, "memory", timeout=60)
+    num_replicas = ranks[0][2]
+    module = built()
+    for step in range(4):
+        for rank in range(num_replicas):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            x = torch.randn(8, 8, generator=generator)
+            (F.mse_loss(module(x), x[:, :4]) / num_replicas).backward()
+    left = {key: torch.zeros_like(each).view(-1) for key, each in module.named_parameters()}
+    times = {key: torch.zeros_like(each) for key, each in left.items()}
+    for _, parts, _ in ranks:
+        for key, full, own, sizes, memory in parts:
+            for there, here, size in zip(full, own, sizes, strict=True):
+                left[key][there : there + size] += memory[here : here + size]
+                times[key][there : there + size] += 1
+    is_any_left = False
+    for key, parameter in module.named_parameters():
+        mean = (left[key] / times[key]).view_as(parameter)
+        is_any_left |= bool(mean.abs().max() > 1e-3)
+        found = ranks[0][0][key] + mean
+        assert torch.allclose(found, parameter.grad, atol=1e-5), key
+    assert is_any_left
+
+
 def trained_split(compression: str, **options: Any) -> dict[str, torch.Tensor]:
     torch.manual_seed(3)
     module = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 25), nn.Tanh(), nn.Linear(25, 8))

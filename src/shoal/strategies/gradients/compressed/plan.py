@@ -68,10 +68,16 @@ class Runs(list[Run]):
         is the number of the exchange, ``who`` the rank.
         """
         parts = []
-        for run in self:
+        for run, num_bytes in zip(self, self.sizes, strict=True):
             rank = "" if run.codec.form is Form.SPARSE else who
             draw = zlib.crc32(f"{run.name}/{run.start}/{count}/{rank}".encode())
-            parts.append(run.codec.encode(buffer[run.start - base : run.stop - base], draw=draw))
+            payload = run.codec.encode(buffer[run.start - base : run.stop - base], draw=draw)
+            if payload.num_bytes != num_bytes:  # whoever gets it would take it for something else
+                raise ValueError(
+                    f"{run.codec!r} made {payload.num_bytes} bytes of {run.stop - run.start} "
+                    f"elements, and its payload_bytes() had announced {num_bytes}: both must agree"
+                )
+            parts.append(payload)
         data = [payload.data for payload in parts]
         return torch.cat(data) if data else buffer.new_empty(0, dtype=torch.uint8)
 
