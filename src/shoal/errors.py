@@ -35,6 +35,13 @@ class MembershipChanged(PeerError):
     Raised inside of `with optimizer.attempt():`, which ends it on all ranks that are left.
     """
 
+    def __str__(self) -> str:
+        """As ever, and what to do: it is shown only where no attempt has ended it."""
+        return (
+            f"{super().__str__()}\n  The others go on from inside of `with optimizer.attempt():` "
+            "only, and this was outside: put what ranks do together into an attempt of its own"
+        )
+
 
 class MismatchError(ShoalError):
     """Ranks of one group called different things; nothing was moved."""

@@ -95,6 +95,42 @@ def test_training_goes_on_with_fewer(strategy: str) -> None:
         assert (change.old_size, change.new_size, change.left) == (3, 2, (1,))
 
 
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "fsdp"])
+def test_another_is_lost_at_every_operation_of_a_recovery(strategy: str) -> None:
+    """And of what comes after it, to the end; of four ranks, and of three that are replaced."""
+    expected = _run(4, None, strategy, 0)
+    count = expected[0].num_operations
+    for nth in range(1, count + 60):
+        found = _run(4, Elastic(restarts=2), strategy, 0, 1, 3, (2, nth))
+        _check_equal(found, expected)
+
+
+@pytest.mark.parametrize("victim", [1, 3])
+def test_one_that_leaves_stays_until_a_loss_is_made_good(victim: int) -> None:
+    """Of its neighbour, whose state only it has, or who has the copy of its own."""
+
+    def run() -> tuple[int, int]:
+        first, world = shoal.world().rank, shoal.world()
+        model, optimizer, loader, _ = faults.make_training("zero3")
+        for _ in loader.epochs(faults.EPOCHS):
+            for inputs, numbers in loader:
+                with optimizer.attempt():
+                    if (optimizer.num_committed, optimizer.generation) == (1, 1):
+                        if first == 2:
+                            world.leave()
+                        if first == victim:
+                            raise faults.Lost
+                    model.train_step(inputs, numbers, faults.loss_of)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return optimizer.num_committed, shoal.world().size
+
+    found = shoal.run(run, 4, "memory", elastic=Elastic(), timeout=30)
+    assert found == [(faults.NUM_STEPS, 2)] * 2
+
+
 def test_too_few_are_left() -> None:
     with pytest.raises(faults.Lost):
         _run(2, Elastic(min_ranks=2), "ddp", 1, 1, 4)

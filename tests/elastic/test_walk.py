@@ -15,6 +15,8 @@ from shoal.elastic import Elastic
 from shoal.errors import ShoalError
 
 SIZES = (4, 3, 5, 2, 6, 1, 4)
+# One that is killed at a time: a rank and its buddy must not be lost together.
+AFTER_KILLS = (3, 5, 4, 3, 2, 6, 5, 4, 3, 2, 1, 4)
 # Of replicas of two ranks: one that is asked to go has another wait, who comes back later.
 PAIRS, AFTER_PAIRS = (4, 3, 6, 2, 4), (2, 6, 2, 4)
 SPLIT = {"make_module": Chain, "seed": 3, "tensor": 2, "zero": 3}
@@ -22,7 +24,10 @@ STAGES = {"make_module": Chain, "seed": 3, "pipeline": 2, "micro_batches": 2, "z
 EPOCHS = 4  # of two steps each
 
 
-def _walk(strategy: str, sizes: tuple[int, ...], options: dict[str, Any]) -> dict[str, Any]:
+def _walk(
+    strategy: str, sizes: tuple[int, ...], options: dict[str, Any], is_killed: bool = False
+) -> dict[str, Any]:
+    """``is_killed``: ranks that are too many do not leave, but are lost, one after another."""
     model, optimizer, loader, scheduler = faults.make_training(strategy, dropout=0.0, **options)
     stops, samples, losses = [], [], []
     before: list[Any] = []
@@ -35,15 +40,19 @@ def _walk(strategy: str, sizes: tuple[int, ...], options: dict[str, Any]) -> dic
     for _ in loader.epochs(EPOCHS):
         for inputs, numbers in loader:
             with optimizer.attempt():
+                size = sizes[min(optimizer.num_committed, len(sizes) - 1)]
+                if is_killed and shoal.world().rank == shoal.world().size - 1 >= size:
+                    raise faults.Lost
                 loss = model.train_step(inputs, numbers, _loss)
                 optimizer.step()
                 optimizer.zero_grad()
                 scheduler.step()
-                _ask_for(sizes[min(optimizer.num_committed + 1, len(sizes) - 1)])
+                _ask_for(sizes[min(optimizer.num_committed + 1, len(sizes) - 1)], is_killed)
                 before[:] = model.state_dict(), optimizer.state_dict()
                 parts = model.data_group.all_gather_object(numbers.tolist())
-            samples += [number for part in parts for number in part]
-            losses.append(loss.item())
+            if optimizer.has_committed:
+                samples += [number for part in parts for number in part]
+                losses.append(loss.item())
     return {"stops": stops, "samples": samples, "losses": losses, "model": model.state_dict()}
 
 
@@ -51,29 +60,35 @@ def _loss(output: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     return faults.loss_of(output, numbers)
 
 
-def _ask_for(size: int) -> None:
+def _ask_for(size: int, is_killed: bool) -> None:
     world = shoal.world()
     if world.membership is None:
         return
     if size > world.size and world.rank == 0:
         world.membership.invite(size - world.size)  # type: ignore[attr-defined]
-    elif world.rank >= size:
+    elif world.rank >= size and not is_killed:
         world.leave()
 
 
 @pytest.mark.parametrize(
-    ("strategy", "options", "sizes", "stops"),
+    ("strategy", "options", "sizes", "stops", "is_killed"),
     [
-        ("zero3", {}, SIZES, SIZES[1:]),
-        ("ddp", {}, SIZES, SIZES[1:]),
-        ("hybrid", SPLIT, PAIRS, AFTER_PAIRS),
-        ("hybrid", STAGES, PAIRS, AFTER_PAIRS),
+        ("zero3", {}, SIZES, SIZES[1:], False),
+        ("zero3", {}, SIZES, AFTER_KILLS, True),
+        ("ddp", {}, SIZES, SIZES[1:], False),
+        ("ddp", {}, SIZES, AFTER_KILLS, True),
+        ("hybrid", SPLIT, PAIRS, AFTER_PAIRS, False),
+        ("hybrid", STAGES, PAIRS, AFTER_PAIRS, False),
     ],
 )
 def test_state_stays_the_same_at_each_stop(
-    strategy: str, options: dict[str, Any], sizes: tuple[int, ...], stops: tuple[int, ...]
+    strategy: str,
+    options: dict[str, Any],
+    sizes: tuple[int, ...],
+    stops: tuple[int, ...],
+    is_killed: bool,
 ) -> None:
-    args = (strategy, sizes, options)
+    args = (strategy, sizes, options, is_killed)
     found = shoal.run(_walk, 4, "memory", args=args, elastic=Elastic(), timeout=60)
     assert len(found) == sizes[-1]
     stayed = found[0]

@@ -159,6 +159,18 @@ def test_one_that_leaves_is_let_go_and_not_replaced() -> None:
     assert run.last(0)["world"]["reasons"] == [[1, "it left, as it had asked to"]]
 
 
+def test_one_that_leaves_takes_part_after_a_loss() -> None:
+    run = Run(3).begin()
+    run.roster.leave(0, run.now)
+    run.roster.end(1, "killed", run.now)
+    for number in (0, 2):
+        run.roster.ask(number, 1, run.now, stays=True)
+    assert [person.number for person in run.roster.members()] == [0, 2]
+    for number in (0, 2):
+        run.roster.ask(number, 2, run.now)
+    assert [person.number for person in run.roster.members()] == [2]
+
+
 def test_one_that_leaves_is_replaced_where_there_would_be_too_few() -> None:
     run = Run(2, min_ranks=2).begin()
     spare = run.outsider(SPARE)

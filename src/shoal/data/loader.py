@@ -48,6 +48,9 @@ class ElasticRun(Protocol):
     def before_batch(self, loader: Any) -> None:
         """What follows can be done again from here."""
 
+    def no_batch(self) -> None:
+        """There was none: what follows is not done again from there."""
+
     def is_loss(self, error: BaseException) -> bool:
         """Whether an error says that the world has lost a rank."""
 
@@ -71,11 +74,12 @@ class DividedLoader(DataLoader[T]):
 
     epoch = 0
     """The number of the epoch that is iterated over, or of the next one."""
-    _is_numbered = _is_rewound = False
+    _is_numbered = _is_rewound = _has_ended = False
     _run: ElasticRun | None = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """This rank's part of each batch; all ranks iterate equally often."""
+        self._num_batches = 0  # an epoch that was left early counts no more
         if self._run is not None:
             yield from self._elastic_epoch(self._run, super().__iter__)
         else:
@@ -85,7 +89,7 @@ class DividedLoader(DataLoader[T]):
             if is_empty and not self._is_numbered:
                 self.epoch += 1
                 yield from self._epoch(super().__iter__)
-        self.epoch, self._num_batches = self.epoch + 1, 0
+        self.epoch, self._num_batches, self._has_ended = self.epoch + 1, 0, True
 
     def epochs(self, count: int) -> Iterator[int]:
         """The numbers of the epochs that are left of so many, for a loop around the loader.
@@ -103,10 +107,10 @@ class DividedLoader(DataLoader[T]):
         self._is_numbered = True
         try:
             while self.epoch < count:
-                number = self.epoch
-                yield number
-                if self.epoch == number:  # the loop over it was left early
-                    self.epoch += 1
+                self._has_ended = False
+                yield self.epoch
+                if not self._has_ended:  # the loop over it was left early
+                    self.epoch, self._num_batches, self._num_to_skip = self.epoch + 1, 0, 0
         finally:
             self._is_numbered = False
             if self._run is not None:
@@ -147,6 +151,7 @@ class DividedLoader(DataLoader[T]):
                 run.recover()
                 continue
             if batch is _END:
+                run.no_batch()
                 return
             yield batch
 

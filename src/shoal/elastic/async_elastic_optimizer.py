@@ -93,12 +93,15 @@ class AsyncElasticOptimizer(ElasticOptimizer):
             self._hand_over()
         is_due = membership.wants_change() or bool(self.model.worker.absent())
         if is_due:
-            self.recover()
+            self.recover(is_agreed=True)
         return is_due
 
     def _open_window(self) -> None:
         super()._open_window()
         self._buffers = [buffer.detach().clone() for buffer in self.model.module.buffers()]
+
+    def _is_on_any(self, flag: bool) -> bool:
+        return flag
 
     def _commit(self) -> None:
         self.num_committed += 1
@@ -143,12 +146,12 @@ class AsyncElasticOptimizer(ElasticOptimizer):
 
     # Changes ------------------------------------------------------------------------------------
 
-    def recover(self) -> None:
+    def recover(self, *, is_agreed: bool = False) -> None:
         """Goes on in the next world; see `AsyncRecovery`."""
         if self._is_attempting and self._has_stepped:
             self._commit()
         lost = self.generation
-        super().recover()
+        super().recover(is_agreed=is_agreed)
         unmade, self._unmade = self._unmade, None
         if unmade is not None and unmade[0].generation == lost:
             names = self.keeper.left_out(unmade[1], unmade[0].rank)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import torch
 from torch.optim import Optimizer
 
 from shoal.checkpoint.loading import load
@@ -39,11 +40,12 @@ class ElasticOptimizer(ShardedOptimizer):
     Attributes:
         also: Schedulers, scalers and loaders: whatever goes back with an attempt that is void. It
             may be extended before the first attempt.
-        num_committed: How many steps all ranks have made together.
-        has_committed: Whether a step was made in the last attempt, and counts. What a script does
-            after it is for those who made it: who joins begins with the next batch.
-        num_in_window: How many attempts without a step there were since; for accumulated
-            gradients, which begin anew where an attempt is void.
+        num_committed: How many steps all ranks have made together. One that was left out, by a
+            scaler or by the script, is among them.
+        has_committed: Whether the last attempt at a step counts, and no other was void since. What
+            a script does after it is for those who made it: who joins begins with the next batch.
+        num_in_window: How many attempts have accumulated gradients since; they begin anew where an
+            attempt is void.
         generation: The number of the world that this rank is in.
 
     Example:
@@ -107,6 +109,7 @@ class ElasticOptimizer(ShardedOptimizer):
         self._snapshot: AttemptSnapshot | None = None
         self._is_attempting = self._has_stepped = self._is_window_open = False
         self._is_stale, self.has_committed = True, False
+        self._has_changed = self._is_new = False
         self._change_due: list[int] | None = None
         self._checkpoint: tuple[Path, Mapping[str, Sequence[Any]], int] | None = None
         for each in also:
@@ -148,8 +151,8 @@ class ElasticOptimizer(ShardedOptimizer):
 
         If a rank is lost inside, `MembershipChanged` is raised there and ends here: everything is
         as it was before the attempt, on the ranks that are left and those that came, and the loader
-        hands out the same samples again. An attempt without a step is part of the next one, as for
-        accumulated gradients.
+        hands out the same samples again. An attempt that leaves gradients without a step is part
+        of the next one. One that trains nothing, as for a save, is of its own.
         """
         if self._is_attempting:
             raise ShoalError("optimizer.attempt() cannot be inside of another one")
@@ -157,20 +160,45 @@ class ElasticOptimizer(ShardedOptimizer):
         self.become_member()
         if self._first_loader is None:
             self._change_if_due()
+        was_open, num_trained = self._is_window_open, self.model.engine.passes.num_trained
         self._open_window()
-        self._is_attempting, self._has_stepped, self.has_committed = True, False, False
+        self._is_attempting, self._has_stepped = True, False
         try:
             yield
             if self._has_stepped:
                 self._commit()
-            else:
-                self.num_in_window += 1
+            elif self.model.engine.passes.num_trained > num_trained:
+                self._end_without_step()
+            elif not was_open:
+                self._close_window()
         except ShoalError as error:
+            self.has_committed = False
             if not self.is_loss(error):
                 raise
             self.recover()
         finally:
             self._is_attempting = False
+
+    def _end_without_step(self) -> None:
+        """Gradients are accumulated; or a step was left out, and what it has changed counts."""
+        if self._is_on_any(self._has_gradients()):
+            self.num_in_window += 1
+            self.has_committed = False
+        else:
+            self._commit()
+
+    def _has_gradients(self) -> bool:
+        """Whether a later step is to use what there is, as far as this rank can tell."""
+        assert self._snapshot is not None
+        for each, before in zip(self.also, self._snapshot.also, strict=True):
+            if isinstance(each, torch.amp.GradScaler) and each.get_scale() < before.get("scale", 0):
+                return False  # it has found an infinity, and left the step out
+        return self.model.engine.gradients.are_there
+
+    def _is_on_any(self, flag: bool) -> bool:
+        """Whether it is so on some rank: one that holds frozen layers only has no gradients."""
+        flags = torch.tensor([int(flag)])
+        return bool(self.model.all_ranks.all_reduce(flags, "max").item())
 
     def _check_is_alone(self) -> None:
         if len(self.model.optimizers) > 1:
@@ -193,11 +221,38 @@ class ElasticOptimizer(ShardedOptimizer):
     def before_batch(self, loader: Any) -> None:
         """A loader is about to fetch a batch: what follows can be done again from here."""
         self.become_member()
-        if not self._is_window_open and not self._is_attempting:
-            self._renew()
-            self._snapshot = self._take_snapshot(self.num_committed)
-            if loader is self._first_loader and self._change_if_due():
+        if self._is_window_open or self._is_attempting:
+            return
+        self._renew()
+        self._snapshot = self._take_snapshot(self.num_committed)
+        if loader is self._first_loader:
+            self._change_if_due()
+            if self._has_changed:
+                self._meet(loader)
                 self._snapshot = self._take_snapshot(self.num_committed)
+
+    def no_batch(self) -> None:
+        """The epoch has ended: what follows, such as a save, begins after it."""
+        if not self._is_window_open:
+            self._snapshot = None
+
+    def _meet(self, loader: Any) -> None:
+        """After a change all go on from where the first of them is.
+
+        A rank may have been lost in a save between two epochs, say, and the others have done what
+        comes after it, which a new one has not; nor has one that had still to see the last commit.
+        """
+        ranks, state = self.model.all_ranks, loader.state_dict()
+        place = [not self._is_new, state["epoch"], state["batches"]]
+        places = ranks.all_gather_object(place)
+        first = places.index(max(places))
+        common = self._take_snapshot(self.num_committed).common() if ranks.rank == first else None
+        common = ranks.broadcast_object(common, root=first)
+        if place != places[first]:
+            snapshot = AttemptSnapshot.of(common)
+            snapshot.put_options(self)
+            snapshot.put_also(self.also)
+        self._has_changed = self._is_new = False
 
     def _open_window(self) -> None:
         if self._is_window_open:
@@ -240,7 +295,7 @@ class ElasticOptimizer(ShardedOptimizer):
         if words is not None:
             with contextlib.suppress(PeerError):  # it ends before it had handed all over
                 self.keeper.hand_over(words)
-            self.recover()
+            self.recover(is_agreed=True)
         return words is not None
 
     def _keep_with_others(self) -> None:
@@ -291,12 +346,16 @@ class ElasticOptimizer(ShardedOptimizer):
         if self._membership is not None and self._membership.generation == 0:
             self.recover()
 
-    def recover(self) -> None:
-        """Goes on in the next world; see `Recovery`."""
+    def recover(self, *, is_agreed: bool = False) -> None:
+        """Goes on in the next world; see `Recovery`.
+
+        ``is_agreed``: nobody is lost, and who leaves has handed over what it had. After a loss it
+        leaves with the step after.
+        """
         origins: list[int | None] | None = None
         reasons: dict[int, str] = {}
         while True:
-            regrouped = self._regroup()
+            regrouped = self._regroup(stays=not is_agreed)
             old_ranks = list(regrouped.old_ranks)
             if origins is not None:
                 gone = {origins[rank]: why for rank, why in regrouped.reasons.items()}
@@ -307,11 +366,12 @@ class ElasticOptimizer(ShardedOptimizer):
             origins = old_ranks
             try:
                 is_joining = origins[regrouped.world.rank] is None
+                self._has_changed, self._is_new = True, self._is_new or is_joining
                 self.num_committed = self._recovery(regrouped.world, is_joining=is_joining).run()
                 self._keep_with_others()
                 break
             except PeerError:
-                continue
+                is_agreed = False
         self._close_window()
         self._change_due = None
         if self._on_change is not None:
@@ -321,11 +381,11 @@ class ElasticOptimizer(ShardedOptimizer):
     def _recovery(self, world: World, *, is_joining: bool) -> Recovery:
         return Recovery(self, world, None if is_joining else self._snapshot)
 
-    def _regroup(self) -> Regrouped:
+    def _regroup(self, *, stays: bool) -> Regrouped:
         membership = self._membership
         assert membership is not None
         try:
-            return membership.regroup()
+            return membership.regroup(stays=stays)
         except LaunchError as error:
             if membership.is_leaving or isinstance(error, RunComplete):
                 raise SystemExit(0) from None
@@ -356,11 +416,7 @@ class ElasticOptimizer(ShardedOptimizer):
             CheckpointWarning,
             stacklevel=4,
         )
-        _, num_steps, options, also = common
-        snapshot = AttemptSnapshot(
-            step, num_steps, AttemptSnapshot.take(0, 0, self, ()).random, options, also
-        )
-        rebuild(snapshot)
+        rebuild(replace(AttemptSnapshot.of(common), step=step))
         self.num_committed = int(step)  # which the load below takes note of, with the checkpoint
         given = {
             name: [self.also[n] for n in own] for name, own in numbers.items() if min(own) >= 0

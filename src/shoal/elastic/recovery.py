@@ -18,7 +18,6 @@ from shoal.elastic.snapshot import AttemptSnapshot
 from shoal.errors import ShoalError
 from shoal.sharding.extent import Extent
 from shoal.system.rank_names import name_ranks
-from shoal.torch_support.random_state import RandomState
 
 if TYPE_CHECKING:
     from shoal.elastic.elastic_optimizer import ElasticOptimizer
@@ -75,10 +74,7 @@ class Recovery:
         has_one = self._backend.all_gather_object(own is not None)
         first = has_one.index(True)
         common = self._backend.broadcast_object(own.common() if own else None, root=first)
-        if own is not None:
-            return own
-        step, num_steps, options, also = common
-        return AttemptSnapshot(step, num_steps, RandomState.capture(), options, also)
+        return own if own is not None else AttemptSnapshot.of(common)
 
     def _rebuild(self, snapshot: AttemptSnapshot) -> None:
         optimizer, model = self._optimizer, self._optimizer.model

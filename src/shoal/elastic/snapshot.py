@@ -49,6 +49,12 @@ class AttemptSnapshot:
         """What another rank can go on with, too, as plain data."""
         return [self.step, self.num_steps, self.options, self.also]
 
+    @classmethod
+    def of(cls, common: list[Any]) -> AttemptSnapshot:
+        """The inverse of `common`, with the generators of this rank."""
+        step, num_steps, options, also = common
+        return cls(step, num_steps, RandomState.capture(), options, also)
+
     def put_options(self, optimizer: Optimizer) -> None:
         """Gives the parameter groups their hyperparameters back."""
         if len(self.options) != len(optimizer.param_groups):

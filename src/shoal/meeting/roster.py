@@ -9,6 +9,8 @@ all who asked and do not leave, and of those that wait outside as many as are wa
 
 - A worker or a spare takes the place of one that died. One that left by itself is not replaced.
 - A joiner came from outside, uncalled. It is one more, as long as there is room.
+- One that leaves is let go with the next generation; if that comes of a loss, with the one after,
+  since nobody else may have what it has.
 
 Those that come take the ranks of those that went. If fewer come than went, ranks are closed up in
 order. Where several ranks hold a replica of the model between them, members are whole replicas: as
@@ -59,6 +61,7 @@ class Person:
         stage: How far it has come.
         rank: In the present generation; None for one that waits outside.
         is_leaving: Whether it has asked to be let go.
+        stays: Whether it takes part in the next generation all the same.
         has_finished: Whether it was a member until it came to its end by itself.
         lost_at: When it counts as lost, since a connection has ended.
         reason: Why it is gone.
@@ -69,6 +72,7 @@ class Person:
     stage: PersonStage = PersonStage.EXPECTED
     rank: int | None = None
     is_leaving: bool = False
+    stays: bool = False
     has_finished: bool = False
     lost_at: float | None = None
     reason: str = ""
@@ -192,8 +196,11 @@ class Roster:
         person.stage = PersonStage.THERE
         return person.role == WORKER and self.generation == 0
 
-    def ask(self, number: int, generation: int, now: float) -> None:
-        """A process asks for the next generation, or to be taken into one."""
+    def ask(self, number: int, generation: int, now: float, *, stays: bool = False) -> None:
+        """A process asks for the next generation, or to be taken into one.
+
+        ``stays``: a member is not let go with this one, though it has asked to be.
+        """
         person = self.persons[number]
         if person.stage not in (PersonStage.THERE, PersonStage.ASKING):
             raise ValueError(f"process {number} is {person.stage.value}")
@@ -202,7 +209,7 @@ class Roster:
         if generation != (0 if person.rank is None else self.generation):
             self._refuse(person, f"the run is in generation {self.generation}, not {generation}")
             return
-        person.stage = PersonStage.ASKING
+        person.stage, person.stays = PersonStage.ASKING, stays and person.rank is not None
         self._settle(now)
 
     def leave(self, number: int, now: float) -> None:
@@ -300,7 +307,8 @@ class Roster:
     def _let_go(self, persons: Iterable[Person]) -> None:
         """Those of them that have asked to leave, and have nothing left to do."""
         for person in persons:
-            if person.is_leaving and person.stage is PersonStage.ASKING:
+            is_due = person.is_leaving and not person.stays
+            if is_due and person.stage is PersonStage.ASKING:
                 self._note_good_end(person)
                 person.stage, person.reason = PersonStage.GONE, "it left, as it had asked to"
                 self._notices.append((person.number, {"left": True}))
@@ -360,11 +368,11 @@ class Roster:
         self._wanted += sum(each.rank is None and each.role == JOINER for each in members)
         self.present = members
         for person in aside:  # it goes on asking
-            person.rank = None
+            person.rank, person.stays = None, False
             self._wanted -= person.role == JOINER
             self._notices.append((person.number, {"aside": True}))
         for rank, person in enumerate(members):
-            person.rank, person.stage = rank, PersonStage.THERE
+            person.rank, person.stage, person.stays = rank, PersonStage.THERE, False
             self._notices.append((person.number, {"world": announcement.message(rank)}))
         self.worlds.append(announcement)
         self._is_change_wanted = False

@@ -177,7 +177,10 @@ class RosterDesk:
 
     def _regroup(self, guest: Guest, message: dict[str, Any]) -> None:
         number, generation = self._number(guest), _whole(message["generation"])
-        self.roster.ask(number, generation, time.monotonic())
+        stays = message["stays"]
+        if not isinstance(stays, bool):
+            raise TypeError(f"neither true nor false: {stays!r}")
+        self.roster.ask(number, generation, time.monotonic(), stays=stays)
 
     def _leave(self, guest: Guest, message: dict[str, Any]) -> Any:
         self.roster.leave(self._number(guest), time.monotonic())

@@ -100,8 +100,11 @@ class Membership(ABC):
         """
 
     @abstractmethod
-    def regroup(self) -> Regrouped:
+    def regroup(self, *, stays: bool = False) -> Regrouped:
         """Leaves the world there is, and returns in the next one.
+
+        ``stays``: a member that asks to be let go takes part in the next world all the same, since
+        the others may not have what it has.
 
         Waits for nobody who is gone: the old world is given up, not shut down together. If another
         member is lost meanwhile, it goes on to the generation after that. One that waits to be a

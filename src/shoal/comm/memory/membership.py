@@ -35,6 +35,7 @@ class Member:
     rank: int | None = None  # in the world there is; None for one that waits to be a member
     is_waiting: bool = False  # at the gate
     is_leaving: bool = False  # politely
+    stays: bool = False  # in the next world, all the same
     fate: str | None = None  # how it has ended
     is_lost: bool = False  # whether that was before its time
     random: RandomState | None = None  # what it goes on with
@@ -148,7 +149,7 @@ class Gate:
         return True
 
     def _form(self) -> None:
-        leaving = [member for member in self.members if member.is_waiting and member.is_leaving]
+        leaving = [m for m in self.members if m.is_waiting and m.is_leaving and not m.stays]
         self._refuse_all(leaving, LaunchError("this rank has left the run, as it asked to"))
         staying = [member for member in self.members if member.is_waiting]
         num_left = len(staying) + len(self._joiners)
@@ -218,9 +219,9 @@ class ThreadMembership(Membership):
         """Bounds for the number of members."""
         self._gate.require(min_ranks, max_ranks, replica)
 
-    def regroup(self) -> Regrouped:
+    def regroup(self, *, stays: bool = False) -> Regrouped:
         """Goes to the gate, and through it."""
-        self._member.is_leaving = self.is_leaving
+        self._member.is_leaving, self._member.stays = self.is_leaving, stays
         backend = current().backend
         assert isinstance(backend, InMemoryBackend)
         backend.abandon()

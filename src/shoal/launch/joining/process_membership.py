@@ -118,13 +118,13 @@ class ProcessMembership(Membership):
         if "refused" in answer:
             raise LaunchError(answer["refused"])
 
-    def regroup(self) -> Regrouped:
+    def regroup(self, *, stays: bool = False) -> Regrouped:
         """Abandons the world there is; returns in the next one that can be connected."""
         assert self._world is not None
         old = self._world.backend
         assert isinstance(old, ProcessBackend)
         old.abandon()
-        old_size, old_ranks, reasons, backend = self._connect_next()
+        old_size, old_ranks, reasons, backend = self._connect_next(stays=stays)
         self._world.backend = backend
         set_current(self._world, process_wide=True)
         return Regrouped(self._world, old_size, old_ranks, reasons)
@@ -164,12 +164,14 @@ class ProcessMembership(Membership):
 
     # The next world ---------------------------------------------------------------------------
 
-    def _connect_next(self) -> tuple[int, tuple[int | None, ...], dict[int, str], Backend]:
+    def _connect_next(
+        self, *, stays: bool = False
+    ) -> tuple[int, tuple[int | None, ...], dict[int, str], Backend]:
         """What became of the ranks since this call, and the backend of the new world."""
         told = _Told()
         for num_in_vain in range(_MOST_IN_VAIN + 1):
             while True:
-                told.add(self._ask())
+                told.add(self._ask(stays=stays))
                 try:
                     backend = self._connect(told.world)
                 except PeerError:
@@ -183,11 +185,12 @@ class ProcessMembership(Membership):
                 return told.old_size, told.old_ranks, told.reasons, backend
         raise AssertionError("the last failure is raised")
 
-    def _ask(self) -> dict[str, Any]:
+    def _ask(self, *, stays: bool) -> dict[str, Any]:
         try:
             if self.is_leaving:
                 self._tell_leave()
-            self._client.tell({"kind": "regroup", "generation": self.generation})
+            request = {"kind": "regroup", "generation": self.generation, "stays": stays}
+            self._client.tell(request)
             answer = self._await_world()
         except MeetingGone as error:
             raise LaunchError(f"the run has ended: its holder is gone ({error})") from error

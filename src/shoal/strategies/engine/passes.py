@@ -62,6 +62,8 @@ class Passes:
         )
         self.num_rounds = 0
         """How often gradients were averaged as part of a backward."""
+        self.num_trained = 0
+        """How many forwards in training mode and backwards there were."""
         self._in_backward = self._is_in_parts = False
         self._saving: list[Any] = []
         self._arrivals = Arrivals(self._arrived)  # type: ignore[arg-type]
@@ -108,6 +110,7 @@ class Passes:
             self._roster.check()
             if module.training and engine.input_watch.rounds_left:
                 engine.input_watch.see((args, kwargs))
+        self.num_trained += module.training
         for group in engine.groups:
             group.changes.check_memory()
         if self._steps.is_direct or self._steps.is_torn:
@@ -172,6 +175,7 @@ class Passes:
         if self.is_recomputing():
             return
         self._in_backward = True
+        self.num_trained += 1
         self._begin_pass(self._backward_plan, is_backward=True)
         self._reductions.begin(is_averaged=self.auto_sync)
         self._gradients.add_to()

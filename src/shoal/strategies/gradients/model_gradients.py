@@ -133,6 +133,11 @@ class ModelGradients:
         for gradients in self.groups:
             gradients.shown.expect_writes()
 
+    @property
+    def are_there(self) -> bool:
+        """Whether a backward has left some on this rank that nobody has forgotten."""
+        return any(gradients.used or gradients.collected for gradients in self.groups)
+
     def note_averaged(self) -> None:
         """Gradients were averaged, if there were any."""
         self.num_averaged += any(gradients.used for gradients in self.groups)
