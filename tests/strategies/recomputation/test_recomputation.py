@@ -413,7 +413,8 @@ def test_memory_is_saved() -> None:
     assert full + products <= selective < 0.75 * plain
     assert full < 0.2 * plain
     for ((held, counted),) in runs[1:]:
-        assert counted <= held < counted + 6 * 8192
+        # Besides, the states of random generators, and elements of results that are compared.
+        assert counted <= held < counted + 6 * 10_000
 
 
 def counted_bytes(policy: str) -> list[int]:
@@ -523,6 +524,8 @@ def test_blocks_are_members_of_lists() -> None:
     assert list(find_blocks(GPT(layers=3), Policy())) == ["blocks.0", "blocks.1", "blocks.2"]
     assert list(find_blocks(make_blocks(2), Policy())) == ["0", "1"]
     assert list(find_blocks(make_blocks(2, 2), Policy())) == ["0.0", "0.1", "1.0", "1.1"]
+    compiled = nn.ModuleList([torch.compile(make_blocks()), torch.compile(nn.Linear(2, 2))])
+    assert list(find_blocks(compiled, Policy())) == ["0"]
     shared = make_blocks()
     assert list(find_blocks(nn.ModuleList([shared, shared]), Policy())) == ["0"]
 
