@@ -24,7 +24,7 @@ def several(request: pytest.FixtureRequest) -> pools.Team:
     return request.param
 
 
-@pytest.fixture(params=list(_params({"memory": (1,), "shm": (1,)})), scope="session")
+@pytest.fixture(params=list(_params(dict.fromkeys(FAST, (1,)))), scope="session")
 def alone(request: pytest.FixtureRequest) -> pools.Team:
     """A world of one rank."""
     return request.param

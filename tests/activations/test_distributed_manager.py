@@ -84,8 +84,11 @@ KINDS = {
     "empty": lambda: torch.empty(0, 4, dtype=torch.int16),
     "bfloat16": lambda: torch.arange(6, dtype=torch.bfloat16).view(2, 3),
     "bool": lambda: torch.tensor([True, False]),
+    "one of many": lambda: torch.arange(6.0)[4::4],
+    "a view": lambda: torch.arange(60.0).view(6, 10)[::2, 1::3],
     "transposed": lambda: torch.arange(6.0).view(2, 3).t(),
     "conjugated": lambda: torch.tensor([1 + 2j]).conj(),
+    "negative": lambda: torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
     "float8": lambda: torch.arange(4.0).to(torch.float8_e4m3fn),
     "large": lambda: torch.arange(3_000_001, dtype=torch.float64),
     "with a graph": lambda: torch.arange(4.0, requires_grad=True) * 2,
@@ -370,7 +373,7 @@ def test_missing_keys_and_invalid_ranks(several: Team) -> None:
         assert texts[2] == f"NotHeldError: rank {other} does not hold 'x'; it holds 'y'"
         bad = f"ValueError: source_rank must be a rank from 0 to {last}; got "
         assert texts[3:5] == [f"{bad}{several.size}", f"{bad}-1"]
-        assert texts[5] == "TypeError: source_rank must be a rank, a whole number; got True"
+        assert texts[5] == "TypeError: source_rank must be a whole number; got True"
         assert texts[6] == "TypeError: layer_id must be a string; got 4"
         assert texts[7] == f"NotHeldError: rank {rank} does not hold 'x' and cannot send it"
         assert texts[8].startswith(bad)
@@ -497,6 +500,18 @@ def test_no_rank_is_asked_by_all() -> None:
     asked = shoal.run(many_ranks, 64, "memory")
     assert [len(each) for each in asked] == [0, 1] * 32
     assert sorted(rank for each in asked for rank in each) == list(range(0, 64, 2))
+
+
+def wrong_arguments() -> None:
+    for timeout in (0, -1, float("nan"), "1"):
+        with pytest.raises(ValueError, match="timeout must be a number of seconds above 0; got"):
+            DistributedCheckpointManager(timeout=timeout)
+    with pytest.raises(TypeError, match="backend must be a world or a group of ranks; got 3"):
+        DistributedCheckpointManager(3)
+
+
+def test_wrong_arguments() -> None:
+    shoal.run(wrong_arguments, 1, "memory")
 
 
 def test_without_a_world() -> None:

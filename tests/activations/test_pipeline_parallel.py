@@ -61,23 +61,24 @@ def test_stages_and_boundaries(several: Team) -> None:
 
 def inside_only() -> None:
     world = shoal.world()
+    following = (world.rank + 1) % world.size
     with DistributedCheckpointManager() as manager:
-        own = PipelineParallelCheckpointManager(manager, 2, world.rank)
+        own = PipelineParallelCheckpointManager(manager, world.size, world.rank)
         own.register_stage_checkpoint(f"inner {world.rank}", torch.ones(1))
         world.barrier()
         with pytest.raises(NotHeldError):
-            own.retrieve_stage_checkpoint(f"inner {1 - world.rank}")
+            own.retrieve_stage_checkpoint(f"inner {following}")
         world.barrier()
         own.register_stage_checkpoint(f"inner {world.rank}", torch.ones(1), is_boundary=True)
         assert own.local_manager.get_checkpoint_keys() == []
         world.barrier()
-        assert own.retrieve_stage_checkpoint(f"inner {1 - world.rank}").item() == 1
+        assert own.retrieve_stage_checkpoint(f"inner {following}").item() == 1
         world.barrier()
         own.close()
 
 
-def test_what_is_no_boundary_is_not_lent() -> None:
-    shoal.run(inside_only, 2, "memory")
+def test_what_is_no_boundary_is_not_lent(several: Team) -> None:
+    several.run(inside_only)
 
 
 def wrong_stages() -> None:
@@ -88,10 +89,13 @@ def wrong_stages() -> None:
             message = f"current_stage must be from 0 to 1; got {stage}"
             with pytest.raises(ValueError, match=message):
                 PipelineParallelCheckpointManager(manager, 2, stage)
+        for numbers in ((2.0, 0), (2, "0"), (2, True)):
+            with pytest.raises(TypeError, match="must be a whole number; got"):
+                PipelineParallelCheckpointManager(manager, *numbers)
         own = PipelineParallelCheckpointManager(manager, 2, 0)
         with own, pytest.raises(ValueError, match="stage must be from 0 to 1; got 2"):
             own.get_stage_checkpoints(2)
 
 
-def test_wrong_stages() -> None:
-    shoal.run(wrong_stages, 1, "memory")
+def test_wrong_stages(alone: Team) -> None:
+    alone.run(wrong_stages)

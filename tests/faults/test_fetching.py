@@ -120,7 +120,9 @@ def fetch_from_who_left() -> object:
         manager.close()
 
 
-@pytest.mark.parametrize("backend", ["memory", "shm", "gloo"])
+@pytest.mark.parametrize(
+    "backend", ["memory", "shm", "gloo", pytest.param("mpi", marks=pytest.mark.full)]
+)
 def test_a_holder_that_left(backend: str) -> None:
     if backend == "memory":  # ranks take turns there: rank 0 would keep its own
         found = values(outcomes(fetch_after_turn, backend=backend, ranks=2))[0]
@@ -184,7 +186,7 @@ def fetch_from_a_slow_one() -> object:
     return said
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", "gloo", pytest.param("mpi", marks=pytest.mark.full)])
 def test_a_slow_holder(backend: str) -> None:
     text, seconds, other, later = values(outcomes(fetch_from_a_slow_one, backend=backend, ranks=3))[
         0
@@ -262,7 +264,7 @@ def fetch_beside_one_who_waits() -> object:
     return found
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", "gloo", pytest.param("mpi", marks=pytest.mark.full)])
 def test_a_slow_holder_delays_only_who_asks(backend: str) -> None:
     found = values(outcomes(fetch_beside_one_who_waits, backend=backend, ranks=3))
     assert found == [[1.0, 1.0], None, [[0.0, 0.0]] * 3]

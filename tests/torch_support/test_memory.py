@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.shm.segments import Arena
-from shoal.torch_support.memory import Glimpse, PrivateView, copy
+from shoal.torch_support.memory import Glimpse, PrivateView, as_memory, copy
 
 LONG, SHORT = 1 << 20, 8
 
@@ -42,6 +42,22 @@ def test_other_dtypes_and_strides(source: torch.Tensor) -> None:
     target = torch.zeros(LONG)
     copy(target, source)
     assert torch.equal(target, torch.ones(LONG))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(3.0)[2::3],
+        torch.tensor([1 - 2j]).conj().imag,
+        torch.tensor(2.0).expand(1, 1),
+        torch.arange(12, dtype=torch.int16).view(3, 4)[1:2, 2:3],
+        torch.arange(12.0).view(3, 4)[::2, 1:3],
+    ],
+)
+def test_bytes_of_any_layout(tensor: Tensor) -> None:
+    """One element counts as contiguous, whatever its stride is."""
+    plain = tensor.resolve_neg().flatten().tolist()
+    assert torch.frombuffer(bytearray(as_memory(tensor)), dtype=tensor.dtype).tolist() == plain
 
 
 def test_conjugates() -> None:

@@ -157,6 +157,12 @@ def check_layer_id(layer_id: object) -> None:
         raise TypeError(f"layer_id must be a string; got {layer_id!r}")
 
 
+def check_whole(what: str, value: object) -> None:
+    """Refuses what is no whole number."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{what} must be a whole number; got {value!r}")
+
+
 def check_activation(activation: object) -> None:
     """Refuses what cannot be kept or lent."""
     if not isinstance(activation, Tensor):

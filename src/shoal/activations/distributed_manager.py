@@ -14,6 +14,7 @@ from shoal.activations.checkpoint_manager import (
     Recompute,
     check_activation,
     check_layer_id,
+    check_whole,
 )
 from shoal.activations.directory import CheckpointDirectory
 from shoal.activations.memory_stats import DistributedMemoryStats, MemoryStats
@@ -70,7 +71,12 @@ class DistributedCheckpointManager:
         """
         found = current() if backend is None else backend
         self._backend = found.backend if isinstance(found, World) else found
-        self._timeout = self._backend.timeout if timeout is None else timeout
+        if not isinstance(self._backend, Backend):
+            raise TypeError(f"backend must be a world or a group of ranks; got {backend!r}")
+        seconds: Any = self._backend.timeout if timeout is None else timeout
+        if not isinstance(seconds, int | float) or not seconds > 0:
+            raise ValueError(f"timeout must be a number of seconds above 0; got {timeout!r}")
+        self._timeout = seconds
         self.local_manager = CheckpointManager(self._backend.open_account())
         self.directory = CheckpointDirectory(size=self._backend.size)
         self._coming: dict[tuple[str, int | None], ThreadedWork[Tensor]] = {}
@@ -319,8 +325,7 @@ class DistributedCheckpointManager:
             raise ClosedError("this manager of activations was closed; make another one")
 
     def _check_rank(self, what: str, rank: int) -> None:
-        if isinstance(rank, bool) or not isinstance(rank, int):
-            raise TypeError(f"{what} must be a rank, a whole number; got {rank!r}")
+        check_whole(what, rank)
         if not 0 <= rank < self.world_size:
             raise ValueError(f"{what} must be a rank from 0 to {self.world_size - 1}; got {rank}")
 

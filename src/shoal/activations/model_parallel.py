@@ -6,7 +6,11 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from shoal.activations.checkpoint_manager import check_activation, check_layer_id
+from shoal.activations.checkpoint_manager import (
+    check_activation,
+    check_layer_id,
+    check_whole,
+)
 from shoal.activations.distributed_manager import DistributedCheckpointManager
 
 
@@ -40,6 +44,7 @@ class ModelParallelCheckpointStrategy:
             layer_to_rank_map: Which rank keeps an activation, for names where it is not rank 0.
         """
         size = manager.world_size
+        check_whole("tensor_parallel_size", tensor_parallel_size)
         if tensor_parallel_size < 1 or size % tensor_parallel_size:
             raise ValueError(
                 f"tensor_parallel_size must divide the number of ranks, {size}; "
@@ -66,6 +71,7 @@ class ModelParallelCheckpointStrategy:
     def register_layer_rank(self, layer_id: str, rank: int) -> None:
         """Names the rank that keeps an activation."""
         check_layer_id(layer_id)
+        check_whole(f"the rank of {layer_id!r}", rank)
         if not 0 <= rank < self.manager.world_size:
             last = self.manager.world_size - 1
             raise ValueError(f"the rank of {layer_id!r} must be from 0 to {last}; got {rank}")

@@ -6,7 +6,7 @@ from typing import Self
 
 from torch import Tensor
 
-from shoal.activations.checkpoint_manager import Recompute
+from shoal.activations.checkpoint_manager import Recompute, check_whole
 from shoal.activations.distributed_manager import DistributedCheckpointManager
 
 
@@ -37,6 +37,8 @@ class PipelineParallelCheckpointManager:
         self, manager: DistributedCheckpointManager, num_stages: int, current_stage: int
     ) -> None:
         """``current_stage`` is this rank's, from 0 to ``num_stages - 1``."""
+        check_whole("num_stages", num_stages)
+        check_whole("current_stage", current_stage)
         if num_stages < 1:
             raise ValueError(f"num_stages must be at least 1; got {num_stages}")
         if not 0 <= current_stage < num_stages:
@@ -72,6 +74,7 @@ class PipelineParallelCheckpointManager:
 
         Other ranks are asked; their code takes no part.
         """
+        check_whole("stage", stage)
         if not 0 <= stage < self.num_stages:
             raise ValueError(f"stage must be from 0 to {self.num_stages - 1}; got {stage}")
         if stage == self.current_stage:

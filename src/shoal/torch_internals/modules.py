@@ -78,6 +78,12 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or compiled_call(module) is not None
 
 
+def uncompiled(module: nn.Module) -> nn.Module:
+    """What `torch.compile` was given, if the module is a result of it."""
+    inner: nn.Module = getattr(module, "_orig_mod", module)
+    return inner
+
+
 def with_parameters(
     module: nn.Module, parameters: dict[str, Tensor]
 ) -> AbstractContextManager[None]:

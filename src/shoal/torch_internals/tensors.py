@@ -82,9 +82,34 @@ def sum_of_versions(tensors: Iterable[Tensor]) -> int:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Identifies a tensor's memory while that exists; tensors without memory have one too."""
-    identity: int = tensor.untyped_storage()._cdata
+    """Identifies a tensor's memory while that exists; tensors without memory have one too.
+
+    Of a sparse tensor it is that of its values.
+    """
+    identity: int = _dense_parts(tensor)[0].untyped_storage()._cdata
     return identity
+
+
+def storage_bytes(tensor: Tensor) -> int:
+    """All of the memory behind a tensor, also where it is a view."""
+    return sum(part.untyped_storage().nbytes() for part in _dense_parts(tensor))
+
+
+_INDICES = {
+    torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
+    torch.sparse_bsr: (Tensor.crow_indices, Tensor.col_indices),
+    torch.sparse_csc: (Tensor.ccol_indices, Tensor.row_indices),
+    torch.sparse_bsc: (Tensor.ccol_indices, Tensor.row_indices),
+}
+
+
+def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The values first."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values(), tensor._indices()
+    if tensor.layout in _INDICES:
+        return tensor.values(), *(part(tensor) for part in _INDICES[tensor.layout])
+    return (tensor,)
 
 
 class WeakStorage(StorageWeakRef):

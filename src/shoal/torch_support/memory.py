@@ -59,7 +59,8 @@ def as_memory(tensor: Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
     plain = tensor.detach().resolve_conj().resolve_neg()
-    flat = plain.to("cpu").contiguous().reshape(-1)
+    # One element may have any stride, and counts as contiguous.
+    flat = plain.to("cpu").contiguous().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
 
 

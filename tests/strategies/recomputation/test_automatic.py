@@ -143,6 +143,34 @@ def test_nothing_changes(strategy: str, options: dict[str, Any]) -> None:
     assert strategy == "hybrid" or once < again <= 2 * once
 
 
+class Sometimes(DropBlock):
+    """Is left out at random: the trials of a call must draw what the call draws."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if torch.rand(()) < 0.5 else x * 2
+
+
+def leave_out_at_random(activations: Any) -> list[torch.Tensor]:
+    seed_all(0)
+    options = {"activations": activations, "memory": "1GB"} if activations else {}
+    module = nn.Sequential(*(Sometimes(WIDTH) for _ in range(LAYERS)))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer = shoal.as_distributed(module, optimizer, strategy="ddp", **options)
+    for step in range(3):
+        seed_all(step)
+        model(torch.randn(4, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [each.detach().clone() for each in model.parameters()]
+
+
+def test_blocks_that_are_left_out_at_random() -> None:
+    plain, auto = (
+        shoal.run(leave_out_at_random, 1, "memory", args=(each,))[0] for each in (None, "auto")
+    )
+    assert all(map(torch.equal, plain, auto))
+
+
 def agreed(memory: int) -> Any:
     """Ranks have inputs of different size, and choose alike."""
     world = shoal.world()
@@ -156,9 +184,9 @@ def agreed(memory: int) -> Any:
         model(torch.randn(32 * (1 + world.rank), WIDTH).requires_grad_()).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    counts = [block.calls for block in module]
+    counts = [block.calls.num for block in module]
     model(torch.randn(999, WIDTH).requires_grad_()).sum().backward()  # more than was measured
-    again = [block.calls - count for block, count in zip(module, counts, strict=True)]
+    again = [block.calls.num - count for block, count in zip(module, counts, strict=True)]
     return model.recomputation.automatic.chosen, before, model.describe(), again
 
 

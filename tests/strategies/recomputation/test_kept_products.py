@@ -96,6 +96,43 @@ def test_where_dropout_is_said() -> None:
         assert not _is_kept(function, [*before, 0.1])
 
 
+class Overwritten(nn.Module):
+    """Products that are written to without torch's counting it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.gru = how, nn.GRU(4, 4, 2, batch_first=True)
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "gru":  # writes to its products through `unsafe_chunk`
+            return self.gru(x)[0]
+        y = self.up(x)
+        if self.how == "data":
+            y.data.mul_(2)
+        else:
+            torch.mul(y.data, 2, out=y.data)
+        return self.down(torch.sin(y))
+
+
+def gradients_of_overwritten(how: str, activations: Any) -> list[Tensor]:
+    seed_all(0)
+    module = nn.Sequential(*(Overwritten(how) for _ in range(2)))
+    model = shoal.as_distributed(module, strategy="ddp", activations=activations, check_every=0)
+    model(torch.randn(2, 5, 4)).square().mean().backward()
+    return [each.grad for each in model.parameters() if each.grad is not None]
+
+
+@pytest.mark.parametrize("how", ["gru", "data", "out"])
+def test_products_that_are_overwritten_are_computed_again(how: str) -> None:
+    plain, selective = (
+        shoal.run(gradients_of_overwritten, 1, "memory", args=(how, each))[0]
+        for each in (None, "selective")
+    )
+    assert len(plain) == len(selective) > 0
+    assert all(map(torch.equal, plain, selective))
+
+
 class Unsteady(nn.Module):
     """Uses its layers in another order when it is called again."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from shoal.activations import Policy
@@ -20,7 +21,7 @@ def test_one_word() -> None:
 def test_memory_in_words() -> None:
     assert parse_bytes("80GB") == 80_000_000_000
     assert parse_bytes(" 1.5 gib ") == 3 << 29
-    assert parse_bytes("4096") == parse_bytes(4096) == 4096
+    assert parse_bytes("4096") == parse_bytes(4096) == parse_bytes(np.int64(4096)) == 4096
     for wrong in ("", "80 apples", "GB", "1.2.3k", "-1", 0, -5):
         with pytest.raises(ValueError, match="memory must be bytes, as in 80_000_000_000"):
             parse_bytes(wrong)

@@ -155,6 +155,138 @@ def test_a_gradient_inside_of_forward(strategy: str, policy: str) -> None:
     compare(Physics, strategy, policy)
 
 
+# What it finds, and what it leaves behind -----------------------------------------------------
+
+
+class Dropping(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.dropout(x, 0.4, self.training))
+
+
+class Dropped(Net):
+    kind = Dropping
+
+
+def gradients(kind: type[Net], policy: str | None, mode_in_backward: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = shoal.as_distributed(kind(), strategy="ddp", activations=policy, check_every=0)
+    model.train(not mode_in_backward)
+    output = model(torch.randn(4, WIDTH))
+    model.train(mode_in_backward)
+    output.square().mean().backward()
+    return [each.grad for each in model.parameters()]
+
+
+@policies
+@pytest.mark.parametrize("mode_in_backward", [False, True])
+def test_eval_between_forward_and_backward(mode_in_backward: bool, policy: str) -> None:
+    plain, again = (
+        shoal.run(gradients, 1, "memory", args=(Dropped, each, mode_in_backward))[0]
+        for each in (None, policy)
+    )
+    assert all(map(torch.equal, plain, again))
+
+
+class Mean(Block):
+    """Has a loss of its own, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+        self.num_calls, self.last = 0, torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.num_calls += 1
+        self.last = y.square().mean()
+        self.losses.append(self.last)
+        return y
+
+
+class WithLosses(Net):
+    """All blocks append to one list, which is emptied before backward."""
+
+    kind = Mean
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+        for block in self.blocks:
+            block.losses = self.losses
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        y = y + sum(self.losses) + sum(block.last for block in self.blocks)
+        self.losses.clear()
+        return y
+
+
+@pytest.mark.parametrize(
+    ("strategy", "policy"),
+    [("ddp", "full"), ("zero3", "full"), ("zero3", "selective"), ("tensor", "partition")],
+)
+def test_a_second_call_leaves_nothing_behind(strategy: str, policy: str) -> None:
+    options = {} if strategy != "tensor" else {"plan": {"*.up": "column", "*.down": "row"}}
+    compare(WithLosses, strategy, policy, **options)
+
+
+def counts_and_losses() -> list[int]:
+    model = shoal.as_distributed(WithLosses(), strategy="ddp", activations="full")
+    model(torch.ones(2, WIDTH)).sum().backward()
+    return [model.module.blocks[0].num_calls, len(model.module.losses)]
+
+
+def test_a_second_call_is_not_counted() -> None:
+    assert shoal.run(counts_and_losses, 1, "memory") == [[1, 0]]
+
+
+class Graph(Block):
+    """Is given neighbours as a sparse matrix."""
+
+    def forward(self, x: Tensor, neighbours: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(torch.sparse.mm(neighbours, x))
+
+
+class GraphNet(Net):
+    kind = Graph
+    layout = torch.sparse_coo
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, neighbours = self.enter(x), torch.ones(len(x), len(x), dtype=x.dtype).tril()
+        for block in self.blocks:
+            x = block(x, neighbours.to_sparse(layout=self.layout))
+        return x
+
+
+class CompressedGraphNet(GraphNet):
+    layout = torch.sparse_csr
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("policy", ["full", "selective", "auto"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("kind", [GraphNet, CompressedGraphNet])
+def test_sparse_arguments(kind: type[Net], strategy: str, policy: str) -> None:
+    def both() -> None:
+        options = {"memory": "1GB"} if policy == "auto" else {}
+        plain, again = train(kind, strategy), train(kind, strategy, activations=policy, **options)
+        assert [name for name in plain if not torch.equal(plain[name], again[name])] == []
+
+    shoal.run(both, 2, "memory")
+
+
+def freeze_in_between() -> None:
+    model = shoal.as_distributed(Net(), strategy="ddp", activations="full")
+    output = model(torch.ones(2, WIDTH))
+    model.module.blocks[1].up.requires_grad_(False)
+    output.sum().backward()
+
+
+def test_freezing_between_forward_and_backward_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"'blocks\.1' as they were .* requires_grad_\(\)"):
+        shoal.run(freeze_in_between, 1, "memory")
+
+
 # Blocks that go by what nobody puts back ----------------------------------------------------------
 
 

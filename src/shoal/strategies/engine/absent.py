@@ -181,7 +181,10 @@ class SavedParameters:
         if kind is not Tensor and kind is not nn.Parameter:  # it may have no address
             return self._pack_by_storage(tensor)
         # Most of what is saved is no parameter, and few groups are there at a time.
-        address = tensor.data_ptr()
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:  # a sparse tensor has none
+            return versioned(tensor)
         for begin, end, group in self._wholes.values():
             if begin <= address < end:
                 return self._place(tensor, group, (address - begin) // tensor.itemsize)

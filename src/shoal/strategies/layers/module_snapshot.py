@@ -19,7 +19,37 @@ _OF_TORCH = vars(nn.Module()).keys() - {"training"}
 _CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
 
 
-class Snapshot:
+class Attributes:
+    """The attributes of a module and all modules in it, and what is in those that are containers.
+
+    Example:
+        >>> before = Attributes(block)
+        >>> block(torch.zeros(2, 3, 8))
+        >>> before.restore()
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Takes them."""
+        self.parts = [(each, _own(each)) for each in module.modules()]
+        self._contents = [
+            (value, value.copy())
+            for _, own in self.parts
+            for value in own.values()
+            if type(value) in _CONTAINERS
+        ]
+
+    def restore(self) -> None:
+        """Everything is as it was."""
+        for value, content in self._contents:
+            value.clear()
+            (value.extend if isinstance(value, list | deque) else value.update)(content)
+        for module, own in self.parts:
+            for key in _own(module).keys() - own.keys():
+                del vars(module)[key]
+            vars(module).update(own)
+
+
+class Snapshot(Attributes):
     """The attributes, buffers and parameters of a module and all modules in it.
 
     The parameters are the objects, not their values: `functional_call` leaves others behind in a
@@ -33,24 +63,14 @@ class Snapshot:
 
     def __init__(self, module: nn.Module) -> None:
         """Takes it."""
-        self._parts = [(m, dict(_own(m)), _registered(m)) for m in module.modules()]
-        self._contents = [
-            (value, value.copy())
-            for _, own, _ in self._parts
-            for value in own.values()
-            if type(value) in _CONTAINERS
-        ]
-        self._tensors = [leaf for _, own, _ in self._parts for leaf in _tensors(own)]
+        super().__init__(module)
+        self._registered = [_registered(each) for each, _ in self.parts]
+        self._tensors = [leaf for _, own in self.parts for leaf in _tensors(own)]
 
     def restore(self) -> None:
         """Everything is as it was."""
-        for value, content in self._contents:
-            value.clear()
-            (value.extend if isinstance(value, list | deque) else value.update)(content)
-        for module, own, registered in self._parts:
-            for key in _own(module).keys() - own.keys():
-                del vars(module)[key]
-            vars(module).update(own)
+        super().restore()
+        for registered in self._registered:
             for now, before in registered:
                 now.clear()
                 now.update(before)
@@ -60,7 +80,7 @@ class Snapshot:
         known = set(map(id, self._tensors))
         return [
             leaf
-            for module, _, _ in self._parts
+            for module, _ in self.parts
             for leaf in _tensors(_own(module))
             if id(leaf) not in known
         ]

@@ -29,7 +29,7 @@ from shoal.strategies.recomputation.replay import BlockReplay
 from shoal.strategies.recomputation.stores.store import Counting
 from shoal.torch_internals.autograd import is_in_backward
 from shoal.torch_internals.modules import compiled_call
-from shoal.torch_internals.tensors import storage_id
+from shoal.torch_internals.tensors import storage_bytes, storage_id
 from shoal.torch_internals.trees import tree_leaves, tree_map
 from shoal.torch_support.random_state import RandomState
 
@@ -232,17 +232,19 @@ class BlockTrial:
 
     @contextlib.contextmanager
     def _sandbox(self) -> Iterator[None]:
-        state, attributes = RandomState.capture(), Snapshot(self._block)
+        self._state, self._before = RandomState.capture(), BlockReplay(self._block)
+        attributes = Snapshot(self._block)
         try:
-            with BlockReplay(self._block).restored(self.name):
-                yield
+            yield
         finally:
             attributes.restore()
-            state.restore()
+            self._state.restore()
 
     def _call(self, context: contextlib.AbstractContextManager[Any]) -> None:
+        """As the block's own call: it may draw what it does."""
         args, kwargs = tree_map(_apart, self._inputs)
-        with context:
+        self._state.restore()
+        with self._before.restored(self.name), context:
             self._forward(*args, **kwargs)
 
     def _time(self, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> float:
@@ -276,5 +278,5 @@ def _activations(inputs: Any) -> list[Tensor]:
 
 def _bytes_of(tensors: Any) -> int:
     """Of their memory, each once."""
-    found = {storage_id(each): each.untyped_storage().nbytes() for each in tensors}
+    found = {storage_id(each): storage_bytes(each) for each in tensors}
     return sum(found.values())

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from shoal.strategies.recomputation.policy import Policy
+from shoal.torch_internals.modules import uncompiled
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -60,6 +61,7 @@ def _members(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_composed(module: nn.Module) -> bool:
+    module = uncompiled(module)
     is_callable = type(module).forward is not nn.Module.forward
     has_weights = any(True for _ in module.parameters())
     return is_callable and has_weights and any(True for _ in module.children())

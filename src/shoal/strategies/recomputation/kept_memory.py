@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from shoal.comm.accounting import Ledger
-from shoal.torch_internals.tensors import storage_id
+from shoal.torch_internals.tensors import storage_bytes, storage_id
 
 
 class KeptMemory:
@@ -30,7 +30,7 @@ class KeptMemory:
     def keep(self, tensors: Iterable[Tensor], holder: object) -> None:
         """Counts the tensors, parameters left out, until ``holder`` is gone."""
         kept = {
-            storage_id(tensor): tensor.untyped_storage().nbytes()
+            storage_id(tensor): storage_bytes(tensor)
             for tensor in tensors
             if not isinstance(tensor, nn.Parameter)
         }

@@ -8,13 +8,20 @@ differ between the two calls.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shoal.strategies.recomputation.stores.store import Store
-from shoal.torch_internals.tensors import DispatchMode, detached_below_autograd, version_of
+from shoal.torch_internals.tensors import (
+    DispatchMode,
+    detached_below_autograd,
+    schema_of,
+    storage_id,
+    version_of,
+)
 
 
 def _operation(name: str) -> Any:
@@ -75,7 +82,12 @@ class _Kept(NamedTuple):
     def is_intact(self) -> bool:
         """Whether nobody has written to it; what was moved is safe."""
         pairs = zip(self.results, self.versions, strict=True)
-        return all(not isinstance(each, Tensor) or version_of(each) == was for each, was in pairs)
+        is_same = (not isinstance(each, Tensor) or version_of(each) == was for each, was in pairs)
+        return bool(self.results) and all(is_same)
+
+    def lost(self) -> _Kept:
+        """Without its results, which have been overwritten."""
+        return self._replace(results=(), versions=())
 
     def is_of(self, function: Any, args: Any) -> bool:
         """Whether it is what a call gives."""
@@ -105,6 +117,7 @@ class KeepingProducts(DispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.products: list[_Kept] = []
+        self._at: dict[int, int] = {}
         self.store = Store()
         self.has_ended = False
         self.is_called_again = False
@@ -127,11 +140,24 @@ class KeepingProducts(DispatchMode):
             ]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Keeps what products give."""
+        """Keeps what products give, until something writes to it."""
         result = func(*args, **(kwargs or {}))
-        if _is_kept(func, args) and not self.is_called_again:
-            self.products.append(_Kept.of(func, args, result))
+        if self.is_called_again:
+            return result
+        if _is_kept(func, args):
+            product = _Kept.of(func, args, result)
+            self._at |= {storage_id(each): len(self.products) for each in _tensors(product.results)}
+            self.products.append(product)
+        elif self._at and schema_of(func).is_mutable:
+            self._lose(func, args, kwargs or {})
         return result
+
+    def _lose(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Versions do not tell of all writes: `unsafe_chunk` (in a GRU) and `.data` hide some."""
+        for written in _tensors(_written(func, args, kwargs)):
+            index = self._at.pop(storage_id(written), None)
+            if index is not None:
+                self.products[index] = self.products[index].lost()
 
 
 class ReusingProducts(DispatchMode):
@@ -167,6 +193,18 @@ class ReusingProducts(DispatchMode):
         if not product.is_intact:
             return func(*args, **(kwargs or {}))
         return product.taken(self._keeping.store)
+
+
+def _written(function: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    """What an operation writes to."""
+    for index, argument in enumerate(schema_of(function).arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[index] if index < len(args) else kwargs.get(argument.name)
+            yield from given if isinstance(given, list | tuple) else (given,)
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    return [each for each in values if isinstance(each, Tensor)]
 
 
 def _shapes(args: Any) -> tuple[torch.Size, ...]:

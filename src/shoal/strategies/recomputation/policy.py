@@ -105,7 +105,7 @@ def parse_bytes(memory: int | str) -> int:
         >>> parse_bytes("1.5 GB"), parse_bytes("2KiB")
         (1500000000, 2048)
     """
-    if isinstance(memory, int):
+    if not isinstance(memory, str):
         found = float(memory)
     else:
         match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]?i?)b?\s*", memory.lower())

@@ -240,7 +240,7 @@ class SecondCall:
         """Before the first call; ``parameters`` are those that it computes with."""
         self._recomputation, self._name, self._parameters = recomputation, name, parameters
         self._before = BlockReplay(block)
-        self._generation = recomputation.generation(parameters)
+        self._generation = self._state_of_parameters()
         self.keeping = KeepingProducts() if keeps_products else None
         self._entered: list[AbstractContextManager[Any]] = []
 
@@ -252,13 +252,17 @@ class SecondCall:
     def __exit__(self, *error: Any) -> bool | None:
         return self._entered.pop().__exit__(*error)
 
+    def _state_of_parameters(self) -> object:
+        wants = [each.requires_grad for each in self._parameters]
+        return self._recomputation.generation(self._parameters), wants
+
     @contextlib.contextmanager
     def _again(self) -> Iterator[None]:
-        if self._recomputation.generation(self._parameters) != self._generation:
+        if self._state_of_parameters() != self._generation:
             raise RuntimeError(
                 f"backward needs the parameters of {self._name!r} as they were in forward, to "
                 "compute its activations again, but they were changed since, by an optimizer's "
-                "step or by hand: run forward again before this backward"
+                "step, by hand or by requires_grad_(): run forward again before this backward"
             )
         reusing = (
             contextlib.nullcontext() if self.keeping is None else ReusingProducts(self.keeping)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal.strategies.layers.module_snapshot import Attributes
 from shoal.torch_internals.modules import buffers_of
 from shoal.torch_internals.tensors import keeping_version, version_of
 
@@ -19,14 +20,16 @@ _LONG_BUFFER = 1 << 16
 
 
 class BlockReplay:
-    """Python's and numpy's generators, and buffers, as they are before a block's first call."""
+    """Generators of Python and numpy, buffers, and which parts train, before a first call."""
 
     def __init__(self, block: nn.Module) -> None:
         """Before the first call."""
-        self._random = _random_state()
+        self._block, self._random = block, _random_state()
         self._short: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         self._long: list[tuple[str, Tensor, int]] = []
+        self._modes: list[tuple[nn.Module, bool]] = []
         for part in block.modules():
+            self._modes.append((part, part.training))
             for name, buffer in buffers_of(part).items():
                 if buffer is None:
                     continue
@@ -38,7 +41,11 @@ class BlockReplay:
 
     @contextlib.contextmanager
     def restored(self, block: str) -> Iterator[None]:
-        """Inside, everything is as it was; afterwards as it has become."""
+        """Inside, everything is as it was; afterwards as it has become.
+
+        What the block writes into attributes meanwhile is undone: lists that losses are appended
+        to, counters. Its caller has seen that once, from the first call.
+        """
         for name, buffer, version in self._long:
             if version_of(buffer) != version:
                 raise RuntimeError(
@@ -46,6 +53,9 @@ class BlockReplay:
                     "and is too long to be kept: the block cannot be computed again. Leave it out "
                     "of the blocks of activations="
                 )
+        attributes = Attributes(self._block)
+        for part, is_training in self._modes:
+            part.training = is_training
         random_now, swapped = _random_state(), []
         for owner, name, buffer, value in self._short:
             swapped.append((owner, name, owner[name], buffer, buffer.detach().clone()))
@@ -59,6 +69,7 @@ class BlockReplay:
             for owner, name, now, buffer, value in swapped:
                 _write(buffer, value)
                 owner[name] = now
+            attributes.restore()
 
 
 def _write(buffer: Tensor, value: Tensor) -> None:

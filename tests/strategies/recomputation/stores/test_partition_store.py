@@ -36,7 +36,7 @@ def test_tensor(kind: str, options: dict[str, Any]) -> None:
     compare(Team("memory", ranks), kind, "tensor", Policy("selective", "partition"), **options)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
 def test_hybrid(schedule: str) -> None:
     options = {"tensor": 2, "pipeline": 2, "schedule": schedule}
     compare(FOUR, "drop", "hybrid", "partition", **options)

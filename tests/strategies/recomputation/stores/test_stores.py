@@ -54,6 +54,8 @@ def copying(monkeypatch: pytest.MonkeyPatch) -> None:
         ("drop", "ddp", {}),
         ("gpt", "zero3", {}),
         ("gpt", "tensor", {"tensor": 2, "zero": 3}),
+        ("drop", "pipeline", {"schedule": "1f1b"}),
+        ("drop", "pipeline", {"schedule": "interleaved", "pipeline": 2}),
         ("drop", "pipeline", {"schedule": "zero-bubble"}),
         ("drop", "hybrid", {"tensor": 2, "pipeline": 2}),
     ],

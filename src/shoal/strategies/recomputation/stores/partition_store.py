@@ -9,6 +9,7 @@ from shoal.comm import Backend
 from shoal.comm.operation.partition import offsets, split_sizes
 from shoal.errors import MismatchError
 from shoal.strategies.recomputation.stores.store import Moved, MovedMemory, MovingStore
+from shoal.torch_internals.tensors import storage_bytes
 from shoal.torch_support.fingerprint import checksum
 
 _SUM_BYTES = 8
@@ -32,8 +33,7 @@ class PartitionStore(MovingStore):
 
     def takes(self, tensor: Tensor) -> bool:
         """Only whole memory: what lies around a view may differ between the ranks."""
-        is_whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-        return super().takes(tensor) and is_whole
+        return super().takes(tensor) and storage_bytes(tensor) == tensor.nbytes
 
     def move(self, memory: MovedMemory, data: Tensor, place: str) -> bool:
         """Keeps this rank's bytes, and a sum of all."""

@@ -22,6 +22,7 @@ from shoal.torch_internals.autograd import top_saved_tensors_hooks
 from shoal.torch_internals.tensors import (
     WeakStorage,
     is_versioned,
+    storage_bytes,
     storage_id,
     unchanged,
     version_of,
@@ -216,7 +217,7 @@ class Counting(_Hooks):
 
         def pack(tensor: Tensor) -> Any:
             if not self.is_paused:
-                self._seen.setdefault(storage_id(tensor), tensor.untyped_storage().nbytes())
+                self._seen.setdefault(storage_id(tensor), storage_bytes(tensor))
             return versioned(tensor)
 
         super().__init__(pack, lambda kept: unchanged(kept) if is_versioned(kept) else kept)
