@@ -58,8 +58,9 @@ class Rounding:
     def count(self, backend: Backend) -> None:
         """Counts one gather: what this rank sends to the others."""
         rank, others = backend.rank, backend.size - 1
-        raw = self._layout.sizes[rank] * self._dtype.itemsize
-        backend.count_compression(others * raw, others * self._sizes[rank])
+        raw = sum(piece.stop - piece.start for piece in self._layout.pieces(rank))
+        raw_bytes = raw * self._dtype.itemsize
+        backend.count_compression(others * raw_bytes, others * self._sizes[rank])
 
 
 class RoundedGather(Work[Tensor]):
