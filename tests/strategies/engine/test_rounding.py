@@ -16,6 +16,7 @@ from shoal.compression import Quantize
 from shoal.errors import MismatchError, ShoalError
 from shoal.launch.function.forkserver.forkserver import fork_server
 from shoal.strategies import ZeRO3Model
+from shoal.strategies.engine.gather_buffers import FILL_VARIABLE
 from strategies.models import random_numbers
 
 STRATEGIES = ("zero1", "zero2", "zero3", "fsdp")
@@ -258,7 +259,9 @@ def accumulate_and_clip(strategy: str) -> Any:
             else:
                 with model.no_sync():
                     F.mse_loss(model(x[:, :16]), x[:, 16:]).backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        torchs = torch.nn.utils.clip_grad_norm_
+        norm = model.clip_grad_norm_(0.1) if step else torchs(model.parameters(), 0.1)
+        norms.append(float(norm))
         optimizer.step()
         optimizer.zero_grad()
     with model.predicting():
@@ -267,7 +270,8 @@ def accumulate_and_clip(strategy: str) -> Any:
 
 
 @distinct
-def test_accumulated_and_clipped(strategy: str) -> None:
+def test_accumulated_and_clipped(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FILL_VARIABLE, "1")  # what lies between parameters counts nowhere
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 4))
     optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
@@ -291,6 +295,30 @@ def test_accumulated_and_clipped(strategy: str) -> None:
         for name, value in module.state_dict().items():
             assert torch.allclose(state[name], value, rtol=0, atol=1e-6), name
         assert torch.allclose(predicted, call(torch.ones(2, 16)), rtol=0, atol=2e-3)
+
+
+def go_on(strategy: str) -> Any:
+    """The optimizer has state before it is wrapped, and loads some afterwards."""
+    module = Wished()
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=RATE, momentum=0.5)
+    module(4.0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model, optimizer = shoal.as_distributed(
+        module, optimizer, strategy=strategy, gather_compression="int8"
+    )
+    optimizer.load_state_dict(optimizer.state_dict())
+    model(8.0).backward()
+    optimizer.step()
+    return whole_state(model), optimizer.state_dict()["state"]
+
+
+@distinct
+def test_an_optimizer_that_has_state(strategy: str) -> None:
+    for state, momentum in run(go_on, strategy, ranks=3):
+        for number, (name, value) in enumerate(Wished().named_parameters()):
+            assert torch.equal(state[name], value.detach() - RATE * 4 - RATE * 10)
+            assert torch.equal(momentum[number]["momentum_buffer"], torch.full_like(value, 10))
 
 
 # What travels -----------------------------------------------------------------------------

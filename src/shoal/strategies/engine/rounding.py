@@ -77,7 +77,7 @@ class RoundedGather(Work[Tensor]):
         self._account.add("parameters", self._num_bytes)
 
     def wait(self, timeout: float | None = None) -> Tensor:
-        """The whole. A second call does not fill it again: users may have written to it."""
+        """The whole. A second call finds it filled."""
         if self._work is not None:
             data = self._work.wait(timeout)
             with torch.no_grad():
