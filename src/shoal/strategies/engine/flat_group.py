@@ -181,10 +181,13 @@ class FlatGroup:
 
     def refresh(self) -> None:
         """The masters have new values: what they are masters of follows."""
-        if self.is_sharded and self.is_mixed:
-            self.shard.copy_(self.sent(self.master))
-        elif self.is_mixed:
-            (self.shard if self.owns_part else self.whole).copy_(self.shown(self.master))
+        if not self.is_mixed:
+            return
+        target = self.shard if self.owns_part else self.whole
+        if self.rounding is None:  # narrowed on the way
+            target.copy_(self.master)
+        else:
+            target.copy_(self.sent(self.master) if self.is_sharded else self.shown(self.master))
 
     # Memory -------------------------------------------------------------------------------
 

@@ -237,16 +237,20 @@ class Steps:
         for group, others in zip(self._divided, self._others, strict=True):
             if others:
                 self._read(group, others)
-                continue
-            rounding = group.rounding
-            out = group.whole if rounding is None else rounding.make_room(group.whole.device)
-            sent = group.shard if rounding is None else group.sent(group.master)
-            operation = AllGather(sent, out)
-            operation.signature += f" of new parameters in {what}"
-            self._backend.run(operation)
-            if rounding is not None:
-                rounding.count(self._backend)
-                rounding.decode(out, group.whole)
+            else:
+                self._gather(group, what)
+
+    def _gather(self, group: FlatGroup, what: str) -> None:
+        rounding = group.rounding
+        sent, out = group.shard, group.whole
+        if rounding is not None:
+            sent, out = group.sent(group.master), rounding.make_room(group.whole.device)
+            rounding.count(self._backend)
+        operation = AllGather(sent, out)
+        operation.signature += f" of new parameters in {what}"
+        self._backend.run(operation)
+        if rounding is not None:
+            rounding.decode(out, group.whole)
 
     def _read(self, group: FlatGroup, others: Sequence[Tensor]) -> None:
         begin = time.perf_counter()
