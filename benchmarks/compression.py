@@ -1,6 +1,7 @@
 """What compressed gradients send, what they cost, and when they pay; `losses.py` has the loss.
 
     python benchmarks/compression.py bytes         # counted, of a GPT of 15 M parameters
+    python benchmarks/compression.py gathers       # the same for parameters that are gathered
     python benchmarks/compression.py codecs        # time and memory of each codec
     python benchmarks/compression.py link          # steps over a slow link; needs root, ip and tc
     python benchmarks/compression.py shm           # steps over shared memory, where it does not pay
@@ -38,6 +39,7 @@ CODECS = ("fp16", "bf16", "int8", "int4", "sign", "topk:0.01", "randomk:0.01", "
 LARGE = Shape(layers=8, width=384, batch=1, length=16)
 ADDRESSES = ("10.231.78.1", "10.231.78.2")
 RATES = (10, 100, 1000)
+PARTS = ("bytes", "gathers", "codecs", "link", "shm", "codec", "rank")
 LINKED = (None, "bf16", "int8", "int4", "sign", "topk:0.01", "powersgd:2")
 
 
@@ -72,6 +74,41 @@ def show_bytes() -> None:
                 found = shoal.run(send_once, ranks, "memory", args=(strategy, codec))
                 cells.append(f"{max(sent / raw for raw, sent in found):.4f}")
         print(f"| `{codec}` | {' | '.join(cells)} |", flush=True)
+
+
+def gather_once(strategy: str, gather_compression: str | None) -> int:
+    """Bytes that are gathered in a step, vectors included, once it is known what is used when."""
+    torch.manual_seed(0)
+    module = GPT(LARGE)
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.01)
+    model, optimizer = shoal.as_distributed(
+        module, optimizer, strategy=strategy, gather_compression=gather_compression, check_every=0
+    )
+    world = shoal.world()
+    for step in range(5):
+        world.barrier()
+        world.reset_stats()
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return world.stats()["all_gather"].num_bytes
+
+
+def show_gathers() -> None:
+    print("bytes gathered in a step, MiB, with and without gather_compression")
+    print("| strategy | ranks | float32 | int8 | of float32 |")
+    print("|---|---|---|---|---|")
+    for strategy in ("zero1", "zero2", "zero3"):
+        for ranks in (2, 4):
+            plain, packed = (
+                shoal.run(gather_once, ranks, "memory", args=(strategy, codec))[0]
+                for codec in (None, "int8")
+            )
+            print(
+                f"| `{strategy}` | {ranks} | {plain / 2**20:.2f} | {packed / 2**20:.2f} | "
+                f"{packed / plain:.4f} |",
+                flush=True,
+            )
 
 
 # Codecs -----------------------------------------------------------------------------------
@@ -254,7 +291,7 @@ def show_shm(steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=("bytes", "codecs", "link", "shm", "codec", "rank"))
+    parser.add_argument("part", choices=PARTS)
     parser.add_argument("contender", nargs="?", default="")
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--rates", type=int, nargs="+", default=list(RATES))
@@ -264,6 +301,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.part == "bytes":
         show_bytes()
+    elif options.part == "gathers":
+        show_gathers()
     elif options.part == "codecs":
         show_codecs()
     elif options.part == "link":

@@ -3,6 +3,7 @@
     pip install scikit-learn                          # for the digits; nothing else needs it
     python benchmarks/losses.py digits compression    # scikit-learn's digits
     python benchmarks/losses.py text compression      # the demo's text
+    python benchmarks/losses.py digits gathers        # parameters that are gathered in 8 bits
     python benchmarks/losses.py digits apart          # local, DiLoCo, asynchronous; also text
 
 All contenders of a table see the same number of rows, and choose their learning rate from the same
@@ -140,8 +141,16 @@ APART: dict[str, dict[str, Any]] = {
     "async, wait": {"strategy": "async", "when_stale": "wait"},
     "gossip": {"strategy": "async", "topology": "gossip"},
 }
+PACKED = {"strategy": "zero3", "gather_compression": "int8"}
+GATHERS: dict[str, dict[str, Any]] = {
+    "float32": {"strategy": "zero3"},
+    "int8": PACKED,
+    "int8, gradients too": PACKED | {"compression": "int8"},
+    "int8, bf16": PACKED | {"mixed_precision": "bf16"},
+}
 TABLES: dict[str, tuple[dict[str, dict[str, Any]], int]] = {
     "compression": (COMPRESSION, 2),
+    "gathers": (GATHERS, 2),
     "apart": (APART, 3),
 }
 """Contenders, the one that the others are compared with first, and how many ranks."""

@@ -103,6 +103,7 @@ class Case:
     is_scaled: bool = False
     accumulated: int = 1
     clip: float = 0.0
+    strategies: tuple[str, ...] = STRATEGIES
 
 
 def train(strategy: str, case: Case, victim: int, nth: int) -> dict[str, Any]:
@@ -202,9 +203,17 @@ CASES = {
     "a generator of its own": Case(make_loader=own_generator),
     "a stream": Case(make_loader=streamed),
     "another optimizer": Case(make_optimizer=torch.optim.ASGD),
+    "gathers": Case({"gather_compression": "int8"}, strategies=STRATEGIES[1:]),
+    "gathers, bfloat16, compressed": Case(
+        {"gather_compression": "int8", "mixed_precision": "bf16", "compression": "int8"},
+        strategies=STRATEGIES[1:],
+    ),
 }
-SOME = [(name, STRATEGIES[number % 4]) for number, name in enumerate(CASES)]
-ALL = [(name, strategy) for name in CASES for strategy in STRATEGIES]
+SOME = [
+    (name, case.strategies[number % len(case.strategies)])
+    for number, (name, case) in enumerate(CASES.items())
+]
+ALL = [(name, strategy) for name, case in CASES.items() for strategy in case.strategies]
 
 
 @pytest.fixture

@@ -37,6 +37,24 @@ def assert_owned_once(layout: GroupLayout, ranks: int) -> None:
         assert position == slot.shape.numel()
 
 
+@given(shapes=shapes_lists, ranks=worlds, block=st.sampled_from([2, 7, 32]), chosen=st.booleans())
+def test_blocks_are_of_one_parameter_and_one_rank(
+    shapes: Shapes, ranks: int, block: int, chosen: bool
+) -> None:
+    if chosen:
+        layout = GroupLayout.even(shapes, ranks, 4, block)
+    else:
+        owners = balanced_owners([shape.numel() for _, shape in shapes], ranks, [0] * ranks)
+        layout = GroupLayout.whole(shapes, owners, ranks, block)
+    assert_owned_once(layout, ranks)
+    assert all(edge % block == 0 for edge in layout.bounds)
+    assert all(slot.start % block == 0 for slot in layout.slots)
+    covered = [*layout.gaps, *(slot.bounds for slot in layout.slots if slot.start < slot.stop)]
+    assert sorted(covered) == sorted(set(covered))
+    assert sum(stop - start for start, stop in covered) == layout.num_elements
+    assert all(start < stop for start, stop in layout.gaps)
+
+
 def assert_in_a_row(layout: GroupLayout) -> None:
     position = 0
     for slot in layout.slots:

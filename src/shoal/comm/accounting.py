@@ -128,7 +128,7 @@ class Counter:
 
 @dataclass(slots=True)
 class CompressionCounter:
-    """Bytes of compressed gradients on one rank.
+    """Bytes of what is compressed, gradients and gathered parameters, on one rank.
 
     Attributes:
         raw_bytes: What this rank would have sent without compression.
@@ -146,7 +146,7 @@ class StatisticsSnapshot(dict[str, Counter]):
         memory: By purpose: "parameters", "gradients", "state" and "buffers" of wrapped models,
             "activations" that are kept by name, or by blocks that are computed again, and
             "residual" where gradients are compressed.
-        compression: Of gradients, where a model was wrapped with it.
+        compression: Of gradients and gathers, where a model was wrapped with it.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,7 +47,8 @@ class Piece:
 class GroupLayout:
     """One group's buffer: parameters one after the other, cut into one slice for each rank.
 
-    The buffer may be longer than its parameters; what is beyond them never leaves the layout.
+    The buffer may be longer than its parameters; what is beyond or between them never leaves the
+    layout. With ``block``, parameters and slices begin at multiples of it.
 
     Example:
         >>> layout = GroupLayout.even([("a", torch.Size([3])), ("b", torch.Size([2, 2]))], 2, 4)
@@ -70,6 +72,13 @@ class GroupLayout:
         """Each rank's number of elements."""
         return [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
 
+    @cached_property
+    def gaps(self) -> list[tuple[int, int]]:
+        """What of the buffer is no parameter's."""
+        starts = [*(slot.start for slot in self.slots), self.num_elements]
+        stops = [0, *(slot.stop for slot in self.slots)]
+        return [(stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start]
+
     def pieces(self, rank: int) -> list[Piece]:
         """What the rank owns, parameter by parameter."""
         low, high = self.bounds[rank], self.bounds[rank + 1]
@@ -83,36 +92,48 @@ class GroupLayout:
 
     @classmethod
     def even(
-        cls, shapes: Sequence[tuple[str, torch.Size]], num_ranks: int, itemsize: int
+        cls,
+        shapes: Sequence[tuple[str, torch.Size]],
+        num_ranks: int,
+        itemsize: int,
+        block: int = 1,
     ) -> GroupLayout:
         """Slices of one length, wherever they cut; for optimizers that work element by element."""
-        slots = _in_a_row(shapes)
-        grain = max(1, _ALIGNMENT_BYTES // itemsize)
+        slots = _in_a_row(shapes, block)
+        grain = math.lcm(max(1, _ALIGNMENT_BYTES // itemsize), block)
         length = -(-slots[-1].stop // (num_ranks * grain)) * grain
         return cls(slots, tuple(rank * length for rank in range(num_ranks + 1)))
 
     @classmethod
     def whole(
-        cls, shapes: Sequence[tuple[str, torch.Size]], owners: Sequence[int], num_ranks: int
+        cls,
+        shapes: Sequence[tuple[str, torch.Size]],
+        owners: Sequence[int],
+        num_ranks: int,
+        block: int = 1,
     ) -> GroupLayout:
         """Whole parameters for each rank; for optimizers that need to see one entirely."""
         order = sorted(range(len(shapes)), key=lambda index: owners[index])
-        slots = _in_a_row([shapes[index] for index in order])
+        slots = _in_a_row([shapes[index] for index in order], block)
         lengths = [0] * num_ranks
         for index, slot in zip(order, slots, strict=True):
-            lengths[owners[index]] += slot.stop - slot.start
+            lengths[owners[index]] += _rounded_up(slot.stop - slot.start, block)
         bounds = [0]
         for length in lengths:
             bounds.append(bounds[-1] + length)
         return cls(slots, tuple(bounds))
 
 
-def _in_a_row(shapes: Sequence[tuple[str, torch.Size]]) -> tuple[Slot, ...]:
+def _in_a_row(shapes: Sequence[tuple[str, torch.Size]], block: int) -> tuple[Slot, ...]:
     slots, start = [], 0
     for name, shape in shapes:
         slots.append(Slot(name, torch.Size(shape), start))
-        start = slots[-1].stop
+        start = _rounded_up(slots[-1].stop, block)
     return tuple(slots)
+
+
+def _rounded_up(length: int, block: int) -> int:
+    return -(-length // block) * block
 
 
 def balanced_owners(sizes: Sequence[int], num_ranks: int, load: list[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Compression of gradients as users ask for it, and what it does not go with."""
+"""Compression of gradients and of gathers as users ask for it, and what it does not go with."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from shoal.compression import Choose, Codec, RandomK, parse
+from shoal.compression import Choose, Codec, Quantize, RandomK, parse
 from shoal.strategies.engine.engine import Engine
-from shoal.strategies.settings import Compression
+from shoal.strategies.settings import Compression, Sharding
 
 
 def parse_compression(
@@ -58,8 +58,40 @@ def check_replicas(num_replicas: int) -> None:
         )
 
 
+def parse_gather_compression(
+    compression: str | Codec | None, strategy: str, sharding: Sharding
+) -> Quantize | None:
+    """What parameters are gathered as; None for as they are.
+
+    Raises:
+        ValueError: If they cannot travel so, or do not travel at all.
+    """
+    if compression is None:
+        return None
+    if not sharding.optimizer:
+        raise ValueError(
+            "gather_compression= is for parameters that are gathered, under 'zero1', 'zero2', "
+            f"'zero3' and 'fsdp'; {strategy!r} gathers none"
+        )
+    codec = compression if isinstance(compression, Codec) else _codec_named(compression)
+    if not isinstance(codec, Quantize) or codec.bits != 8 or codec.stochastic:
+        raise ValueError(
+            'gather_compression must be "int8" or a Quantize(8) that rounds to the nearest; got '
+            f"{compression!r}"
+        )
+    return codec
+
+
+def _codec_named(name: str) -> Codec | None:
+    try:
+        return parse(name)
+    except ValueError:
+        return None
+
+
 def compression_in_words(engine: Engine) -> Iterator[str]:
-    """How gradients are compressed and what that takes, for people; nothing if they are not."""
+    """What is compressed and what that takes, for people; nothing where nothing is."""
+    yield from _gathers_in_words(engine)
     compression = engine.settings.compression
     if compression is None:
         return
@@ -74,3 +106,20 @@ def compression_in_words(engine: Engine) -> Iterator[str]:
         return
     num_bytes = sum(g.layout.num_elements * g.master_dtype.itemsize for g in engine.groups)
     yield f"{about}; what is left out takes {num_bytes:,} bytes on every rank"
+
+
+def _gathers_in_words(engine: Engine) -> Iterator[str]:
+    codec = engine.settings.gather_codec
+    if codec is None:
+        return
+    rounded = [group for group in engine.groups if group.rounding is not None]
+    if not rounded:
+        why = "one rank gathers none" if engine.shard_group.size == 1 else "there are no matrices"
+        yield f"parameters are not gathered as {codec}: {why}"
+        return
+    count = sum(slot.shape.numel() for group in rounded for slot in group.layout.slots)
+    how = f"{count:,} parameters are rounded to {codec} on all ranks, and their masters stepped"
+    if engine.shard_group.shares_memory:
+        yield f"{how}; ranks share memory, so that nothing is encoded to travel"
+    else:
+        yield f"{how}; they are gathered as {codec}"

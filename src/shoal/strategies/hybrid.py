@@ -41,7 +41,7 @@ class HybridShardedModel(PipelineParallelModel):
     """
 
     strategy = "hybrid"
-    settled = ("mesh",)
+    settled = (*PipelineParallelModel.settled, "mesh")
     # Values on the class make these attributes of the wrapper: others are set on the module.
     parts: TensorParts = None  # type: ignore[assignment]
     mesh: Mesh = None  # type: ignore[assignment]

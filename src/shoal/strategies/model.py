@@ -23,6 +23,7 @@ from shoal.strategies.compressing import (
     check_replicas,
     compression_in_words,
     parse_compression,
+    parse_gather_compression,
 )
 from shoal.strategies.consistency.drift import CHECK_EVERY
 from shoal.strategies.engine.engine import Engine
@@ -93,6 +94,7 @@ class ShardedModel(ModuleWrapper):
         compression: str | Codec | None = None,
         error_feedback: bool = True,
         compression_warmup: int = 0,
+        gather_compression: str | Codec | None = None,
     ) -> None:
         """Takes over the module's parameters; every rank starts from rank 0's values.
 
@@ -122,6 +124,8 @@ class ShardedModel(ModuleWrapper):
             error_feedback: Whether what compression leaves out is added to the next gradients; it
                 takes as much memory as all gradients, on every rank.
             compression_warmup: How many steps are made with uncompressed gradients first.
+            gather_compression: "int8" or a `shoal.compression.Quantize` of 8 bits: matrices are
+                gathered so, and all ranks compute with what arrives; the optimizer steps masters.
         """
         super().__init__()
         backend = ranks_for(module, world)
@@ -143,6 +147,7 @@ class ShardedModel(ModuleWrapper):
             compression=parse_compression(
                 compression, module, error_feedback=error_feedback, warmup_steps=compression_warmup
             ),
+            gather_codec=parse_gather_compression(gather_compression, self.strategy, self.sharding),
             copied=frozenset(name for name in names if self.split_of(name) is None),
         )
         if settings.compression is not None:
@@ -172,6 +177,7 @@ class ShardedModel(ModuleWrapper):
             "compression": compression,
             "error_feedback": error_feedback,
             "compression_warmup": compression_warmup,
+            "gather_compression": gather_compression,
         }
         self.optimizers: list[Any] = []
         """What steps this model's memory."""

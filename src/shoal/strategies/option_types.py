@@ -49,8 +49,8 @@ class _ComparedOptions(_ReplicaOptions, total=False):
     error_feedback: bool
 
 
-class DataParallelOptions(_ComparedOptions, total=False):
-    """See `ShardedModel`."""
+class _DataAxisOptions(_ComparedOptions, total=False):
+    """What goes with an axis of ranks that see other data, whatever the others do."""
 
     auto_sync: bool
     sync_batchnorm: bool
@@ -60,6 +60,12 @@ class DataParallelOptions(_ComparedOptions, total=False):
     compression_warmup: int
 
 
+class DataParallelOptions(_DataAxisOptions, total=False):
+    """See `ShardedModel`."""
+
+    gather_compression: str | Codec | None
+
+
 class LocalOptions(_ComparedOptions, total=False):
     """See `LocalModel`."""
 
@@ -67,7 +73,7 @@ class LocalOptions(_ComparedOptions, total=False):
     outer: Outer | None
 
 
-class TensorOptions(DataParallelOptions, total=False):
+class TensorOptions(_DataAxisOptions, total=False):
     """See `TensorParallelModel`."""
 
     tensor: int | None
@@ -78,7 +84,7 @@ class TensorOptions(DataParallelOptions, total=False):
     split_logits: bool
 
 
-class _StageOptions(DataParallelOptions, total=False):
+class _StageOptions(_DataAxisOptions, total=False):
     """What pipelines have with and without split layers."""
 
     data: int | None

@@ -50,6 +50,8 @@ _ELSEWHERE = {
     "num_microbatches": "say micro_batches= of strategy 'pipeline' or 'hybrid'",
     "config": "options are given by name, one by one",
     "comm_hook": 'say compression="int8", "powersgd:2" or another one of docs/guide/compression.md',
+    "zero_quantized_weights": 'say gather_compression="int8" under strategy \'zero1\', \'zero2\', '
+    "'zero3' or 'fsdp'",
     "timeout": "say shoal.init(timeout=...) before, or timeout= of shoal.run",
     "ranks": "how many ranks there are is said where they are started, as in shoal launch -n 4",
     "scheduler": "make it from the optimizer that comes back; it needs no wrapping",
@@ -76,6 +78,7 @@ _SYNONYMS = {
     "gradient_checkpointing": "activation_checkpointing",
     "checkpoint_activations": "activation_checkpointing",
     "zero_stage": "stage", "n_microbatches": "num_microbatches", "chunk_size": "num_microbatches",
+    "gather_compression": "zero_quantized_weights",
     "gradient_compression": "comm_hook", "communication_hook": "comm_hook",
     "config_params": "config", "ds_config": "config", "deepspeed_plugin": "config",
     "fsdp_plugin": "config", "kwargs_handlers": "config",

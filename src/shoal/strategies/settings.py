@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shoal.comm import Backend
-from shoal.compression import Codec
+from shoal.compression import Codec, Quantize
 from shoal.sharding.analyzer import MIN_GROUP_BYTES
 
 
@@ -61,6 +61,8 @@ class Settings:
     # Whether ranks go on with the average of their buffers, not rank 0's.
     averages_buffers: bool = False
     compression: Compression | None = None  # of gradients, where there is more than one rank
+    # What parameters are gathered as; see [Note: rounded parameters].
+    gather_codec: Quantize | None = None
     # Names of parameters that are whole where others are split: other ranks have the same ones
     # beside other parts, and must make the same of their gradients.
     copied: frozenset[str] = frozenset()

@@ -41,8 +41,10 @@ def verify_experiment(experiment: Experiment, run: Callable[..., list[Any]]) -> 
     """Trains and compares; ``run(fn, ranks, backend, args)`` calls a function on every rank."""
     if experiment.strategy in INDEPENDENT:
         experiment = _as_replay(experiment)
-    elif experiment.options.get("compression") is not None:
-        experiment = _as_compressed_replay(experiment)
+    else:
+        for option in ("compression", "gather_compression"):
+            if experiment.options.get(option) is not None:
+                experiment = _as_compressed_replay(experiment, option)
     train = train_async_on_rank if experiment.strategy == "async" else train_on_rank
     findings: Findings = run(train, experiment.ranks, experiment.backend, (experiment,))[0]
     difference, cause = findings.difference, ""
@@ -83,12 +85,12 @@ def _as_replay(experiment: Experiment) -> Experiment:
     return replace(experiment, reference=REPLAY, options=options)
 
 
-def _as_compressed_replay(experiment: Experiment) -> Experiment:
+def _as_compressed_replay(experiment: Experiment, option: str) -> Experiment:
     """Compared with one process that compresses as the ranks do."""
     if experiment.strategy not in DATA_PARALLEL:
         raise ValueError(
-            "shoal.verify replays compressed gradients of strategies that divide the data alone "
-            f"({', '.join(DATA_PARALLEL)}): leave out compression= with {experiment.strategy!r}"
+            "shoal.verify replays compression under strategies that divide the data alone "
+            f"({', '.join(DATA_PARALLEL)}): leave out {option}= with {experiment.strategy!r}"
         )
     return replace(experiment, reference=REPLAY)
 
@@ -146,6 +148,8 @@ def _reference(experiment: Experiment, num_shares: int, trainer: DistributedTrai
         "averages_buffers": bool(options.get("average_buffers")),
     }
     model: Any = trainer.setup.model
+    if any(group.rounding is not None for group in model.engine.groups):
+        how["gather_codec"] = model.engine.settings.gather_codec
     compressed = model.compression_state if experiment.reference == REPLAY else None
     if compressed is None:
         return SplitBatch(build, steps, num_shares, **how)

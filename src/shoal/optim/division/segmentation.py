@@ -105,7 +105,8 @@ def make_segments(
         while is_due:
             first = run[0][1] if run else start
             is_full = longest is not None and start - first >= longest
-            if run and (is_full or keys[run[-1][0]] != keys[index]):
+            ends = run and (run[-1][2] != start or keys[run[-1][0]] != keys[index])
+            if run and (is_full or ends):
                 yield from _segment(group, run, keys)
                 run, first = [], start
             stop = end if longest is None else min(end, first + longest)

@@ -64,8 +64,9 @@ class Segmented(WorkDivision):
         super().let_go()
 
     def may_fuse(self) -> bool:
-        """Not in mixed precision: a last bit of a master may be more in its copy."""
-        return self.engine.settings.compute_dtype is None
+        """Not where masters are rounded: a last bit of one may be more in its copy."""
+        settings = self.engine.settings
+        return settings.compute_dtype is None and settings.gather_codec is None
 
     def kernels(self) -> contextlib.AbstractContextManager[None]:
         """Around a step: which kernels make it."""

@@ -125,12 +125,17 @@ class Undivided(WorkDivision):
 
     @classmethod
     def admit(cls, optimizer: Optimizer, model: ShardedModel) -> None:
-        """Refuses mixed precision, in which no rank has all masters."""
-        if model.engine.settings.compute_dtype is not None:
-            raise ValueError(
-                f"mixed_precision does not go with {type(optimizer).__name__}, which may couple "
-                f"any of its parameters. {DECLARE}"
-            )
+        """Refuses what leaves no rank with all masters."""
+        settings = model.engine.settings
+        for option, chosen in (
+            ("mixed_precision", settings.compute_dtype),
+            ("gather_compression", settings.gather_codec),
+        ):
+            if chosen is not None:
+                raise ValueError(
+                    f"{option} does not go with {type(optimizer).__name__}, which may couple any "
+                    f"of its parameters. {DECLARE}"
+                )
 
     def __init__(self, model: ShardedModel, supervision: Supervision) -> None:
         """Warns where the user wanted the state to be divided."""

@@ -246,6 +246,9 @@ class Changes:
         group = self._group
         if not group.is_present:
             return
+        if group.rounding is not None:
+            self._check_unwritten()
+            return
         part = group.own_slice(group.whole) if group.owns_part else group.whole
         if group.is_mixed:  # what was not written keeps its digits
             is_same = part == group.master.to(part.dtype)
@@ -253,19 +256,36 @@ class Changes:
         if group.is_sharded or group.is_common:
             group.shard.copy_(part)
 
-    def take_over(self, buffer: Tensor) -> None:
-        """Takes all values of a buffer over, into the whole as well."""
+    def _check_unwritten(self) -> None:
+        """Raises if a rounded whole was written to; see [Note: rounded parameters]."""
         group = self._group
+        if group.common is not None:
+            now, before = group.whole, group.common.shared
+        else:
+            now, before = group.own_slice(group.whole), group.shown(group.master)
+        is_new = _differs(now, before)
+        if is_new.any():
+            if group.common is not None:
+                self.drop_written()
+            self.settle()  # one error is enough
+            first = int(is_new.nonzero()[0]) + (0 if group.common is not None else group.low)
+            raise _rounded(next(s.name for s in group.layout.slots if s.stop > first))
+
+    def take_over(self, buffer: Tensor) -> None:
+        """Takes all masters over from a buffer that the parameters showed."""
+        group = self._group
+        group.master.copy_(group.own_slice(buffer) if group.owns_part else buffer)
         if not group.is_common:  # there, its own part is all that a rank writes
-            group.whole.copy_(buffer)
-        if group.owns_part:
-            group.shard.copy_(group.own_slice(buffer))
-        if group.is_mixed:
-            group.master.copy_(group.own_slice(buffer) if group.owns_part else buffer)
+            group.whole.copy_(group.shown(buffer))
+        if group.is_common or group.is_sharded:
+            group.refresh()
 
     def overwrite(self, is_new: Tensor, buffer: Tensor) -> None:
         """Takes some elements of a buffer over, into the whole as well if it is there."""
         group = self._group
+        if group.rounding is not None:
+            first = int(is_new.nonzero()[0])
+            raise _rounded(next(s.name for s in group.layout.slots if s.stop > first))
         own = group.own_slice if group.owns_part else lambda whole: whole
         chosen, values = own(is_new), own(buffer)
         if group.is_mixed:
@@ -277,6 +297,8 @@ class Changes:
     def overwrite_one(self, slot: Slot, is_new: Tensor, values: Tensor) -> None:
         """Takes some elements of one parameter over."""
         group, here = self._group, slice(slot.start, slot.stop)
+        if group.rounding is not None:
+            raise _rounded(slot.name)
         if group.is_sharded:
             buffer = group.shard.new_zeros(group.layout.num_elements)
             everywhere = torch.zeros_like(buffer, dtype=torch.bool)
@@ -456,6 +478,14 @@ def _is_let_go_of(memory: Tensor, num_own: int) -> bool:
     """Whether all other references were Python's garbage, or those of a thread that is ending."""
     gc.collect()
     return wait_until(lambda: num_references(memory) <= num_own, _LET_GO_S, poll_s=0.001)
+
+
+def _rounded(name: str) -> ShoalError:
+    return ShoalError(
+        f"{name} was changed in place, but it is rounded to 8 bits here (gather_compression=), so "
+        "the masters would lose their digits: change it inside of `with model.full_parameters():`, "
+        "where parameters are the masters"
+    )
 
 
 def _written_late(names: Sequence[str]) -> ShoalError:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from shoal.compression import Quantize
 from shoal.sharding.analyzer import ParameterAnalyzer, ParameterGroup
 from shoal.sharding.layout import GroupLayout, balanced_owners
 from shoal.strategies.consistency.drift import ReplicaCheck
@@ -163,7 +164,14 @@ class Grouping:
         dtype = self._engine.precision.dtype_of(parameter)
         engine, residence = self._engine, self._residence(parameter)
         is_part = engine.settings.hides_gradients
-        return GroupStorage(residence, engine.sharding.optimizer, dtype, is_part)
+        codec = self._codec(parameter)
+        return GroupStorage(residence, engine.sharding.optimizer, dtype, is_part, codec)
+
+    def _codec(self, parameter: nn.Parameter) -> Quantize | None:
+        """Vectors are short and matter much, so they are gathered as they are."""
+        is_matrix = parameter.dim() > 1 and parameter.is_floating_point()
+        is_gathered = self._engine.sharding.optimizer and self._shard_group.size > 1
+        return self._engine.settings.gather_codec if is_matrix and is_gathered else None
 
     def _residence(self, parameter: nn.Parameter) -> Residence:
         """Sharded parameters are gathered, unless the ranks of one host share their memory."""
@@ -177,7 +185,9 @@ class Grouping:
         """Slices of one size, or whole parameters if some of the group's must stay whole."""
         num_ranks = self._shard_group.size
         shapes = [(n, p.shape) for n, p in zip(group.names, group.parameters, strict=True)]
+        codec = self._codec(group.parameters[0])
+        block = 1 if codec is None else codec.block
         if self._undivided.isdisjoint(map(id, group.parameters)):
-            return GroupLayout.even(shapes, num_ranks, group.dtype.itemsize)
+            return GroupLayout.even(shapes, num_ranks, group.dtype.itemsize, block)
         owners = balanced_owners([shape.numel() for _, shape in shapes], num_ranks, load)
-        return GroupLayout.whole(shapes, owners, num_ranks)
+        return GroupLayout.whole(shapes, owners, num_ranks, block)

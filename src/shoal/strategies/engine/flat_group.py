@@ -13,7 +13,8 @@ shows what all ranks write and keeps to itself what a user writes; see [Note: pr
 [Note: masters]
 What an optimizer steps are the *masters*: the whole itself or this rank's part of it. With mixed
 precision they have memory of their own in the parameters' first dtype, and the whole has a
-narrower one.
+narrower one. So they have where the whole is rounded, because it travels in 8 bits: see
+[Note: rounded parameters].
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ from torch import Tensor, nn
 
 from shoal.comm import Backend
 from shoal.comm.accounting import Account
+from shoal.compression import Quantize
 from shoal.sharding.layout import GroupLayout
 from shoal.strategies.engine.absent import AbsentParameter
 from shoal.strategies.engine.changes import Changes
 from shoal.strategies.engine.common_memory import CommonWhole
 from shoal.strategies.engine.gather_buffers import GatherBuffer
+from shoal.strategies.engine.rounding import Rounding
 from shoal.torch_internals.tensors import as_plain_tensors
 from shoal.torch_support.memory import Glimpse, make_worthless
 
@@ -90,6 +93,7 @@ class GroupStorage:
     owns_part: bool  # whether the optimizer on this rank steps a part only
     dtype: torch.dtype | None = None  # what the parameters are computed with; None for their own
     is_part: bool = False  # whether parameters are parts of others', which have views of their own
+    codec: Quantize | None = None  # what masters travel as; None for as they are computed with
 
 
 class FlatGroup:
@@ -137,15 +141,23 @@ class FlatGroup:
         self._shapes = [_nothing(dtype, first.device, slot.shape) for slot in layout.slots]
         self.memory_layout = (self._nothing.dtype, first.device, *self._places)
         """The same for groups that can be gathered into the same memory."""
-        self.is_mixed = first.dtype is not self._nothing.dtype
+        self.dtype = self._nothing.dtype
+        """What the parameters are computed with."""
+        self.is_narrow = first.dtype is not self.dtype
         """Whether masters have a dtype of their own."""
+        self.rounding = None
+        """What the whole is rounded to, if it is."""
+        if storage.codec is not None:
+            self.rounding = Rounding(storage.codec, layout, self.dtype)
+        self.is_mixed = self.is_narrow or self.rounding is not None
+        """Whether masters have memory of their own."""
         self.low, self.high = layout.bounds[backend.rank], layout.bounds[backend.rank + 1]
         values = self._joined_values(first, backend)
         self.common = None
         if self.is_common:  # ranks take turns in making it, so that each has its share
-            self.common = CommonWhole(values.to(self._nothing.dtype), backend, index % backend.size)
+            self.common = CommonWhole(self.shown(values), backend, index % backend.size)
         self.whole = self._make_whole(values, backend)
-        self.shard = self._make_shard(backend)
+        self.shard = self._make_shard(values, backend)
         self.master = self._make_master(values)
         self.point_at(self.whole)
         self._buffer = GatherBuffer(self.whole, self) if self.is_sharded else None
@@ -154,6 +166,28 @@ class FlatGroup:
         self.account = account
         self.changes = Changes(self)
         account.add("parameters", self.num_bytes_held)
+
+    # Masters ------------------------------------------------------------------------------
+
+    def shown(self, masters: Tensor) -> Tensor:
+        """What is computed with in place of masters, those of a slice or all of them."""
+        narrow = masters.to(self.dtype)
+        return narrow if self.rounding is None else self.rounding.rounded(narrow)
+
+    def sent(self, masters: Tensor) -> Tensor:
+        """What travels of the masters of a slice."""
+        narrow = masters.to(self.dtype)
+        return narrow if self.rounding is None else self.rounding.encode(narrow)
+
+    def refresh(self) -> None:
+        """The masters have new values: what they are masters of follows."""
+        if not self.is_mixed:
+            return
+        target = self.shard if self.owns_part else self.whole
+        if self.rounding is None:  # narrowed on the way
+            target.copy_(self.master)
+        else:
+            target.copy_(self.sent(self.master) if self.is_sharded else self.shown(self.master))
 
     # Memory -------------------------------------------------------------------------------
 
@@ -170,21 +204,21 @@ class FlatGroup:
         return values
 
     def _make_whole(self, values: Tensor, backend: Backend) -> Tensor:
-        dtype = self._nothing.dtype
         if self.common is not None:
             return self.common.view
         if not self.is_mixed:
             return values
+        shown = self.shown(values)
         if self.is_sharded:
-            return values.to(dtype)
-        return backend.empty(self.layout.num_elements, dtype, values.device).copy_(values)
+            return shown
+        return backend.empty(shown.numel(), shown.dtype, shown.device).copy_(shown)
 
-    def _make_shard(self, backend: Backend) -> Tensor:
+    def _make_shard(self, values: Tensor, backend: Backend) -> Tensor:
         if self.common is not None:
             return self.own_slice(self.common.shared)
-        shard = self.own_slice(self.whole)
         if not self.is_sharded:
-            return shard
+            return self.own_slice(self.whole)
+        shard = self.sent(self.own_slice(values))
         return backend.empty(shard.numel(), shard.dtype, shard.device).copy_(shard)
 
     def _find_numbers(self) -> memoryview | None:
@@ -245,11 +279,6 @@ class FlatGroup:
         with as_plain_tensors():
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient
-
-    def refresh(self) -> None:
-        """The optimizer has stepped the masters: what they are masters of follows."""
-        if self.is_mixed:
-            (self.shard if self.owns_part else self.whole).copy_(self.master)
 
     # States -------------------------------------------------------------------------------
 

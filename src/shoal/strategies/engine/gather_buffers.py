@@ -56,7 +56,8 @@ class GatherBuffer:
         """Fresh memory."""
         # What is made in inference mode could not be trained with afterwards.
         with torch.inference_mode(False):
-            return cls(group.shard.new_empty(group.layout.num_elements), group)
+            whole = group.shard.new_empty(group.layout.num_elements, dtype=group.dtype)
+            return cls(whole, group)
 
     # Most memory of a backward is seen by autograd alone, so what others need is made for them.
 

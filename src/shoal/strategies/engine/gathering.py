@@ -21,6 +21,7 @@ from shoal.strategies.consistency.rounds import Round, Vote
 from shoal.strategies.engine.absent import SavedParameters
 from shoal.strategies.engine.flat_group import ABSENT, COMING, EXPOSED, HIDDEN, FlatGroup
 from shoal.strategies.engine.gather_buffers import GatherBuffers
+from shoal.strategies.engine.rounding import RoundedGather
 from shoal.torch_internals.autograd import has_saved_tensors_hooks
 from shoal.torch_internals.modules import is_compiled
 from shoal.torch_internals.tensors import keeping_version
@@ -176,7 +177,7 @@ class Gathering:
             if num_bytes >= self._prefetch_bytes:
                 return
             group = self._groups[following]
-            num_bytes += group.layout.num_elements * group.shard.itemsize
+            num_bytes += group.layout.num_elements * group.dtype.itemsize
             if not (self._round.has_had(following) or group.has_whole):
                 self._start_until(following)
 
@@ -197,12 +198,18 @@ class Gathering:
     def _begin_gather(self, group: FlatGroup) -> None:
         known = self._operations.get(group.index)
         if known is None:
-            known = AllGather(group.shard, group.whole).again(None)  # it must not keep the whole
+            whole = None if group.rounding is not None else group.whole
+            known = AllGather(group.shard, whole).again(None)  # it must not keep the whole
             known.signature = f"gather of parameter group {group.index}: {known.signature}"
             known.is_foreseeable = True
             self._operations[group.index] = known
-        operation = known.again(group.whole)
-        self._coming[group.index] = self._backend.run(operation, async_op=True)
+        self._coming[group.index] = self._run_gather(group, known)
+
+    def _run_gather(self, group: FlatGroup, operation: AllGather) -> Work[Tensor]:
+        if group.rounding is not None:
+            return RoundedGather(group, operation, self._backend)
+        work: Work[Tensor] = self._backend.run(operation.again(group.whole), async_op=True)
+        return work
 
     def _finish(self, group: FlatGroup) -> None:
         if group.index not in self._coming:

@@ -238,9 +238,19 @@ class Steps:
             if others:
                 self._read(group, others)
             else:
-                operation = AllGather(group.shard, group.whole)
-                operation.signature += f" of new parameters in {what}"
-                self._backend.run(operation)
+                self._gather(group, what)
+
+    def _gather(self, group: FlatGroup, what: str) -> None:
+        rounding = group.rounding
+        sent, out = group.shard, group.whole
+        if rounding is not None:
+            sent, out = group.sent(group.master), rounding.make_room(group.whole.device)
+            rounding.count(self._backend)
+        operation = AllGather(sent, out)
+        operation.signature += f" of new parameters in {what}"
+        self._backend.run(operation)
+        if rounding is not None:
+            rounding.decode(out, group.whole)
 
     def _read(self, group: FlatGroup, others: Sequence[Tensor]) -> None:
         begin = time.perf_counter()

@@ -77,9 +77,9 @@ class GroupGradients:
         self._unread: tuple[Flags, Callable[[], None]] | None = None
         self._average: AverageToAll | AverageToParts | None = None
         rank = backend.rank if is_sharded else 0
-        shows_parts = is_sharded or is_hidden or group.is_mixed
+        shows_parts = is_sharded or is_hidden or group.is_narrow
         self.shown = ShownGradients(self, owners, rank, shows_parts=shows_parts)
-        if group.is_mixed:  # gradients are averaged and shown in the masters' dtype
+        if group.is_narrow:  # gradients are averaged and shown in the masters' dtype
             with as_plain_tensors():
                 for parameter in group.parameters:
                     parameter.grad_dtype = None
@@ -109,7 +109,7 @@ class GroupGradients:
 
         The parameters then show their parts of it, where only autograd looks.
         """
-        self.adds_in_place = is_wanted and not self.group.is_mixed
+        self.adds_in_place = is_wanted and not self.group.is_narrow
         if self.adds_in_place and self.memory.whole is not None:
             views = self.memory.views()
             for index in self.collected:

@@ -16,8 +16,8 @@ from shoal.torch_support.memory import make_worthless
 # Of how many buffers the views are remembered.
 _MOST_VIEWS = 8
 
-Views = dict[int, tuple[list[Tensor], Tensor]]
-"""By a buffer's address: the parameters' parts of it, and what lies behind the last of them."""
+Views = dict[int, tuple[list[Tensor], list[Tensor]]]
+"""By a buffer's address: the parameters' parts of it, and what is between and behind them."""
 
 
 class BufferPool:
@@ -89,12 +89,13 @@ class GradientMemory:
         """Each parameter's part of the whole gradient."""
         return self._cut()[0]
 
-    def _cut(self) -> tuple[list[Tensor], Tensor]:
-        """The parts of the parameters, and what lies behind the last of them."""
+    def _cut(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The parts of the parameters, and what is between and behind them."""
         whole = self.take_whole()
         parts = self._views.get(whole.data_ptr())
         if parts is None:
-            parts = self._group.views_of(whole), whole[self._group.layout.slots[-1].stop :]
+            gaps = [whole[start:stop] for start, stop in self._group.layout.gaps]
+            parts = self._group.views_of(whole), gaps
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
             self._views[whole.data_ptr()] = parts
@@ -173,9 +174,9 @@ class GradientMemory:
             for index, slot in enumerate(slots):
                 if index not in collected:
                     whole[slot.start : slot.stop].zero_()
-        if whole.numel() > slots[-1].stop:
-            # Clipping by a norm that is not finite leaves no zeros behind the last slot.
-            self._cut()[1].zero_()
+        # Clipping by a norm that is not finite leaves no zeros there.
+        for gap in self._cut()[1]:
+            gap.zero_()
 
     @property
     def num_bytes_held(self) -> int:

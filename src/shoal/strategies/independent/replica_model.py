@@ -26,6 +26,7 @@ class ReplicaModel(ShardedModel):
         "resident_below",
         "prefetch_bytes",
         "compression_warmup",
+        "gather_compression",
     )
     meeting_lane: Backend
     """All ranks, for what this model does among them."""

@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,7 @@ class PipelineParallelModel(ShardedModel):
     """
 
     strategy = "pipeline"
+    settled: ClassVar[tuple[str, ...]] = ("gather_compression",)
     sharding = LEVELS[0]
 
     def __init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -33,6 +33,7 @@ class TensorParallelModel(ShardedModel):
     """
 
     strategy = "tensor"
+    settled: ClassVar[tuple[str, ...]] = ("gather_compression",)
     sharding = LEVELS[0]
     parts: TensorParts
     _all_ranks: Backend

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.compression import Codec
 from shoal.optim.proof.judging import judge
 from shoal.optim.stepping.kernels import fused_where_free
 from shoal.optim.stepping.supervision import Supervision
@@ -40,13 +41,14 @@ class WholeBatch(Trainer):
         *,
         variation: int = 0,
         compute_dtype: torch.dtype | None = None,
+        gather_codec: Codec | None = None,
     ) -> None:
         """Another ``variation`` trains the same model with other random numbers."""
         with RandomStream(BUILD_SEED).drawing():
             self.setup = Setup.build(build, num_steps)
         self._stream = rank_stream(0, variation)
         self._supervisions = {id(each): _supervise(each) for each in self.setup.optimizers}
-        self._narrow = _MixedPrecisionModel(self.setup.model, compute_dtype)
+        self._narrow = _RoundedModel(self.setup.model, compute_dtype, gather_codec)
 
     def compute(self, step: int) -> Tensor:
         """Forward and backward of the whole batch."""
@@ -108,12 +110,20 @@ class SplitBatch(WholeBatch):
         variation: int = 0,
         compute_dtype: torch.dtype | None = None,
         averages_buffers: bool = False,
+        gather_codec: Codec | None = None,
     ) -> None:
         """Each local batch has the random numbers that its rank would have."""
-        super().__init__(build, num_steps, variation=variation, compute_dtype=compute_dtype)
+        super().__init__(
+            build,
+            num_steps,
+            variation=variation,
+            compute_dtype=compute_dtype,
+            gather_codec=gather_codec,
+        )
         self._streams = [rank_stream(rank, variation) for rank in range(num_ranks)]
         self._weight, self._averages_buffers = weight, averages_buffers
-        self._kernels = contextlib.nullcontext if compute_dtype else fused_where_free
+        is_rounded = compute_dtype is not None or gather_codec is not None
+        self._kernels = contextlib.nullcontext if is_rounded else fused_where_free
 
     def compute(self, step: int) -> Tensor:
         """Forward and backward of each rank's rows, all from the same parameters and buffers."""
@@ -235,28 +245,50 @@ def _double(batch: Batch) -> Batch:
     return tree_map(widen, batch[0]), tree_map(widen, batch[1])
 
 
-class _MixedPrecisionModel:
-    """A model that can be called with parameters and inputs in a narrower dtype, as ranks do."""
+class _RoundedModel:
+    """A model that computes with other parameters than it has, as ranks do.
 
-    def __init__(self, model: nn.Module, compute_dtype: torch.dtype | None) -> None:
-        self._model, self._dtype = model, compute_dtype
+    They are narrower, matrices are what an 8-bit payload stands for, or both.
+    """
+
+    def __init__(
+        self, model: nn.Module, compute_dtype: torch.dtype | None, gather_codec: Codec | None
+    ) -> None:
+        self._model, self._codec = model, gather_codec
+        self._is_narrow = compute_dtype is not None
         self._precision = Precision(model, compute_dtype)
         self._precision.install(model)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         """Around forward and backward: backward may call parts of the model again."""
-        if self._dtype is None:
+        if not self._is_narrow and self._codec is None:
             yield
             return
-        narrow = {
-            name: parameter.to(self._precision.dtype_of(parameter) or parameter.dtype)
-            for name, parameter in self._model.named_parameters()
-        }
-        with with_parameters(self._model, narrow):
+        rounded = {name: self._rounded(p) for name, p in self._model.named_parameters()}
+        with with_parameters(self._model, rounded):
             yield
 
+    def _rounded(self, parameter: nn.Parameter) -> Tensor:
+        narrow = parameter.to(self._precision.dtype_of(parameter) or parameter.dtype)
+        if self._codec is None or parameter.dim() < 2 or not parameter.is_floating_point():
+            return narrow
+        rounded: Tensor = _Rounded.apply(narrow, self._codec)  # type: ignore[no-untyped-call]
+        return rounded
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._dtype is not None:
+        if self._is_narrow:
             args, kwargs = self._precision.narrowed((args, kwargs))
         return self._precision.widened(self._model(*args, **kwargs))
+
+
+class _Rounded(torch.autograd.Function):
+    """What a codec makes of a tensor; the gradient is that of the tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, codec: Codec) -> Tensor:
+        return codec.decode(codec.encode(values))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
