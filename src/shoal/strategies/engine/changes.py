@@ -277,8 +277,7 @@ class Changes:
         group.master.copy_(group.own_slice(buffer) if group.owns_part else buffer)
         if not group.is_common:  # there, its own part is all that a rank writes
             group.whole.copy_(group.shown(buffer))
-        if group.is_common or group.is_sharded:
-            group.refresh()
+        group.refresh()
 
     def overwrite(self, is_new: Tensor, buffer: Tensor) -> None:
         """Takes some elements of a buffer over, into the whole as well if it is there."""
