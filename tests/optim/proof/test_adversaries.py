@@ -171,6 +171,41 @@ class KeepsList(Own):
                     p.sub_(own.mul_(0.9).add_(p.grad) * 0.01)
 
 
+class KeepsForLater(Own):
+    """Another method of its own may look at that."""
+
+    def move(self, p: nn.Parameter, gradient: Tensor, lr: Any) -> None:
+        p.sub_(gradient * lr)
+        vars(self).setdefault("seen", {})[p] = gradient * 2
+
+
+class KeepsInGroup(Own):
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for group in self.param_groups:
+                like = [torch.zeros_like(p) for p in group["params"]]
+                for p, own in zip(group["params"], group.setdefault("like", like), strict=True):
+                    if p.grad is not None:
+                        p.sub_(own.mul_(0.9).add_(p.grad) * 0.01)
+
+
+class KeepsInClosure(Own):
+    """No attribute of the object leads to what it keeps."""
+
+    def __init__(self, params: Any, lr: Any = 0.01) -> None:
+        super().__init__(params, lr)
+        momenta: dict[nn.Parameter, Tensor] = {}
+
+        def move(p: nn.Parameter, gradient: Tensor) -> Tensor:
+            momenta[p] = momenta[p] * 0.9 + gradient if p in momenta else gradient.clone()
+            return momenta[p]
+
+        self.momentum = move
+
+    def move(self, p: nn.Parameter, gradient: Tensor, lr: Any) -> None:
+        p.sub_(self.momentum(p, gradient) * lr)
+
+
 def patched(params: Any) -> Optimizer:
     """What is known of a class does not hold for an object whose step was replaced."""
     optimizer = AdamW(params)
@@ -275,8 +310,11 @@ ADVERSARIES: list[tuple[Callable[..., Optimizer], Kind, str]] = [
     (CountsParameters, Kind.GLOBAL, "each parameter on its own"),
     (CountsElements, Kind.GLOBAL, "each parameter on its own"),
     (CountsLate, Kind.GLOBAL, "each parameter on its own"),
-    (KeepsAside, Kind.GLOBAL, "keeps data of parameters in `momenta`, outside of its state"),
-    (KeepsList, Kind.GLOBAL, "keeps data of parameters in `momenta`, outside of its state"),
+    (KeepsAside, Kind.GLOBAL, "`mul_` takes data of a parameter that was kept outside"),
+    (KeepsList, Kind.GLOBAL, "`mul_` takes data of a parameter that was kept outside"),
+    (KeepsInGroup, Kind.GLOBAL, "`mul_` takes data of a parameter that was kept outside"),
+    (KeepsInClosure, Kind.GLOBAL, "`mul` takes data of a parameter that was kept outside"),
+    (KeepsForLater, Kind.GLOBAL, "keeps data of parameters in `seen`, outside of its state"),
     (patched, Kind.GLOBAL, "`step` was replaced"),
     (CountsUnseen, Kind.PER_PARAMETER, "cut into pieces"),
     (ReplacesMemory, Kind.GLOBAL, "other memory"),
@@ -308,10 +346,10 @@ class SometimesWide(nn.Module):
         return self.last(self.first(x) + self.second(x) if is_wide else self.first(x))
 
 
-def train_sometimes_wide(strategy: str | None) -> dict[str, Tensor]:
+def train_sometimes_wide(make: Callable[..., Optimizer], strategy: str | None) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model: Any = SometimesWide().double()
-    optimizer: Any = KeepsAside(model.parameters())
+    optimizer: Any = make(model.parameters())
     if strategy is not None:
         model, optimizer = shoal.as_distributed(model, optimizer, strategy=strategy)
     for step in range(6):
@@ -324,11 +362,12 @@ def train_sometimes_wide(strategy: str | None) -> dict[str, Tensor]:
 
 @pytest.mark.filterwarnings("ignore:.*identical inputs")
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("make", [KeepsAside, KeepsInGroup, KeepsInClosure])
 def test_what_is_kept_outside_of_the_state_survives_a_parameter_that_comes_and_goes(
-    strategy: str,
+    make: Callable[..., Optimizer], strategy: str
 ) -> None:
-    expected = train_sometimes_wide(None)
-    for state in shoal.run(train_sometimes_wide, 2, "memory", (strategy,)):
+    expected = train_sometimes_wide(make, None)
+    for state in shoal.run(train_sometimes_wide, 2, "memory", (make, strategy)):
         for name, value in state.items():
             assert torch.allclose(value, expected[name], rtol=0, atol=1e-10), name
 

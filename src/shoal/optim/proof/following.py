@@ -111,6 +111,10 @@ class Marks:
             self._memories[identity] = _Memory(StorageWeakRef(tensor.untyped_storage()))
         return self._memories[identity]
 
+    def memories(self) -> set[int]:
+        """All that is marked, by the identity of its storage."""
+        return {key for key, memory in self._memories.items() if memory.mark or memory.parts}
+
     def forget_dead(self) -> None:
         """Forgets memory that has been freed."""
         dead = [key for key, memory in self._memories.items() if memory.ref.expired()]
@@ -142,6 +146,7 @@ class Following:
         """Of no parameters yet."""
         self.marks = Marks()
         self._shapes: list[torch.Size] = []
+        self._hidden: set[int] = set()
 
     def begin(self, parameters: Sequence[Tensor], others: Sequence[Sequence[Tensor]]) -> None:
         """Follows these, and with each its gradient and state.
@@ -155,6 +160,15 @@ class Following:
             for tensor in (parameter, *own)
             if tensor.layout is torch.strided
         )
+
+    def expect_only(self, kept: Iterable[Tensor]) -> None:
+        """Of what has been computed so far, the next step should use nothing but this.
+
+        A division cuts what is in the optimizer's state. It does not know of a closure's dict.
+        """
+        self._hidden = self.marks.memories() - {
+            storage_id(tensor) for tensor in kept if tensor.layout is torch.strided
+        }
 
     def found(self, finding: StepFinding) -> None:
         """Something that a division would change; before it happens."""
@@ -231,6 +245,11 @@ class Following:
         marks = [mark for _, mark in operands if mark is not None]
         if not marks:
             return None
+        if self._hidden and any(
+            mark and storage_id(each) in self._hidden for each, mark in operands
+        ):
+            what = f"`{rule.name}` takes data of a parameter that was kept outside of the state"
+            self._report(Kind.GLOBAL, what)
         if rule.effect is Effect.LIKE:
             return Mark(marks[0].owner, Level.UNIFORM)
         data = {mark for mark in marks if mark[1] is Level.DATA}

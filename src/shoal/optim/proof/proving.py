@@ -136,6 +136,7 @@ class _Proof(Following):
         show(parameters, gradients)
         own = [parameter.grad for parameter in parameters]
         self._inputs += [self._tape.number_of(gradient) for gradient in own]  # type: ignore[arg-type]
+        self.expect_only([*parameters, *own, *_tensors(tree_leaves(dict(optimizer.state)))])  # type: ignore[list-item]
         self.begin(parameters, [[gradient] for gradient in own])  # type: ignore[list-item]
         self._tape.next_step()
         with streams.step():
