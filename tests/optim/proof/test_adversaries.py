@@ -179,6 +179,19 @@ class KeepsForLater(Own):
         vars(self).setdefault("seen", {})[p] = gradient * 2
 
 
+class Momentum:
+    def __init__(self, like: Tensor) -> None:
+        self.value = torch.zeros_like(like)
+
+
+class KeepsInObject(Own):
+    """Where parameters are not cut, that is as good as a tensor in the state."""
+
+    def move(self, p: nn.Parameter, gradient: Tensor, lr: Any) -> None:
+        own = self.state[p].setdefault("momentum", Momentum(p)).value
+        p.sub_(own.mul_(0.9).add_(gradient) * lr)
+
+
 class KeepsInGroup(Own):
     def step(self, closure: Any = None) -> None:
         with torch.no_grad():
@@ -314,6 +327,7 @@ ADVERSARIES: list[tuple[Callable[..., Optimizer], Kind, str]] = [
     (KeepsList, Kind.GLOBAL, "`mul_` takes data of a parameter that was kept outside"),
     (KeepsInGroup, Kind.GLOBAL, "`mul_` takes data of a parameter that was kept outside"),
     (KeepsInClosure, Kind.GLOBAL, "`mul` takes data of a parameter that was kept outside"),
+    (KeepsInObject, Kind.PER_PARAMETER, "keeps data of a parameter in an object"),
     (KeepsForLater, Kind.GLOBAL, "keeps data of parameters in `seen`, outside of its state"),
     (patched, Kind.GLOBAL, "`step` was replaced"),
     (CountsUnseen, Kind.PER_PARAMETER, "cut into pieces"),
@@ -362,7 +376,7 @@ def train_sometimes_wide(make: Callable[..., Optimizer], strategy: str | None) -
 
 @pytest.mark.filterwarnings("ignore:.*identical inputs")
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-@pytest.mark.parametrize("make", [KeepsAside, KeepsInGroup, KeepsInClosure])
+@pytest.mark.parametrize("make", [KeepsAside, KeepsInGroup, KeepsInClosure, KeepsInObject])
 def test_what_is_kept_outside_of_the_state_survives_a_parameter_that_comes_and_goes(
     make: Callable[..., Optimizer], strategy: str
 ) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -136,7 +136,7 @@ class _Proof(Following):
         show(parameters, gradients)
         own = [parameter.grad for parameter in parameters]
         self._inputs += [self._tape.number_of(gradient) for gradient in own]  # type: ignore[arg-type]
-        self.expect_only([*parameters, *own, *_tensors(tree_leaves(dict(optimizer.state)))])  # type: ignore[list-item]
+        self.expect_only([*parameters, *own, *_held(tree_leaves(dict(optimizer.state)))])  # type: ignore[list-item]
         self.begin(parameters, [[gradient] for gradient in own])  # type: ignore[list-item]
         self._tape.next_step()
         with streams.step():
@@ -173,6 +173,11 @@ class _Proof(Following):
             if name not in _NO_STATE and any(map(self.marks.find, _tensors(tree_leaves(value)))):
                 what = f"its step keeps data of parameters in `{name}`, outside of its state"
                 self._rule_out(Kind.GLOBAL, what)
+        leaves = tree_leaves(dict(optimizer.state))
+        within = _held([leaf for leaf in leaves if not isinstance(leaf, Tensor)])
+        if any(map(self.marks.find, within)):
+            what = "its step keeps data of a parameter in an object, which cannot be cut"
+            self._rule_out(Kind.PER_PARAMETER, what)
 
     # Replaying ----------------------------------------------------------------------------
 
@@ -247,6 +252,15 @@ def _other_generators() -> tuple[Any, Any]:
 
 def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _held(values: Sequence[Any], depth: int = 4) -> Iterator[Tensor]:
+    """Tensors among values, and in objects among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif depth and hasattr(value, "__dict__") and not isinstance(value, type):
+            yield from _held(tree_leaves(dict(vars(value))), depth - 1)
 
 
 def _numbers(leaves: Sequence[Any]) -> list[Any]:
