@@ -27,7 +27,7 @@ from shoal.comm.control.patience import Patience
 from shoal.comm.control.plane import Channel, Control, Failure
 from shoal.comm.operation import Operation, Payload, writing
 from shoal.comm.operation.base import Header, check_equal, decode
-from shoal.comm.work import WorkQueue
+from shoal.comm.work import ThreadedWork, WorkQueue
 from shoal.comm.world_state import WorldState, closed_error
 from shoal.errors import DeadlineError, MismatchError, ShoalError, TransportError
 from shoal.system.public_call import call_site, told
@@ -109,6 +109,11 @@ class Coordination:
     def is_idle(self) -> bool:
         """Whether all operations that were queued have been carried out."""
         return self.queue is None or self.queue.is_idle()
+
+    def finish_queued(self, what: str) -> None:
+        """Waits until all operations that were queued have been carried out."""
+        if not self.is_idle():
+            self.start_queue().put(ThreadedWork(lambda: None, what)).wait()
 
     def start_queue(self) -> WorkQueue:
         """The queue, made when it is first needed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import shoal
 from shoal.comm import ReduceOp
 from shoal.comm.operation import AllReduce, ReduceScatter
 from shoal.comm.shm.pending import PendingOperation
+from shoal.comm.work import ThreadedWork
 from shoal.errors import DeadlineError, MismatchError, TransportError
 
 backends = pytest.mark.parametrize("backend", ["memory", "shm", "gloo"])
@@ -63,6 +65,22 @@ def collectives_wait_for_pending_operations() -> tuple[float, bool]:
 
 def test_a_collective_comes_after_pending_operations() -> None:
     assert pools.Team("shm", 3).run(collectives_wait_for_pending_operations) == [(6.0, True)] * 3
+
+
+def behind_a_queue_that_is_busy_on_one_rank() -> float:
+    backend: Any = shoal.world().backend
+    buffer = backend.empty(LENGTH).fill_(1.0)
+    if backend.rank == 0:
+        gate = threading.Event()
+        backend._coordination.start_queue().put(ThreadedWork(gate.wait, "something slow"))
+        threading.Timer(0.1, gate.set).start()
+    backend.start(AllReduce(buffer, ReduceOp.SUM)).wait(10.0)
+    return buffer[-1].item()
+
+
+def test_what_is_done_does_not_depend_on_how_far_a_queue_is() -> None:
+    """Empty groups of gradients go through the queue, and what follows went there on some ranks."""
+    assert pools.Team("shm", 2).run(behind_a_queue_that_is_busy_on_one_rank) == [2.0, 2.0]
 
 
 def fail_before() -> list[float | str]:

@@ -135,7 +135,9 @@ class SharedMemoryBackend(ProcessBackend):
         can_pend = operation.kind in ("all_reduce", "reduce_scatter") and self.size > 1
         self._coordination.enter()
         try:
-            if can_pend and location is not None and self._coordination.is_idle():
+            if can_pend and location is not None:
+                # How far a queue is differs between ranks, so that must not decide what is done.
+                self._coordination.finish_queued(operation.signature)
                 # A rank that carries it out at once moves data differently: a mismatch.
                 operation.signature += " in the background"
                 return self._pending.put(operation, Shown(Way.SHARED, location.encode()).encode())
