@@ -184,6 +184,16 @@ def test_what_is_left_of_two_replicas_is_one(options: dict[str, Any]) -> None:
             assert (each.parameters[name] - value).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("nth", range(1, 60, 7))
+def test_one_of_another_replica_is_lost_while_the_others_recover(nth: int) -> None:
+    """Where ranks were between two layouts, they had to find their way from there."""
+    options = {**TENSOR, "zero": 1, "seed": 3}
+    found = _run(6, Elastic(), options, 1, 1, 1, (2, nth), dropout=0.0)
+    assert [each.num_committed for each in found] == [faults.NUM_STEPS] * 4
+    for each in found:
+        assert each.changes[-1].new_size == 4
+
+
 def _check_samples(found: list[faults.Result], replica: int) -> None:
     """Each sample of the last epoch is used once by the ranks that train it together."""
     steps_of_epoch = faults.NUM_STEPS // faults.EPOCHS

@@ -86,7 +86,10 @@ class ModuleChanges:
         return {module: _ModuleLook.of(module) for module in self._module.modules()}
 
     def undo(self) -> None:
-        """The module is what it was; parameters are whole, and zero."""
+        """The module is what it was; parameters are whole, and zero.
+
+        They are so again by a second call, should somebody have given them other memory since.
+        """
         for module, before in self._before.items():
             _undo(module, before, self._after.get(module, before))
         for parameter, memory in self._memory.items():
@@ -96,7 +99,7 @@ class ModuleChanges:
             for hooks in (hooks_before_gradient(parameter), hooks_after_gradient(parameter)):
                 for key in hooks.keys() & self._new_hooks[parameter]:
                     del hooks[key]
-        self._before, self._after, self._memory = {}, {}, {}
+        self._before, self._after = {}, {}
 
 
 def _undo(module: nn.Module, before: _ModuleLook, after: _ModuleLook) -> None:
