@@ -314,6 +314,29 @@ def test_resumed(name, stop, tmp_path) -> None:
         assert len(found) == num_batches  # nothing was left: the next epoch
 
 
+def test_a_resumed_epoch_that_is_left_at_once_lends_the_next_one_nothing() -> None:
+    """It began with the draws of the epoch that was left, in the same order."""
+
+    def second_epoch(*, is_resumed: bool) -> list[list[int]]:
+        seed(0)
+        loader = divide(LOADERS["shuffled"]())
+        assert isinstance(loader, DividedLoader)
+        if is_resumed:
+            next(iter(loader))
+            loader.load_state_dict(loader.state_dict())
+        for epoch in loader.epochs(2):
+            if epoch == 1:
+                seed(7)
+                return [numbers(batch) for batch in loader]
+        raise AssertionError
+
+    def both():
+        return second_epoch(is_resumed=False), second_epoch(is_resumed=True)
+
+    for fresh, resumed in shoal.run(both, 2, "memory"):
+        assert fresh == resumed
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_resumed_after_a_batch_that_two_were_joined_to(ranks) -> None:
     """Samples that were trained on with the batch before do not come again."""

@@ -86,6 +86,10 @@ class Draws:
         self.start, self._is_resumed, self._stream = start, start is not None, None
         self._generators.restore_own(own)
 
+    def forget_resumed(self) -> None:
+        """The epoch that was to be resumed was left: the next one is drawn anew."""
+        self.start, self._is_resumed = None, False
+
     def drawn(self, make: Callable[[], Iterator[T]]) -> Iterator[T]:
         """What an iterator gives if every rank draws alike; ``make`` begins it."""
         is_resumed, self._is_resumed = self._is_resumed, False

@@ -111,6 +111,7 @@ class DividedLoader(DataLoader[T]):
                 yield self.epoch
                 if not self._has_ended:  # the loop over it was left early
                     self.epoch, self._num_batches, self._num_to_skip = self.epoch + 1, 0, 0
+                    self._draws.forget_resumed()
         finally:
             self._is_numbered = False
             if self._run is not None:
