@@ -86,12 +86,16 @@ def test_the_others_go_on(backend: str, victim: int) -> None:
 
 
 def train_replicas(
-    victim: int | None, epochs: int, awaits_others: bool = False
+    victim: int | None, epochs: int, alone: str | None = None
 ) -> tuple[Any, int, int, list[Any]]:
     """Two ranks hold one model between them; a victim kills itself in the fourth step.
 
-    ``awaits_others``: whether those that are left make one step alone and then wait.
+    ``alone``: a file that is made where one replica is left. It makes a step and then waits for the
+    others; who takes the victim's place waits for the file.
     """
+    membership = shoal.world().membership
+    if alone is not None and membership is not None and membership.generation == 0:
+        assert wait_until(Path(alone).exists, 60.0, 0.01)
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Dropout(0.1), nn.Linear(9, 1))
     optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -116,8 +120,10 @@ def train_replicas(
                 model.train_step(x, y, loss_fn)
                 optimizer.step()
                 optimizer.zero_grad()
-            membership = shoal.world().membership
-            if awaits_others and shoal.world().size == 2 and membership is not None:
+            if alone is not None and shoal.world().size == 2:
+                Path(alone).touch()
+                membership = shoal.world().membership
+                assert membership is not None
                 assert wait_until(membership.wants_change, 60.0, 0.01)
     return model.state_dict(), optimizer.num_committed, shoal.world().size, changes
 
@@ -133,10 +139,11 @@ def test_a_killed_rank_of_a_replica_is_replaced(backend: str) -> None:
         assert all(torch.equal(state[name], wanted[name]) for name in wanted)
 
 
-def test_the_rest_of_a_replica_waits_and_comes_back() -> None:
+def test_the_rest_of_a_replica_waits_and_comes_back(tmp_path: Path) -> None:
     """With whoever takes the place of the lost one, as soon as that one is there."""
     leaks.baseline()
-    found = shoal.run(train_replicas, 4, "shm", args=(1, 4, True), elastic=Elastic(restarts=1))
+    args = (1, 4, str(tmp_path / "alone"))
+    found = shoal.run(train_replicas, 4, "shm", args=args, elastic=Elastic(restarts=1))
     assert [each[1:3] for each in found] == [(12, 4)] * 4
     less, more = found[0][3]
     assert (less.old_size, less.new_size, set(less.left)) == (4, 2, {0, 1})
