@@ -21,6 +21,8 @@ import shoal
 from elastic import faults
 from shoal.elastic import Elastic
 
+# A rank that takes another's place may begin with a scheduler's step, which torch warns of.
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 RANKS, NUM_SAMPLES, BATCH = 3, 36, 6
 
 
